@@ -1,0 +1,225 @@
+"""Each collective as what every rank holds before and after, and how large its buffers are.
+
+A contribution is named ``(rank, chunk)``: chunk ``chunk`` of the INPUT of ``rank``. A collective is
+then a table of which contributions each chunk of each rank's OUTPUT is made of, each exactly once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from flagcx.schedule.model import Buffer, Span
+
+Contribution = tuple[int, int]
+Counts = int | tuple
+"""Elements of a message: one number where all blocks are alike; else one number a rank; for alltoall
+a pair (what this rank sends to each, what it receives from each)."""
+
+
+def cut(count: int, pieces: int) -> tuple[int, ...]:
+    """Cuts ``count`` elements into ``pieces`` parts that differ by at most one element.
+
+    The only function that decides how many elements a chunk has.
+
+    Returns:
+        The ``pieces + 1`` boundaries, from 0 to ``count``.
+
+    Example:
+        >>> cut(10, 4)
+        (0, 3, 6, 8, 10)
+    """
+    small, larger = divmod(count, pieces)
+    return tuple(i * small + min(i, larger) for i in range(pieces + 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """What a collective means.
+
+    Attributes:
+        name: As MPI and NCCL call it.
+        rooted: Whether one rank is set apart.
+        reduces: Whether contributions are combined by an operation.
+        blocks: Whether the message has one block a rank.
+        has_input: (rank, root) -> whether that rank contributes.
+        has_output: (rank, root) -> whether that rank gets a result.
+        input_blocks: (size) -> blocks in an INPUT; likewise ``output_blocks``.
+        expected: (rank, chunk, size, k, root) -> the contributions that OUTPUT chunk is made of,
+            where a block has k chunks.
+        repeats: Whether a contribution may count more than once (a barrier carries no data).
+    """
+
+    name: str
+    rooted: bool
+    reduces: bool
+    blocks: bool
+    has_input: Callable[[int, int | None], bool]
+    has_output: Callable[[int, int | None], bool]
+    input_blocks: Callable[[int], int]
+    output_blocks: Callable[[int], int]
+    expected: Callable[[int, int, int, int, int | None], tuple[Contribution, ...]]
+    repeats: bool = False
+
+    def per_block(self, size: int, chunks: int) -> int:
+        """Chunks in one block, of a schedule with ``chunks`` chunks."""
+        return chunks // size if self.blocks else chunks
+
+    def buffer_chunks(self, buffer: Buffer, rank: int, size: int, chunks: int, root: int | None) -> int:
+        """How many chunks the INPUT or OUTPUT of ``rank`` has."""
+        per_block = self.per_block(size, chunks)
+        if buffer is Buffer.INPUT:
+            return self.input_blocks(size) * per_block if self.has_input(rank, root) else 0
+        return self.output_blocks(size) * per_block if self.has_output(rank, root) else 0
+
+    def postcondition(
+        self, rank: int, chunk: int, size: int, chunks: int, root: int | None
+    ) -> Counter[Contribution]:
+        """The contributions, with multiplicity, that OUTPUT chunk ``chunk`` of ``rank`` must end with."""
+        return Counter(self.expected(rank, chunk, size, self.per_block(size, chunks), root))
+
+    def in_place_shift(self, rank: int, size: int, chunks: int, root: int | None) -> tuple[int, int] | None:
+        """How INPUT and OUTPUT of ``rank`` lie over each other in a call in place.
+
+        Returns:
+            ``(i, o)``: INPUT chunk ``i`` is OUTPUT chunk ``o``, and so on up by ones to the end of the
+            smaller buffer. None where the rank has only one of the two, or the collective has no form
+            in place (alltoall).
+        """
+        if not (self.has_input(rank, root) and self.has_output(rank, root)) or self.name == "alltoall":
+            return None
+        own = rank * self.per_block(size, chunks)
+        if self.input_blocks(size) < self.output_blocks(size):
+            return 0, own
+        if self.input_blocks(size) > self.output_blocks(size):
+            return own, 0
+        return 0, 0
+
+
+def _always(rank: int, root: int | None) -> bool:
+    return True
+
+
+def _at_root(rank: int, root: int | None) -> bool:
+    return rank == root
+
+
+def _one(size: int) -> int:
+    return 1
+
+
+def _each(size: int) -> int:
+    return size
+
+
+def _sum_of_all(rank, chunk, size, k, root):
+    return tuple((q, chunk) for q in range(size))
+
+
+def _from_root(rank, chunk, size, k, root):
+    return ((root, chunk),)
+
+
+def _block_of_each(rank, chunk, size, k, root):
+    return ((chunk // k, chunk % k),)
+
+
+def _sum_of_own_block(rank, chunk, size, k, root):
+    return tuple((q, rank * k + chunk) for q in range(size))
+
+
+def _own_block_from_root(rank, chunk, size, k, root):
+    return ((root, rank * k + chunk),)
+
+
+def _own_block_of_each(rank, chunk, size, k, root):
+    return ((chunk // k, rank * k + chunk % k),)
+
+
+COLLECTIVES: dict[str, Collective] = {
+    c.name: c
+    for c in (
+        # name, rooted, reduces, blocks, has input, has output, input and output blocks, expected
+        Collective("allreduce", False, True, False, _always, _always, _one, _one, _sum_of_all),
+        Collective("reduce", True, True, False, _always, _at_root, _one, _one, _sum_of_all),
+        Collective("broadcast", True, False, False, _at_root, _always, _one, _one, _from_root),
+        Collective("allgather", False, False, True, _always, _always, _one, _each, _block_of_each),
+        Collective("reduce_scatter", False, True, True, _always, _always, _each, _one, _sum_of_own_block),
+        Collective("gather", True, False, True, _always, _at_root, _one, _each, _block_of_each),
+        Collective("scatter", True, False, True, _at_root, _always, _each, _one, _own_block_from_root),
+        Collective("alltoall", False, False, True, _always, _always, _each, _each, _own_block_of_each),
+        Collective("barrier", False, True, False, _always, _always, _one, _one, _sum_of_all, repeats=True),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where each chunk of one rank's buffers lies, in elements.
+
+    Attributes:
+        bounds: For each buffer, by its number, the boundaries of its chunks.
+    """
+
+    bounds: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+
+    def slice(self, span: Span) -> tuple[int, int]:
+        """The elements ``(start, stop)`` of the buffer that the span covers."""
+        bounds = self.bounds[span.buffer]
+        return bounds[span.start], bounds[span.stop]
+
+    def count(self, buffer: Buffer) -> int:
+        """Elements in the buffer."""
+        return self.bounds[buffer][-1]
+
+
+def layout(
+    collective: str, rank: int, size: int, chunks: int, root: int | None, counts: Counts, scratch_chunks: int
+) -> Layout:
+    """Settles how many elements each chunk of ``rank``'s buffers has.
+
+    Args:
+        collective: Name of the collective.
+        rank: The rank whose buffers are laid out.
+        size: Number of ranks.
+        chunks: The schedule's chunks.
+        root: Root, or None.
+        counts: See ``Counts``. A single number is the message's elements, or those of one block where
+            the collective has blocks.
+        scratch_chunks: How many chunks of SCRATCH the rank's program uses.
+    """
+    kind = COLLECTIVES[collective]
+    if not kind.blocks:
+        message = cut(int(counts), chunks)  # type: ignore[arg-type]
+        given = message if kind.has_input(rank, root) else (0,)
+        result = message if kind.has_output(rank, root) else (0,)
+    else:
+        sent, received = _block_counts(counts, size)
+        per_block = chunks // size
+        own = (sent[rank],)
+        message = _blocks(received, per_block)
+        given = _blocks(sent if kind.input_blocks(size) > 1 or size == 1 else own, per_block)
+        result = _blocks(received if kind.output_blocks(size) > 1 or size == 1 else own, per_block)
+        given = given if kind.has_input(rank, root) else (0,)
+        result = result if kind.has_output(rank, root) else (0,)
+    sizes = [message[i + 1] - message[i] for i in range(chunks)]
+    scratch = tuple(accumulate((sizes[i % chunks] for i in range(scratch_chunks)), initial=0))
+    return Layout((given, result, scratch))
+
+
+def _block_counts(counts: Counts, size: int) -> tuple[Sequence[int], Sequence[int]]:
+    if isinstance(counts, int):
+        return (counts,) * size, (counts,) * size
+    if len(counts) == 2 and isinstance(counts[0], tuple):
+        return counts[0], counts[1]
+    return counts, counts
+
+
+def _blocks(counts: Sequence[int], per_block: int) -> tuple[int, ...]:
+    bounds = [0]
+    for count in counts:
+        start = bounds[-1]
+        bounds.extend(start + b for b in cut(count, per_block)[1:])
+    return tuple(bounds)

@@ -1,0 +1,74 @@
+"""Settings, read once. The only module that looks at the process's environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+
+from flagcx.errors import ArgumentError
+
+_PREFIX = "FLAGCX_"
+
+
+def environment() -> dict[str, str]:
+    """A copy of the process's environment, for who must pass it on or read a launcher's part of it."""
+    return dict(os.environ)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Everything that can be set from outside. Each field is read from ``FLAGCX_<NAME>``.
+
+    Attributes:
+        timeout_s: How long an operation waits for a peer, in seconds.
+        init_timeout_s: How long ``init`` waits for all ranks, in seconds.
+        slot_nbytes: Size of one piece of a message on its way through shared memory, in bytes.
+        cross_memory: Whether large messages may go straight from one process's memory to another's.
+        debug: "check" compares every call between ranks before it runs; "" does not.
+    """
+
+    timeout_s: float = 300.0
+    init_timeout_s: float = 120.0
+    slot_nbytes: int = 256 << 10
+    cross_memory: bool = True
+    debug: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.timeout_s > 0:
+            raise ArgumentError(f"timeout_s must be above 0 seconds, got {self.timeout_s!r}")
+        if not self.init_timeout_s > 0:
+            raise ArgumentError(f"init_timeout_s must be above 0 seconds, got {self.init_timeout_s!r}")
+        if self.slot_nbytes < 4096 or self.slot_nbytes % 4096:
+            raise ArgumentError(f"slot_nbytes must be a multiple of 4096 bytes, got {self.slot_nbytes!r}")
+        if self.debug not in ("", "check"):
+            raise ArgumentError(f'debug must be "" or "check", got {self.debug!r}')
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None, **overrides) -> Config:
+        """Reads ``FLAGCX_*`` from ``environ`` (the process's own by default); ``overrides`` win.
+
+        Raises:
+            ArgumentError: A value cannot be read as its field's type.
+        """
+        environ = os.environ if environ is None else environ
+        values = {}
+        for field in fields(cls):
+            text = environ.get(_PREFIX + field.name.upper())
+            if text is not None:
+                values[field.name] = _parse(_PREFIX + field.name.upper(), text, type(field.default))
+        return replace(cls(**values), **overrides)
+
+
+def _parse(name: str, text: str, kind: type):
+    if kind is bool:
+        lowered = text.strip().lower()
+        if lowered in ("1", "true", "yes", "on"):
+            return True
+        if lowered in ("0", "false", "no", "off", ""):
+            return False
+        raise ArgumentError(f"{name}={text!r} is not a switch; use 1 or 0")
+    try:
+        return kind(text)
+    except ValueError:
+        raise ArgumentError(f"{name}={text!r} is not of type {kind.__name__}") from None

@@ -1,0 +1,174 @@
+"""The one table of dtypes and reduce operations.
+
+Half precision and fp8 are added up in float32 where the sum is made in one place, and rounded once.
+bfloat16 and fp8 come from ``ml_dtypes``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import ml_dtypes
+import numpy as np
+
+from flagcx.errors import ArrayError, OperationError
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """One element type that flagcx carries.
+
+    Attributes:
+        name: NumPy's (or ml_dtypes') name.
+        numpy: The NumPy dtype.
+        kind: "bool", "int", "float" or "complex".
+        accumulate: The dtype in which sums of several ranks are made, or None for the same.
+        code: A small number of its own, for signatures that ranks compare.
+    """
+
+    name: str
+    numpy: np.dtype
+    kind: str
+    accumulate: np.dtype | None
+    code: int
+
+
+def _table() -> dict[np.dtype, DType]:
+    single = np.dtype(np.float32)
+    rows = [(np.dtype(np.bool_), "bool", None)]
+    rows += [(np.dtype(f"{sign}int{bits}"), "int", None) for sign in ("", "u") for bits in (8, 16, 32, 64)]
+    rows += [(np.dtype(np.float16), "float", single)]
+    rows += [(np.dtype(np.float32), "float", None), (np.dtype(np.float64), "float", None)]
+    rows += [(np.dtype(np.complex64), "complex", None), (np.dtype(np.complex128), "complex", None)]
+    rows += [
+        (np.dtype(t), "float", single)
+        for t in (ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
+    ]
+    return {dtype: DType(dtype.name, dtype, kind, acc, i) for i, (dtype, kind, acc) in enumerate(rows)}
+
+
+DTYPES: dict[np.dtype, DType] = _table()
+
+
+def dtype_of(dtype) -> DType:
+    """Looks a dtype up.
+
+    Raises:
+        ArrayError: flagcx does not carry that dtype.
+    """
+    try:
+        return DTYPES[np.dtype(dtype)]
+    except (KeyError, TypeError):
+        known = ", ".join(d.name for d in DTYPES.values())
+        raise ArrayError(
+            f"arrays of dtype {dtype!s} cannot be sent; the dtypes are {known}. Convert with "
+            f".astype(...), or use the object forms such as comm.allgather_object"
+        ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceOp:
+    """How contributions are combined. Must be associative and commutative.
+
+    Attributes:
+        name: Short name: "sum", "prod", "min", ... or the ufunc's name.
+        ufunc: The binary NumPy ufunc that combines two arrays.
+        kinds: The kinds of dtype it is defined for.
+        average: Whether the result is divided by the number of ranks.
+        scale: Factor that each contribution is multiplied by before, or None.
+        code: A small number of its own (0 for a ufunc that is not in the table).
+    """
+
+    name: str
+    ufunc: np.ufunc
+    kinds: tuple[str, ...]
+    average: bool = False
+    scale: float | None = None
+    code: int = 0
+
+
+_ALL = ("bool", "int", "float", "complex")
+_REAL = ("bool", "int", "float")
+_BITS = ("bool", "int")
+
+OPS: dict[str, ReduceOp] = {
+    name: ReduceOp(name, ufunc, kinds, average=name == "avg", code=code)
+    for code, (name, ufunc, kinds) in enumerate(
+        (
+            ("sum", np.add, _ALL),
+            ("prod", np.multiply, _ALL),
+            ("min", np.minimum, _REAL),
+            ("max", np.maximum, _REAL),
+            ("avg", np.add, ("int", "float", "complex")),
+            ("band", np.bitwise_and, _BITS),
+            ("bor", np.bitwise_or, _BITS),
+            ("bxor", np.bitwise_xor, _BITS),
+            ("land", np.logical_and, _ALL),
+            ("lor", np.logical_or, _ALL),
+        ),
+        start=1,
+    )
+}
+
+
+def scaled_sum(factor: float) -> ReduceOp:
+    """The sum of all contributions, each multiplied by ``factor`` before it is sent.
+
+    Example:
+        >>> comm.allreduce(gradient, op=fc.scaled_sum(1 / 4))  # doctest: +SKIP
+    """
+    return ReduceOp("scaled_sum", np.add, ("float", "complex"), scale=float(factor), code=len(OPS) + 1)
+
+
+@lru_cache(maxsize=256)
+def resolve_op(op: str | ReduceOp | np.ufunc | Callable, dtype: DType) -> ReduceOp:
+    """Turns what a caller gives as ``op=`` into a ReduceOp that suits ``dtype``.
+
+    Args:
+        op: A name of ``OPS``, a ReduceOp, or any binary NumPy ufunc that is associative and commutative.
+        dtype: The dtype of the arrays.
+
+    Raises:
+        OperationError: It is unknown, not binary, or not defined for the dtype.
+    """
+    if isinstance(op, str):
+        if op not in OPS:
+            raise OperationError(
+                f"op={op!r} is not an operation; expected one of {', '.join(OPS)} or a ufunc"
+            )
+        found = OPS[op]
+    elif isinstance(op, ReduceOp):
+        found = op
+    elif isinstance(op, np.ufunc):
+        found = _from_ufunc(op, dtype)
+    else:
+        raise OperationError(
+            f"op={op!r} is a {type(op).__name__}; expected one of {', '.join(OPS)}, fc.scaled_sum(factor) "
+            f"or a binary NumPy ufunc such as np.maximum"
+        )
+    if dtype.kind not in found.kinds:
+        raise OperationError(
+            f"op={found.name!r} is not defined for {dtype.name}; it takes {' and '.join(found.kinds)} arrays"
+        )
+    return found
+
+
+def _from_ufunc(ufunc: np.ufunc, dtype: DType) -> ReduceOp:
+    for known in OPS.values():
+        if known.ufunc is ufunc and not known.average:
+            return known
+    if ufunc.nin != 2 or ufunc.nout != 1:
+        raise OperationError(
+            f"op={ufunc!r} takes {ufunc.nin} arrays and returns {ufunc.nout}; expected 2 and 1"
+        )
+    try:
+        sample = ufunc(np.ones(1, dtype.numpy), np.ones(1, dtype.numpy))
+    except TypeError as error:
+        raise OperationError(f"op={ufunc!r} is not defined for {dtype.name}: {error}") from None
+    if sample.dtype != dtype.numpy:
+        raise OperationError(
+            f"op={ufunc!r} of two {dtype.name} arrays gives {sample.dtype}; expected {dtype.name} back"
+        )
+    return ReduceOp(ufunc.__name__, ufunc, (dtype.kind,))

@@ -1,0 +1,141 @@
+"""Every exception that flagcx raises on purpose, as one tree.
+
+::
+
+    FlagcxError
+    ├── ArgumentError (ValueError)       the call itself is wrong; nothing was sent
+    │   ├── ArrayError                   layout, dtype, shape or home of an array
+    │   ├── OperationError               unknown reduce operation, or one the dtype lacks
+    │   └── RankError                    a root or peer out of range
+    ├── ScheduleError                    a schedule that would hang or give a wrong result
+    ├── TopologyError (ValueError)       a machine or a file about one that cannot be read
+    ├── BootstrapError                   the ranks could not find each other
+    ├── LaunchError                      a launched rank failed
+    ├── CommunicatorError                closed, used after fork, or by two threads at once
+    ├── CommunicationError               an operation that began and could not end
+    │   ├── PeerDiedError                a peer's process is gone
+    │   ├── PeerTimeoutError (TimeoutError)  a peer did not come in time
+    │   ├── MismatchError                ranks called different operations
+    │   └── AbortedError                 another rank gave up and told us
+    ├── ResourceError                    no memory, no room in /dev/shm, no descriptor left
+    └── MissingDependencyError (ImportError)  an optional package is not installed
+
+A message says what was wrong, what was got, what was expected and what to do.
+"""
+
+from __future__ import annotations
+
+
+class FlagcxError(Exception):
+    """Base of all exceptions that flagcx raises on purpose."""
+
+
+class ArgumentError(FlagcxError, ValueError):
+    """The call is wrong in itself. It was refused before anything was sent."""
+
+
+class ArrayError(ArgumentError):
+    """An array has a layout, dtype, shape or home that the operation cannot take."""
+
+
+class OperationError(ArgumentError):
+    """A reduce operation is unknown, or is not defined for the dtype."""
+
+
+class RankError(ArgumentError):
+    """A root or peer is not a rank of the communicator."""
+
+
+class ScheduleError(FlagcxError):
+    """A schedule would hang, race or end with a wrong result.
+
+    Attributes:
+        rank: The rank in whose program the fault lies, or None.
+        step: The step of that program, or None.
+        chunk: The chunk concerned, or None.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        step: int | None = None,
+        chunk: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.step = step
+        self.chunk = chunk
+
+
+class TopologyError(FlagcxError, ValueError):
+    """A machine, or a file that describes one, cannot be understood."""
+
+
+class BootstrapError(FlagcxError):
+    """The ranks of a job could not find each other or agree on a start.
+
+    Attributes:
+        rank: The rank at fault where it is known, or None.
+    """
+
+    def __init__(self, message: str, *, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class LaunchError(FlagcxError):
+    """A launched rank failed.
+
+    Attributes:
+        rank: The first rank that failed.
+        exit_code: Its exit code (negative: the signal that ended it), or None.
+        traceback: Its traceback as text, or "".
+    """
+
+    def __init__(self, message: str, *, rank: int, exit_code: int | None = None, traceback: str = "") -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.exit_code = exit_code
+        self.traceback = traceback
+
+
+class CommunicatorError(FlagcxError):
+    """A communicator is closed, was carried through a fork, or is used by two threads at once."""
+
+
+class CommunicationError(FlagcxError):
+    """An operation began and could not end. The communicator cannot be used afterwards.
+
+    Attributes:
+        peer: The rank at fault where it is known, or None.
+    """
+
+    def __init__(self, message: str, *, peer: int | None = None) -> None:
+        super().__init__(message)
+        self.peer = peer
+
+
+class PeerDiedError(CommunicationError):
+    """A peer's process ended while this rank needed it."""
+
+
+class PeerTimeoutError(CommunicationError, TimeoutError):
+    """A peer did not take part within the time-out."""
+
+
+class MismatchError(CommunicationError):
+    """Ranks of one communicator called operations that do not belong together."""
+
+
+class AbortedError(CommunicationError):
+    """Another rank found an error and told the rest."""
+
+
+class ResourceError(FlagcxError):
+    """The machine has no room left: memory, shared memory or descriptors."""
+
+
+class MissingDependencyError(FlagcxError, ImportError):
+    """An optional package is needed and not installed. The message has the pip command."""

@@ -1,0 +1,1 @@
+"""Schedules: the types, how they are put together, verified, lowered and drawn."""

@@ -1,0 +1,1 @@
+"""Transports: each compiles one rank's program into a plan for its kind of array, and runs it."""

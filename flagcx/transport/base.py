@@ -1,0 +1,64 @@
+"""What the communicator asks of a transport: compile a call once, then run its plan many times."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from flagcx.collectives import Counts, Layout, layout
+from flagcx.dtypes import DType, ReduceOp
+from flagcx.schedule.model import Program, Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One collective call as every rank makes it, less the arrays.
+
+    Attributes:
+        schedule: Who sends what to whom.
+        rank: This rank.
+        counts: Elements; see ``flagcx.collectives.Counts``.
+        dtype: The element type.
+        op: How contributions are combined, or None where nothing is.
+        in_place: Whether INPUT and OUTPUT lie over each other as ``Collective.in_place_shift`` says.
+    """
+
+    schedule: Schedule
+    rank: int
+    counts: Counts
+    dtype: DType
+    op: ReduceOp | None
+    in_place: bool
+
+    def program(self) -> Program:
+        """This rank's program."""
+        return self.schedule.program(self.rank)
+
+    def layout(self, program: Program) -> Layout:
+        """Where each chunk of this rank's buffers lies."""
+        s = self.schedule
+        return layout(s.collective, self.rank, s.size, s.chunks, s.root, self.counts, program.scratch_chunks)
+
+
+class Plan(Protocol):
+    """A compiled call."""
+
+    def run(self, given: Any, result: Any) -> None:
+        """Runs the call once.
+
+        Args:
+            given: The INPUT array (contiguous, of the plan's dtype), or None where this rank has none.
+            result: The OUTPUT array, or None; the same memory as ``given`` for a plan in place.
+        """
+
+
+class Transport(Protocol):
+    """Carries arrays of one kind between the ranks of one communicator."""
+
+    name: str
+
+    def compile(self, call: Call) -> Plan:
+        """Compiles ``call``. The communicator keeps the plan and runs it for every like call."""
+
+    def close(self) -> None:
+        """Gives everything back. Idempotent."""

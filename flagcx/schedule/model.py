@@ -15,7 +15,14 @@ the k-th send from a to b is matched by the k-th receive of b from a. Within one
    may be sent and reduced into in the same step.
 3. Then the local work is done in the order listed: ``Copy`` and ``Reduce``.
 
-A span that a ``Recv`` lands in may therefore not be touched by any other transfer of that step.
+A span that a ``Recv`` lands in may therefore not be touched by any other transfer of that step. The two
+spans of a ``Copy`` or ``Reduce`` are apart or one and the same; a copy of a span onto itself (as a copy of
+INPUT to OUTPUT is, in a call in place) does nothing. OUTPUT and SCRATCH hold nothing at first.
+
+Chunks are not all of one size: where a message does not divide evenly, ``collectives.cut`` makes some an
+element longer. So a chunk only moves to where a chunk of its own number may lie: the same chunk of the
+message, or, for collectives with blocks, the same piece of some block (of the same block, if the schedule
+is to serve blocks of different sizes). ``verify`` holds a schedule to all of this.
 """
 
 from __future__ import annotations
@@ -144,6 +151,9 @@ class Schedule:
             ``q * k + p`` is piece p of the block of rank q.
         make: Returns the program of a rank; pure.
         root: The root of a rooted collective, else None.
+        aligned: The author's word that both sides of every message are in steps of the same number, and
+            that all programs have equally many steps (empty ones where a rank rests). Aligned schedules
+            can be laid beside each other one rank at a time; ``verify`` holds the author to it.
     """
 
     collective: str
@@ -152,6 +162,7 @@ class Schedule:
     chunks: int
     make: Callable[[int], Program]
     root: int | None = None
+    aligned: bool = False
 
     def program(self, rank: int) -> Program:
         """The program of ``rank``."""

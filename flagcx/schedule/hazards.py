@@ -1,0 +1,79 @@
+"""Races inside one step: what a transfer may do to memory while another one runs."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from itertools import pairwise
+
+from flagcx.errors import ScheduleError
+from flagcx.schedule.memory import Cells
+from flagcx.schedule.messages import fault
+from flagcx.schedule.model import Program, Recv, RecvReduce, Send, Step
+
+
+def check_hazards(program: Program, place: Cells, in_place: bool) -> None:
+    """Checks every step of a rank's program.
+
+    Args:
+        program: The program.
+        place: The rank's memory, in place or not.
+        in_place: Whether the call is in place; for the message.
+
+    Raises:
+        ScheduleError: A span that a Recv lands in is touched by another transfer of its step, or the
+            spans of a Copy or Reduce overlap and are not the same.
+    """
+    for number, step in enumerate(program.steps):
+        if len(step.transfers) > 1:
+            _check_transfers(program.rank, number, step, place, in_place)
+        for work in step.local:
+            a, b = place.range(work.src)
+            c, d = place.range(work.dst)
+            if a < d and c < b and a != c:
+                text = f"{type(work).__name__} from {work.src} to {work.dst}, which overlap{_form(in_place)}"
+                raise fault(text, program.rank, number, work.dst)
+
+
+def _check_transfers(rank: int, number: int, step: Step, place: Cells, in_place: bool) -> None:
+    landing, other = [], []
+    base = place.base
+    for transfer in step.transfers:
+        if isinstance(transfer, Recv):
+            span = transfer.dst
+            landing.append((base[span.buffer] + span.start, base[span.buffer] + span.stop, transfer))
+        else:
+            span = transfer.src if isinstance(transfer, Send) else transfer.dst
+            other.append((base[span.buffer] + span.start, base[span.buffer] + span.stop, transfer))
+    if not landing:
+        return
+    landing.sort(key=_start)
+    for first, second in pairwise(landing):
+        if second[0] < first[1]:
+            raise _race(rank, number, first[2], second[2], in_place)
+    starts = [a for a, _, _ in landing]
+    for a, b, transfer in other:
+        low = max(bisect_right(starts, a) - 1, 0)
+        for c, d, recv in landing[low : bisect_left(starts, b)]:
+            if a < d and c < b:
+                raise _race(rank, number, recv, transfer, in_place)
+
+
+def _start(item: tuple) -> int:
+    return item[0]
+
+
+def _race(
+    rank: int, number: int, recv: Recv, other: Send | Recv | RecvReduce, in_place: bool
+) -> ScheduleError:
+    span = other.src if isinstance(other, Send) else other.dst
+    does = {"Send": "sends from", "Recv": "receives into", "RecvReduce": "reduces into"}[type(other).__name__]
+    text = (
+        f"a Recv from rank {recv.peer} lands in it at any time of the step, in which a "
+        f"{type(other).__name__} with rank {other.peer} {does} {span}{_form(in_place)}; "
+        "receive elsewhere or use another step"
+    )
+    return fault(text, rank, number, recv.dst)
+
+
+def _form(in_place: bool) -> str:
+    return " (in a call in place, where INPUT and OUTPUT share memory)" if in_place else ""

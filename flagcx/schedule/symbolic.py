@@ -1,0 +1,258 @@
+"""A run of a schedule on symbols: what each chunk is a sum of, counted with multiplicity."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from flagcx.collectives import COLLECTIVES, Contribution
+from flagcx.errors import ScheduleError
+from flagcx.schedule.memory import Cells
+from flagcx.schedule.messages import Wiring, fault
+from flagcx.schedule.model import Buffer, Copy, Schedule, Span, span_of
+
+_NOTHING = 0
+
+
+class Sums:
+    """Interned multisets of contributions; a chunk's value is the number of one.
+
+    A multiset is kept as one integer with a counter for each rank, together with the one chunk that
+    all its contributions are of (sums over different chunks lie in one longer integer). Multisets
+    of more than ``size`` contributions can be part of no right result and are told apart by origin alone.
+    """
+
+    def __init__(self, size: int, repeats: bool) -> None:
+        self._size = size
+        self._repeats = repeats
+        self._bits = 1 if repeats else size.bit_length()
+        self._chunk = [0]
+        self._packed = [0]
+        self._weight = [0]
+        self._parents: list[tuple[int, int] | Contribution] = [(0, 0)]
+        self._born: list[tuple[int, int] | None] = [None]
+        self._known: dict[tuple[int, int], int] = {}
+        self._sums: dict[tuple[int, int], int] = {}
+        self._keys: dict[tuple[Contribution, ...], tuple[int, int]] = {}
+        self.place = (0, 0)
+        """The (rank, step) that the run is at."""
+
+    def contribution(self, rank: int, chunk: int) -> int:
+        """The value that chunk ``chunk`` of the INPUT of ``rank`` begins with."""
+        number = self._new(chunk, 1 << (self._bits * rank), 1, (rank, chunk))
+        self._born[number] = None
+        return number
+
+    def add(self, left: int, right: int) -> int:
+        """The value of ``op(left, right)``."""
+        pair = (left, right)
+        number = self._sums.get(pair)
+        if number is None:
+            number = self._sums[pair] = self._add(left, right)
+        return number
+
+    def _add(self, left: int, right: int) -> int:
+        weight = self._weight[left] + self._weight[right]
+        if not self._repeats and weight > self._size:
+            return self._new(-1, 0, weight, (left, right))
+        chunk = min(self._chunk[left], self._chunk[right])
+        width = self._bits * self._size
+        a = self._packed[left] << (self._chunk[left] - chunk) * width
+        b = self._packed[right] << (self._chunk[right] - chunk) * width
+        packed = a | b if self._repeats else a + b
+        known = self._known.get((chunk, packed))
+        return self._new(chunk, packed, weight, (left, right)) if known is None else known
+
+    def _new(self, chunk: int, packed: int, weight: int, parents: tuple[int, int]) -> int:
+        number = len(self._packed)
+        self._chunk.append(chunk)
+        self._packed.append(packed)
+        self._weight.append(min(weight, self._size + 1))
+        self._parents.append(parents)
+        self._born.append(self.place)
+        if chunk >= 0:
+            self._known[chunk, packed] = number
+        return number
+
+    def find(self, contributions: tuple[Contribution, ...]) -> int | None:
+        """The number of the multiset of just these contributions, or None where nothing has that value."""
+        key = self._keys.get(contributions)
+        if key is None:
+            lowest = min(chunk for _, chunk in contributions)
+            bits, width = self._bits, self._bits * self._size
+            packed = 0
+            for rank, chunk in contributions:
+                packed += 1 << (rank * bits + (chunk - lowest) * width)
+            key = self._keys[contributions] = lowest, packed
+        return self._known.get(key)
+
+    def counter(self, number: int) -> Counter[Contribution]:
+        """The contributions of a value, each with how often it was added."""
+        memo: dict[int, Counter] = {}
+        stack = [number]
+        while stack:
+            top = stack[-1]
+            if self._born[top] is None:
+                memo[top] = Counter([self._parents[top]]) if top else Counter()
+            missing = [] if top in memo else [p for p in self._parents[top] if p not in memo]
+            if missing:
+                stack.extend(missing)
+                continue
+            stack.pop()
+            if top not in memo:
+                left, right = self._parents[top]
+                memo[top] = memo[left] + memo[right]
+        return memo[number]
+
+    def origin_of_repeat(self, number: int, contribution: Contribution) -> tuple[int, int] | None:
+        """Where ``contribution`` first was added to a value that had it already: (rank, step)."""
+        while True:
+            born = self._born[number]
+            if born is None:
+                return None
+            for parent in self._parents[number]:
+                if self.counter(parent)[contribution] > 1:
+                    number = parent
+                    break
+            else:
+                return born
+
+
+def run(
+    schedule: Schedule, wiring: Wiring, order: Sequence[tuple[int, int]], layout: Sequence[Cells]
+) -> None:
+    """Runs ``schedule`` on symbols and compares what every OUTPUT ends with to what it should.
+
+    Args:
+        schedule: The schedule.
+        wiring: Its messages.
+        order: All (rank, step) in an order in which they can end.
+        layout: Each rank's memory.
+
+    Raises:
+        ScheduleError: A chunk is read before anything was written to it, or an OUTPUT ends wrong.
+    """
+    sums = Sums(schedule.size, COLLECTIVES[schedule.collective].repeats)
+    memory = []
+    for rank, (program, place) in enumerate(zip(wiring.programs, layout, strict=True)):
+        row = [_NOTHING] * (place.base[Buffer.SCRATCH] + program.scratch_chunks)
+        for chunk in range(place.count[0]):
+            row[place.base[0] + chunk] = sums.contribution(rank, chunk)
+        memory.append(row)
+    in_flight: list[list[int]] = [[]] * len(wiring.messages)
+    for program in wiring.programs:
+        if program.steps:
+            _begin(wiring, program.rank, 0, memory, layout, in_flight)
+    for rank, step in order:
+        sums.place = (rank, step)
+        _end(wiring, rank, step, memory[rank], layout[rank], in_flight, sums)
+        if step + 1 < len(wiring.programs[rank].steps):
+            _begin(wiring, rank, step + 1, memory, layout, in_flight)
+    for rank, row in enumerate(memory):
+        _compare(schedule, wiring, rank, row, layout[rank], sums)
+
+
+def _begin(wiring, rank, step, memory, layout, in_flight) -> None:
+    row, base = memory[rank], layout[rank].base
+    for number in wiring.sent[rank][step]:
+        span = wiring.messages[number].src
+        at = base[span.buffer]
+        values = row[at + span.start : at + span.stop]
+        if _NOTHING in values:
+            raise _unwritten("sends", span, values, rank, step)
+        in_flight[number] = values
+
+
+def _end(wiring, rank, step, row, place, in_flight, sums) -> None:
+    base = place.base
+    late = []
+    for number in wiring.received[rank][step]:
+        message = wiring.messages[number]
+        if message.reduces:
+            late.append((message.dst, in_flight[number]))
+        else:
+            at = base[message.dst.buffer]
+            row[at + message.dst.start : at + message.dst.stop] = in_flight[number]
+        in_flight[number] = []
+    for span, values in late:
+        _reduce(row, base[span.buffer], span, values, sums)
+    for work in wiring.programs[rank].steps[step].local:
+        src, dst = work.src, work.dst
+        at = base[src.buffer]
+        values = row[at + src.start : at + src.stop]
+        if _NOTHING in values:
+            raise _unwritten("copies" if type(work) is Copy else "reduces from", src, values, rank, step)
+        if type(work) is Copy:
+            at = base[dst.buffer]
+            row[at + dst.start : at + dst.stop] = values
+        else:
+            _reduce(row, base[dst.buffer], dst, values, sums)
+
+
+def _reduce(row, base, span, values, sums) -> None:
+    for cell, value in enumerate(values, base + span.start):
+        before = row[cell]
+        if before == _NOTHING:
+            chunk = span_of(span.buffer, cell - base)
+            text = f"reduces into {chunk} of {span}, which nothing was written to before"
+            rank, step = sums.place
+            raise fault(text, rank, step, chunk)
+        row[cell] = sums.add(before, value)
+
+
+def _unwritten(verb, span, values, rank, step) -> ScheduleError:
+    chunk = span_of(span.buffer, span.start + values.index(_NOTHING))
+    return fault(f"{verb} {span}, of which {chunk} was never written", rank, step, chunk)
+
+
+def _compare(schedule, wiring, rank, row, place, sums) -> None:
+    kind = COLLECTIVES[schedule.collective]
+    size, root = schedule.size, schedule.root
+    per_block = kind.per_block(size, schedule.chunks)
+    base = place.base[Buffer.OUTPUT]
+    for chunk in range(place.count[1]):
+        got = row[base + chunk]
+        wanted = sums.find(kind.expected(rank, chunk, size, per_block, root))
+        if got != wanted or got == _NOTHING:
+            raise _wrong(schedule, wiring, rank, chunk, got, place, sums)
+
+
+def _wrong(schedule, wiring, rank, chunk, got, place, sums) -> ScheduleError:
+    span = span_of(Buffer.OUTPUT, chunk)
+    step = _last_write(wiring.programs[rank], place, place.range(span)[0])
+    if got == _NOTHING:
+        return fault("nothing was ever written to it", rank, step, span)
+    kind = COLLECTIVES[schedule.collective]
+    wanted = kind.postcondition(rank, chunk, schedule.size, schedule.chunks, schedule.root)
+    counts = sums.counter(got)
+    missing, extra = sorted(wanted - counts), sorted(counts - wanted)
+    said = []
+    if missing:
+        said.append(f"lacks {_names(missing)}")
+    repeated = [c for c in extra if c in wanted]
+    strange = [c for c in extra if c not in wanted]
+    if repeated:
+        said.append(f"counts {_names(repeated)} {counts[repeated[0]]} times")
+        origin = sums.origin_of_repeat(got, repeated[0])
+        if origin is not None:
+            rank_there, step_there = origin
+            said.append(f"first added twice by rank {rank_there} in its step {step_there}")
+    if strange:
+        said.append(f"holds {_names(strange)}, which do not belong there")
+    return fault(f"ends wrong: it {'; '.join(said)}", rank, step, span)
+
+
+def _names(contributions: Sequence[Contribution]) -> str:
+    names = [f"chunk {chunk} of rank {rank}" for rank, chunk in contributions[:4]]
+    more = len(contributions) - len(names)
+    return ", ".join(names) + (f" and {more} more" if more else "")
+
+
+def _last_write(program, place: Cells, cell: int) -> int | None:
+    last = None
+    for number, step in enumerate(program.steps):
+        written: list[Span] = [t.dst for t in step.transfers if hasattr(t, "dst")]
+        written += [w.dst for w in step.local]
+        if any(a <= cell < b for a, b in map(place.range, written)):
+            last = number
+    return last

@@ -7,7 +7,7 @@ then a table of which contributions each chunk of each rank's OUTPUT is made of,
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -176,7 +176,13 @@ class Layout:
 
 
 def layout(
-    collective: str, rank: int, size: int, chunks: int, root: int | None, counts: Counts, scratch_chunks: int
+    collective: str,
+    rank: int,
+    size: int,
+    chunks: int,
+    root: int | None,
+    counts: Counts,
+    scratch: Collection[int],
 ) -> Layout:
     """Settles how many elements each chunk of ``rank``'s buffers has.
 
@@ -188,7 +194,7 @@ def layout(
         root: Root, or None.
         counts: See ``Counts``. A single number is the message's elements, or those of one block where
             the collective has blocks.
-        scratch_chunks: How many chunks of SCRATCH the rank's program uses.
+        scratch: The chunks of SCRATCH that the rank's program uses; the others get no memory.
     """
     kind = COLLECTIVES[collective]
     if not kind.blocks:
@@ -205,8 +211,8 @@ def layout(
         given = given if kind.has_input(rank, root) else (0,)
         result = result if kind.has_output(rank, root) else (0,)
     sizes = [message[i + 1] - message[i] for i in range(chunks)]
-    scratch = tuple(accumulate((sizes[i % chunks] for i in range(scratch_chunks)), initial=0))
-    return Layout((given, result, scratch))
+    needed = (sizes[i % chunks] if i in scratch else 0 for i in range(max(scratch, default=-1) + 1))
+    return Layout((given, result, tuple(accumulate(needed, initial=0))))
 
 
 def _block_counts(counts: Counts, size: int) -> tuple[Sequence[int], Sequence[int]]:

@@ -16,6 +16,11 @@ def environment() -> dict[str, str]:
     return dict(os.environ)
 
 
+def set_default(name: str, value: str) -> None:
+    """Sets a variable that a library reads from the process's environment, unless it is set."""
+    os.environ.setdefault(name, value)
+
+
 @dataclass(frozen=True, slots=True)
 class Config:
     """Everything that can be set from outside. Each field is read from ``FLAGCX_<NAME>``.
@@ -25,6 +30,8 @@ class Config:
         init_timeout_s: How long ``init`` waits for all ranks, in seconds.
         slot_nbytes: Size of one piece of a message on its way through shared memory, in bytes.
         cross_memory: Whether large messages may go straight from one process's memory to another's.
+        topology_detection: Whether to look at the machine's links when they are first needed.
+        share_gpu: Whether several ranks may use one GPU, as ``flagcx run --share-gpu`` arranges.
         debug: "check" compares every call between ranks before it runs; "" does not.
     """
 
@@ -32,6 +39,8 @@ class Config:
     init_timeout_s: float = 120.0
     slot_nbytes: int = 256 << 10
     cross_memory: bool = True
+    topology_detection: bool = True
+    share_gpu: bool = False
     debug: str = ""
 
     def __post_init__(self) -> None:

@@ -25,6 +25,8 @@ A message says what was wrong, what was got, what was expected and what to do.
 
 from __future__ import annotations
 
+from functools import partial
+
 
 class FlagcxError(Exception):
     """Base of all exceptions that flagcx raises on purpose."""
@@ -99,6 +101,10 @@ class LaunchError(FlagcxError):
         self.rank = rank
         self.exit_code = exit_code
         self.traceback = traceback
+
+    def __reduce__(self) -> tuple:
+        again = partial(type(self), rank=self.rank, exit_code=self.exit_code, traceback=self.traceback)
+        return again, self.args
 
 
 class CommunicatorError(FlagcxError):

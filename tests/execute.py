@@ -83,7 +83,7 @@ class _Rank:
         facts = (rank, schedule.size, schedule.chunks, schedule.root)
         self.place = layout(
             schedule.collective, rank, schedule.size, schedule.chunks, schedule.root, counts,
-            self.program.scratch_chunks,
+            self.program.scratch_used(),
         )  # fmt: skip
         kind = COLLECTIVES[schedule.collective]
         sizes = [self.place.count(buffer) for buffer in Buffer]

@@ -132,8 +132,17 @@ class Program:
 
     @property
     def scratch_chunks(self) -> int:
-        """How many chunks of SCRATCH the program uses."""
+        """How many chunks SCRATCH has: one more than the highest number used."""
         return max((s.stop for s in self.spans() if s.buffer is Buffer.SCRATCH), default=0)
+
+    def scratch_used(self) -> frozenset[int]:
+        """The chunks of SCRATCH that the program uses; the others need no memory."""
+        return frozenset(
+            chunk
+            for span in self.spans()
+            if span.buffer is Buffer.SCRATCH
+            for chunk in range(span.start, span.stop)
+        )
 
 
 @dataclass(frozen=True, slots=True)

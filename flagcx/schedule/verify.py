@@ -212,7 +212,7 @@ def _check_uneven(schedule: Schedule, wiring: Wiring) -> None:
             schedule.chunks,
             schedule.root,
             _distinct_counts(schedule, program.rank),
-            program.scratch_chunks,
+            program.scratch_used(),
         )
         for program in wiring.programs
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -37,7 +38,7 @@ class Call:
     def layout(self, program: Program) -> Layout:
         """Where each chunk of this rank's buffers lies."""
         s = self.schedule
-        return layout(s.collective, self.rank, s.size, s.chunks, s.root, self.counts, program.scratch_chunks)
+        return layout(s.collective, self.rank, s.size, s.chunks, s.root, self.counts, program.scratch_used())
 
 
 class Plan(Protocol):
@@ -59,6 +60,21 @@ class Transport(Protocol):
 
     def compile(self, call: Call) -> Plan:
         """Compiles ``call``. The communicator keeps the plan and runs it for every like call."""
+
+    def transfer(self, sends: Sequence[tuple[Any, int]], receives: Sequence[tuple[Any, int]]) -> None:
+        """Sends arrays to ranks and receives arrays from ranks, all at once; only those concerned call it."""
+
+    def take(self, array: Any, what: str, writable: bool) -> Any:
+        """Takes a caller's array without a copy, or raises ``ArrayError`` that calls it ``what``."""
+
+    def result(self, out: Any, what: str, shape: tuple[int, ...], dtype: Any) -> Any:
+        """Takes the array that a caller gives for a result, or makes one."""
+
+    def empty(self, shape: tuple[int, ...] | int, dtype: Any) -> Any:
+        """An uninitialised array that peers reach without a copy."""
+
+    def abort(self, reason: str, culprit: int | None) -> None:
+        """Tells the peers that this rank cannot go on, and whose fault it is."""
 
     def close(self) -> None:
         """Gives everything back. Idempotent."""

@@ -1,0 +1,373 @@
+"""Hierarchical: within groups first, then between groups, on as many lanes as there are ranks in a group.
+
+::
+
+    group 0:   0  1  2  3        lane l joins the l-th ranks of all groups. Each lane carries its
+               |  |  |  |        own part of the message, so that between the groups (hosts) every
+    group 1:   4  5  6  7        rank is at work and the message crosses once, not once a rank.
+               |  |  |  |
+    group 2:   8  9 10 11
+
+Groups may have different sizes: there are as many lanes as the smallest group has ranks, and the further
+ranks of a group take part in its inner steps alone. Inside a group all exchange directly; between groups a
+lane goes by doubling distances (``bruck``, ``binomial``).
+
+All reductions are the distributions of this file run backwards.
+
+Source: Jia and others, "Highly scalable deep learning training system with mixed-precision: training
+ImageNet in four minutes" (2018), arXiv 1807.11205, on hierarchical all-reduce; the lanes: Traff, "Decomposing
+collectives for exploiting multi-lane communication" (2019), arXiv 1910.13373.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property, partial
+from itertools import accumulate, chain, pairwise
+from math import isqrt
+
+from flagcx.algorithms.moves import Move, arc, backwards, rounds_to_double, schedule_of
+from flagcx.collectives import cut
+from flagcx.errors import ArgumentError
+from flagcx.schedule.model import Recv, RecvReduce, Schedule, Send
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+def even_groups(size: int, groups: int | None = None) -> Groups:
+    """Consecutive ranks in ``groups`` groups whose sizes differ by at most one.
+
+    Args:
+        size: Number of ranks.
+        groups: Number of groups; the square root of ``size`` by default, rounded down.
+
+    Example:
+        >>> even_groups(5, 2)
+        ((0, 1, 2), (3, 4))
+    """
+    bounds = cut(size, max(1, isqrt(size)) if groups is None else groups)
+    return tuple(tuple(range(a, b)) for a, b in pairwise(bounds))
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """The ranks as groups and lanes.
+
+    Attributes:
+        groups: The ranks of each group; the first ``count`` of a group own its lanes.
+    """
+
+    groups: Groups
+
+    @cached_property
+    def count(self) -> int:
+        """Number of lanes."""
+        return min(len(group) for group in self.groups)
+
+    @cached_property
+    def widest(self) -> int:
+        """Ranks in the largest group."""
+        return max(len(group) for group in self.groups)
+
+    @cached_property
+    def between(self) -> int:
+        """Rounds between the groups."""
+        return rounds_to_double(len(self.groups))
+
+    @cached_property
+    def inside(self) -> int:
+        """Rounds of an exchange inside the groups: one, or none where all are single ranks."""
+        return 1 if self.widest > 1 else 0
+
+    @cached_property
+    def gathering(self) -> int:
+        """Rounds in which ranks without a lane hand their block to one with a lane."""
+        return 1 if self.widest > self.count else 0
+
+    @cached_property
+    def _places(self) -> dict[int, tuple[int, int]]:
+        return {rank: (g, i) for g, group in enumerate(self.groups) for i, rank in enumerate(group)}
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """The rank's group, and its place in the group."""
+        return self._places[rank]
+
+    def blocks(self, group: int, lane: int) -> tuple[int, ...]:
+        """The ranks of a group whose blocks travel on the lane."""
+        return self.groups[group][lane :: self.count]
+
+
+def default_lanes(size: int) -> Lanes:
+    """The lanes of the default groups."""
+    return Lanes(even_groups(size))
+
+
+def lanes_of(size: int, groups: Sequence[Sequence[int]] | None) -> Lanes:
+    """Checks that the groups have every rank once.
+
+    Raises:
+        ArgumentError: A group is empty, or the ranks of all groups are not 0 to ``size - 1``.
+    """
+    if groups is None:
+        return default_lanes(size)
+    frozen = tuple(tuple(group) for group in groups)
+    if not all(frozen) or sorted(chain.from_iterable(frozen)) != list(range(size)):
+        raise ArgumentError(
+            f"groups={frozen} do not divide {size} ranks; expected groups of at least one rank that hold "
+            f"each of 0 to {size - 1} once, such as {even_groups(size)}"
+        )
+    return Lanes(frozen)
+
+
+def _spread_moves(lanes: Lanes, rank: int) -> Iterator[Move]:
+    """Parts of the message, one an owner, to all: part ``lane * groups + group``."""
+    group, place = lanes.place(rank)
+    count = len(lanes.groups)
+    if place < lanes.count:
+        for now in range(lanes.between):
+            distance = 1 << now
+            number = min(distance, count - distance)
+            before, after = (group - distance) % count, (group + distance) % count
+            for start, stop in arc(group, number, count):
+                yield _lane_move(lanes, now, Send, place, start, stop, before)
+            for start, stop in arc(after, number, count):
+                yield _lane_move(lanes, now, Recv, place, start, stop, after)
+    yield from _inner_moves(lanes, rank, lanes.between, count)
+
+
+def _lane_move(lanes: Lanes, now: int, kind: type, lane: int, start: int, stop: int, group: int) -> Move:
+    first = lane * len(lanes.groups)
+    return Move(now, kind, first + start, first + stop, lanes.groups[group][lane])
+
+
+def _inner_moves(lanes: Lanes, rank: int, now: int, width: int, skip: int | None = None) -> Iterator[Move]:
+    """Each owner sends its lane's ``width`` chunks to all of its group but ``skip``, who has them."""
+    group, _ = lanes.place(rank)
+    for lane, owner in enumerate(lanes.groups[group][: lanes.count]):
+        chunks = (lane * width, (lane + 1) * width)
+        if owner == rank:
+            others = (peer for peer in lanes.groups[group] if peer not in (rank, skip))
+            yield from (Move(now, Send, *chunks, peer) for peer in others)
+        elif rank != skip:
+            yield Move(now, Recv, *chunks, owner)
+
+
+def spread_rounds(lanes: Lanes) -> int:
+    """Rounds of ``_spread_moves``."""
+    return lanes.between + lanes.inside
+
+
+def _allreduce_moves(lanes: Lanes, rank: int) -> Iterator[Move]:
+    rounds = 2 * spread_rounds(lanes)
+    spread = list(_spread_moves(lanes, rank))
+    late = (move._replace(round=move.round + rounds // 2) for move in spread)
+    return chain(backwards(spread, rounds // 2, RecvReduce), late)
+
+
+def hierarchical_allreduce(size: int, groups: Sequence[Sequence[int]] | None = None) -> Schedule:
+    """Reduce_scatter in the group, allreduce between the groups on every lane, allgather in the group.
+
+    Args:
+        size: Number of ranks.
+        groups: The ranks of each group; see ``even_groups`` for the default.
+
+    Returns:
+        Steps: 2 ceil(log2 m) + 2, with m groups of g ranks. Sent by each rank: 2(g-1)/g of the message
+        inside its group and 2(m-1)/(mg) between groups. Any number of ranks; groups of any sizes.
+    """
+    lanes = lanes_of(size, groups)
+    chunks = lanes.count * len(lanes.groups)
+    moves = partial(_allreduce_moves, lanes)
+    return schedule_of("allreduce", "hierarchical", size, chunks, 2 * spread_rounds(lanes), moves)
+
+
+def allreduce_sent(lanes: Lanes) -> Fraction:
+    """What the busiest rank of the allreduce sends: a lane's owner in the largest group."""
+    groups, owners = len(lanes.groups), lanes.count * len(lanes.groups)
+    adding = owners - 1
+    spreading = groups - 1 + (lanes.widest - 1) * groups
+    return max(Fraction(adding + spreading, owners), Fraction(lanes.gathering))
+
+
+def broadcast_rounds(lanes: Lanes) -> int:
+    """Rounds of the broadcast: out to the lanes, between the groups, in the groups."""
+    return lanes.between + (2 * lanes.inside)
+
+
+def broadcast_sent(lanes: Lanes) -> Fraction:
+    """What the root of the broadcast sends, where it owns a lane and its group is the largest."""
+    return Fraction(lanes.count - 1 + lanes.between + lanes.widest - 1, lanes.count)
+
+
+def _broadcast_moves(lanes: Lanes, root: int, rank: int) -> Iterator[Move]:
+    count = len(lanes.groups)
+    home, _ = lanes.place(root)
+    group, place = lanes.place(rank)
+    owners = lanes.groups[home][: lanes.count]
+    if rank == root:
+        yield from (Move(0, Send, lane, lane + 1, q) for lane, q in enumerate(owners) if q != root)
+    elif group == home and place < lanes.count:
+        yield Move(0, Recv, place, place + 1, root)
+    distance = (group - home) % count
+    for now in range(lanes.between if place < lanes.count else 0):
+        half = 1 << (lanes.between - 1 - now)
+        round_number = now + lanes.inside
+        if distance % (2 * half) == 0 and distance + half < count:
+            peer = lanes.groups[(group + half) % count][place]
+            yield Move(round_number, Send, place, place + 1, peer)
+        elif distance % (2 * half) == half:
+            peer = lanes.groups[(group - half) % count][place]
+            yield Move(round_number, Recv, place, place + 1, peer)
+    yield from _inner_moves(lanes, rank, lanes.between + lanes.inside, 1, skip=root)
+
+
+def hierarchical_broadcast(
+    size: int, root: int = 0, groups: Sequence[Sequence[int]] | None = None
+) -> Schedule:
+    """The root deals its message out to the lanes of its group; each lane carries its part to all groups.
+
+    Args:
+        size: Number of ranks.
+        root: The rank that has the message.
+        groups: The ranks of each group; see ``even_groups`` for the default.
+
+    Returns:
+        Steps: ceil(log2 m) + 2, with m groups of g ranks. Sent by the root: 2(g-1)/g of the message
+        inside its group and ceil(log2 m)/g between groups. Any number of ranks; groups of any sizes.
+    """
+    lanes = lanes_of(size, groups)
+    moves = partial(_broadcast_moves, lanes, root)
+    return schedule_of("broadcast", "hierarchical", size, lanes.count, broadcast_rounds(lanes), moves, root)
+
+
+def _reduce_moves(lanes: Lanes, root: int, rank: int) -> Iterator[Move]:
+    return backwards(_broadcast_moves(lanes, root, rank), broadcast_rounds(lanes), RecvReduce)
+
+
+def hierarchical_reduce(size: int, root: int = 0, groups: Sequence[Sequence[int]] | None = None) -> Schedule:
+    """Each group adds up in parts, one a lane; the lanes add up between groups; the root collects.
+
+    Args:
+        size: Number of ranks.
+        root: The rank that gets the result.
+        groups: The ranks of each group; see ``even_groups`` for the default.
+
+    Returns:
+        Steps: ceil(log2 m) + 2, with m groups of g ranks. Sent by each rank: the message once inside
+        its group, 1/g of it between groups. Any number of ranks; groups of any sizes.
+    """
+    lanes = lanes_of(size, groups)
+    moves = partial(_reduce_moves, lanes, root)
+    return schedule_of("reduce", "hierarchical", size, lanes.count, broadcast_rounds(lanes), moves, root)
+
+
+def allgather_rounds(lanes: Lanes) -> int:
+    """Rounds of the allgather and of the reduce_scatter."""
+    return lanes.gathering + lanes.between + lanes.inside
+
+
+def allgather_sent(lanes: Lanes) -> Fraction:
+    """What the busiest rank of the allgather sends: an owner of lane 0, which has the most blocks."""
+    count = len(lanes.groups)
+    own = [len(lanes.blocks(g, 0)) for g in range(count)]
+    before = tuple(accumulate(own * 2, initial=0))
+    busiest = 0
+    for g, group in enumerate(lanes.groups):
+        between = sum(before[g + min(1 << k, count - (1 << k))] - before[g] for k in range(lanes.between))
+        inside = (len(group) - 1) * sum(own) - (own[g] - 1)
+        busiest = max(busiest, between + inside)
+    return Fraction(busiest, sum(map(len, lanes.groups)))
+
+
+def _allgather_moves(lanes: Lanes, rank: int) -> Iterator[Move]:
+    group, place = lanes.place(rank)
+    lane = place % lanes.count
+    if place >= lanes.count:
+        yield Move(0, Send, rank, rank + 1, lanes.groups[group][lane])
+    else:
+        further = lanes.groups[group][place + lanes.count :: lanes.count]
+        yield from (Move(0, Recv, q, q + 1, q) for q in further)
+        yield from _between_moves(lanes, group, lane)
+    yield from _share_moves(lanes, rank)
+
+
+def _between_moves(lanes: Lanes, group: int, lane: int) -> Iterator[Move]:
+    """The blocks of a lane to the owners of that lane in all groups."""
+    count = len(lanes.groups)
+    for k in range(lanes.between):
+        distance = 1 << k
+        for kind, first, other in (
+            (Send, group, group - distance),
+            (Recv, group + distance, group + distance),
+        ):
+            peer = lanes.groups[other % count][lane]
+            for number in range(min(distance, count - distance)):
+                for start, stop in _runs(lanes.blocks((first + number) % count, lane)):
+                    yield Move(lanes.gathering + k, kind, start, stop, peer)
+
+
+def _share_moves(lanes: Lanes, rank: int) -> Iterator[Move]:
+    """All blocks of a lane from its owner to the others of the group, but no rank its own block."""
+    group, _ = lanes.place(rank)
+    now = lanes.gathering + lanes.between
+    for lane, owner in enumerate(lanes.groups[group][: lanes.count]):
+        blocks = [b for g in range(len(lanes.groups)) for b in lanes.blocks(g, lane)]
+        targets = lanes.groups[group] if owner == rank else (rank,)
+        for target in targets:
+            if target != owner:
+                kind, peer = (Send, target) if owner == rank else (Recv, owner)
+                for start, stop in _runs([b for b in blocks if b != target]):
+                    yield Move(now, kind, start, stop, peer)
+
+
+def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Blocks as ``(start, stop)``, with neighbours together."""
+    start = stop = -1
+    for block in blocks:
+        if block != stop:
+            if stop > start:
+                yield start, stop
+            start = block
+        stop = block + 1
+    if stop > start:
+        yield start, stop
+
+
+def hierarchical_allgather(size: int, groups: Sequence[Sequence[int]] | None = None) -> Schedule:
+    """Each block goes to all groups on one lane, then to all ranks of each group.
+
+    Args:
+        size: Number of ranks.
+        groups: The ranks of each group; see ``even_groups`` for the default.
+
+    Returns:
+        Steps: ceil(log2 m) + 1, with m groups of g ranks (one more if sizes differ). Sent by each rank:
+        (m-1)/(mg) of the message between groups and (g-1)/g inside its group. Any number of ranks;
+        groups of any sizes; blocks of any sizes.
+    """
+    lanes = lanes_of(size, groups)
+    moves = partial(_allgather_moves, lanes)
+    return schedule_of("allgather", "hierarchical", size, size, allgather_rounds(lanes), moves)
+
+
+def _reduce_scatter_moves(lanes: Lanes, rank: int) -> Iterator[Move]:
+    return backwards(_allgather_moves(lanes, rank), allgather_rounds(lanes), RecvReduce)
+
+
+def hierarchical_reduce_scatter(size: int, groups: Sequence[Sequence[int]] | None = None) -> Schedule:
+    """Each block is added up inside every group first, then between groups on one lane.
+
+    Args:
+        size: Number of ranks.
+        groups: The ranks of each group; see ``even_groups`` for the default.
+
+    Returns:
+        Steps: ceil(log2 m) + 1, with m groups of g ranks (one more if sizes differ). Sent by each rank:
+        (n-1)/n of the message, of which (m-1)/(mg) between groups. Any number of ranks; groups of any
+        sizes; blocks of any sizes.
+    """
+    lanes = lanes_of(size, groups)
+    moves = partial(_reduce_scatter_moves, lanes)
+    return schedule_of("reduce_scatter", "hierarchical", size, size, allgather_rounds(lanes), moves)

@@ -1,0 +1,247 @@
+"""Which algorithms there are in this process, those of its user included, and the schedules made so far."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from functools import lru_cache
+
+from flagcx.algorithms.catalogue import Entry, builtin_entries
+from flagcx.algorithms.counts import count_sent, count_steps
+from flagcx.algorithms.names import Algorithm
+from flagcx.collectives import COLLECTIVES
+from flagcx.errors import ArgumentError
+from flagcx.schedule.model import Schedule
+from flagcx.schedule.verify import verify
+
+VERIFIED_RANKS = 64
+"""A user's algorithm is verified at every new number of ranks up to this one."""
+
+
+class Registry:
+    """The entries by collective and name, with a cache of built schedules.
+
+    This is state of the process that ``register`` and ``unregister`` change; a lock guards it.
+    """
+
+    def __init__(self, entries: Iterable[Entry]) -> None:
+        self._lock = threading.Lock()
+        self._entries = {(entry.collective, str(entry.algorithm)): entry for entry in entries}
+        self.build = lru_cache(maxsize=1024)(self._build)
+
+    def all(self) -> tuple[Entry, ...]:
+        """Every entry."""
+        with self._lock:
+            return tuple(self._entries.values())
+
+    def of(self, collective: str) -> tuple[Entry, ...]:
+        """The entries that serve a collective."""
+        if collective not in COLLECTIVES:
+            known = ", ".join(COLLECTIVES)
+            raise ArgumentError(f"collective={collective!r} is not known; expected one of {known}")
+        return tuple(entry for entry in self.all() if entry.collective == collective)
+
+    def entry(self, collective: str, algorithm: str) -> Entry:
+        """The entry of an algorithm."""
+        found = self._entries.get((collective, str(algorithm)))
+        if found is None:
+            names = ", ".join(str(entry.algorithm) for entry in self.of(collective))
+            hint = " (it is the library's own, and has no schedule)" if algorithm == Algorithm.NATIVE else ""
+            raise ArgumentError(
+                f"algorithm={str(algorithm)!r} does not serve {collective}{hint}; expected one of {names}"
+            )
+        return found
+
+    def add(self, entry: Entry) -> None:
+        """Adds an entry under a name that is still free for its collective."""
+        key = (entry.collective, str(entry.algorithm))
+        with self._lock:
+            if key in self._entries:
+                raise ArgumentError(
+                    f"{entry.collective} has an algorithm {key[1]!r} already; give another name"
+                )
+            self._entries[key] = entry
+
+    def remove(self, collective: str, name: str) -> None:
+        """Removes an entry that ``add`` added, and forgets its schedules."""
+        entry = self.entry(collective, name)
+        if entry.trusted:
+            raise ArgumentError(f"algorithm {name!r} of {collective} comes with flagcx and cannot be removed")
+        with self._lock:
+            self._entries.pop((collective, str(name)), None)
+        self.build.cache_clear()
+
+    def _build(self, collective: str, algorithm: str, size: int, root, pieces: int, groups) -> Schedule:
+        entry = self.entry(collective, algorithm)
+        schedule = entry.make(size, root, pieces, groups)
+        if entry.trusted:
+            return schedule
+        schedule = _matching(entry, schedule, size, root)
+        if size <= VERIFIED_RANKS:
+            verify(schedule, uneven=entry.uneven)
+        return schedule
+
+
+@lru_cache(maxsize=1)
+def _registry() -> Registry:
+    """The one registry of the process, made when first asked for."""
+    return Registry(builtin_entries())
+
+
+def catalogue() -> tuple[Entry, ...]:
+    """Every algorithm for every collective, those registered by the user last."""
+    return _registry().all()
+
+
+def entries(collective: str) -> tuple[Entry, ...]:
+    """The algorithms that serve a collective.
+
+    Raises:
+        ArgumentError: There is no such collective; the message lists them.
+
+    Example:
+        >>> [str(entry.algorithm) for entry in entries("scatter")]
+        ['binomial', 'direct']
+    """
+    return _registry().of(collective)
+
+
+def entry(collective: str, algorithm: str | Algorithm) -> Entry:
+    """One algorithm of a collective.
+
+    Raises:
+        ArgumentError: There is none of that name; the message lists those there are.
+
+    Example:
+        >>> entry("allreduce", "ring").steps(8, 1)
+        14
+    """
+    return _registry().entry(collective, algorithm)
+
+
+def build(
+    collective: str,
+    algorithm: str | Algorithm,
+    size: int,
+    root: int | None = None,
+    pieces: int = 1,
+    groups: Sequence[Sequence[int]] | None = None,
+) -> Schedule:
+    """The schedule of an algorithm, made once and kept.
+
+    Args:
+        collective: Name of the collective.
+        algorithm: A member of ``Algorithm``, its value, or a name that the user registered.
+        size: Number of ranks.
+        root: The root of a rooted collective, else None.
+        pieces: Pieces that a block (ring), the message (tree, chain) or half of it (double binary tree) is
+            cut into, so that they follow each other; 1 for algorithms that are not pipelined.
+        groups: For hierarchical: the ranks of each group (host); None for equal groups of consecutive ranks.
+
+    Raises:
+        ArgumentError: There is no such algorithm, or it does not take what is given.
+        RankError: The root is not one of the ranks.
+        ScheduleError: An algorithm of the user's own is wrong for this number of ranks.
+
+    Example:
+        >>> build("broadcast", Algorithm.TREE, size=8, root=3, pieces=4).chunks
+        4
+    """
+    frozen = None if groups is None else tuple(tuple(group) for group in groups)
+    return _registry().build(collective, str(algorithm), size, root, pieces, frozen)
+
+
+def register(
+    name: str,
+    collective: str,
+    build: Callable[..., Schedule],
+    *,
+    uneven: bool = False,
+    sizes: Iterable[int] = range(1, 10),
+) -> None:
+    """Adds an algorithm of the user's own, for ``algorithm=name`` in calls of ``collective``.
+
+    It is verified here for the numbers of ranks in ``sizes``, all roots and, if it takes ``pieces``, one and
+    two of them; and again when it is first used with other ones (up to 64 ranks). All ranks must register
+    it alike.
+
+    Args:
+        name: The name to call it by.
+        collective: The collective that it serves.
+        build: ``build(size)`` makes the schedule. It takes a keyword ``root`` if the collective is rooted,
+            and may take ``pieces``. For a number of ranks that it cannot serve it raises ArgumentError.
+        uneven: Whether it also serves blocks of different sizes.
+        sizes: Numbers of ranks to verify it for; those that it serves among the first few.
+
+    Raises:
+        ArgumentError: The name is taken or the collective is unknown.
+        ScheduleError: The schedule would hang, race or give a wrong result; nothing is registered.
+
+    Example:
+        >>> from flagcx.algorithms.direct import direct_broadcast, direct_reduce
+        >>> from flagcx.schedule.compose import then
+        >>> register("star", "allreduce", lambda size: then(direct_reduce(size), direct_broadcast(size)))
+        >>> build("allreduce", "star", 4).algorithm
+        'star'
+        >>> unregister("star", "allreduce")
+    """
+    registry = _registry()
+    registry.of(collective)
+    takes = inspect.signature(build).parameters
+    pipelined = "pieces" in takes or any(p.kind is p.VAR_KEYWORD for p in takes.values())
+
+    def example(size: int, pieces: int) -> Schedule:
+        return made.make(size, 0 if made.rooted else None, pieces)
+
+    def allows(size: int) -> bool:
+        try:
+            build(size, **({"root": 0} if made.rooted else {}))
+        except ArgumentError:
+            return False
+        return True
+
+    def steps(size: int, pieces: int) -> int:
+        return count_steps(example(size, pieces))
+
+    def sent(size: int, pieces: int) -> Fraction:
+        return count_sent(example(size, pieces))
+
+    made = Entry(
+        str(name),
+        collective,
+        build,
+        steps,
+        sent,
+        uneven,
+        pipelined,
+        restriction="its own function refuses that number",
+        allows=allows,
+        trusted=False,
+    )
+    for size in sizes:
+        for root in range(size) if made.rooted else (None,):
+            for pieces in (1, 2) if pipelined else (1,):
+                verify(_matching(made, made.make(size, root, pieces), size, root), uneven=uneven)
+    registry.add(made)
+
+
+def _matching(entry: Entry, schedule: Schedule, size: int, root: int | None) -> Schedule:
+    got = (schedule.collective, schedule.size, schedule.root)
+    if got != (entry.collective, size, root):
+        raise ArgumentError(
+            f"algorithm {entry.algorithm!r} made a schedule for (collective, size, root) = {got}; expected "
+            f"{(entry.collective, size, root)}"
+        )
+    return replace(schedule, algorithm=str(entry.algorithm))
+
+
+def unregister(name: str, collective: str) -> None:
+    """Removes an algorithm that ``register`` added.
+
+    Raises:
+        ArgumentError: There is none of that name, or it comes with flagcx.
+    """
+    _registry().remove(collective, name)

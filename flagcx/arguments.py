@@ -1,0 +1,135 @@
+"""Checks what callers pass, and says clearly what is wrong with it."""
+
+from __future__ import annotations
+
+import operator
+
+import numpy as np
+
+from flagcx.errors import ArgumentError, ArrayError, RankError
+
+_DLPACK_CUDA = (2, 13)  # Memory of a GPU, and managed memory.
+
+
+def on_device(array) -> bool:
+    """Whether an array lives on a GPU. Imports nothing."""
+    kind = type(array)
+    if kind is np.ndarray:
+        return False
+    if hasattr(kind, "__dlpack_device__"):
+        return array.__dlpack_device__()[0] in _DLPACK_CUDA
+    return hasattr(kind, "__cuda_array_interface__")
+
+
+def host_array(array, what: str, *, writable: bool) -> np.ndarray:
+    """Takes an array of the host without a copy.
+
+    Args:
+        array: A NumPy array, or anything with ``__array_interface__``, ``__array__`` or DLPack that
+            shares its memory (a torch or JAX array on the CPU).
+        what: What the array is called in messages.
+        writable: Whether it will be written.
+
+    Raises:
+        ArrayError: It is no array, not C-contiguous, misaligned, or read-only and to be written.
+    """
+    view = array if type(array) is np.ndarray else _viewed(array, what)
+    flags = view.flags
+    if not flags.c_contiguous:
+        raise ArrayError(
+            f"{what} is not C-contiguous (shape {view.shape}, strides {view.strides} bytes); pass "
+            f"np.ascontiguousarray({what}), or a contiguous part of the array"
+        )
+    if not flags.aligned:
+        raise ArrayError(f"{what} is not aligned for {view.dtype}; pass a copy of it")
+    if not view.dtype.isnative:
+        raise ArrayError(
+            f"{what} has the foreign byte order {view.dtype.str}; convert it with "
+            f".astype({what}.dtype.newbyteorder('='))"
+        )
+    if writable and not flags.writeable:
+        raise ArrayError(
+            f"{what} is read-only and would be written; pass out=, or a copy that can be written"
+        )
+    return view
+
+
+def _viewed(array, what: str) -> np.ndarray:
+    if isinstance(array, np.ndarray):
+        return array.view(np.ndarray)
+    if hasattr(array, "__array_interface__") or hasattr(array, "__dlpack__"):
+        view = np.asarray(array)
+        if view.dtype != object:
+            return view
+    raise ArrayError(
+        f"{what} is a {type(array).__module__}.{type(array).__qualname__}; expected an array: NumPy's, CuPy's, "
+        f"or one that offers __array_interface__, __cuda_array_interface__ or DLPack. For Python objects use "
+        f"the object forms, such as comm.broadcast_object"
+    )
+
+
+def result_array(out, what: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Checks an ``out=`` array, or makes one.
+
+    Raises:
+        ArrayError: It has another dtype or number of elements, or cannot be written in place.
+    """
+    if out is None:
+        return np.empty(shape, dtype)
+    view = host_array(out, what, writable=True)
+    if view.dtype != dtype:
+        raise ArrayError(f"{what} has dtype {view.dtype}, expected {dtype}")
+    count = int(np.prod(shape, dtype=np.int64))
+    if view.size != count:
+        raise ArrayError(
+            f"{what} has {view.size} elements (shape {view.shape}), expected {count}: shape {shape}"
+        )
+    return view
+
+
+def check_rank(rank, size: int, what: str) -> int:
+    """Checks a root or peer.
+
+    Raises:
+        RankError: It is not an integer from 0 to ``size - 1``.
+    """
+    try:
+        value = operator.index(rank)
+    except TypeError:
+        raise RankError(f"{what}={rank!r} is not an integer; expected 0 to {size - 1}") from None
+    if not 0 <= value < size:
+        raise RankError(f"{what}={value} is not a rank of this communicator; expected 0 to {size - 1}")
+    return value
+
+
+def blocks_of(array: np.ndarray, size: int, what: str) -> tuple[int, tuple[int, ...]]:
+    """Cuts the first axis of an array into one block a rank.
+
+    Returns:
+        Elements of one block, and its shape.
+
+    Raises:
+        ArrayError: The first axis is not a multiple of ``size``.
+    """
+    if array.ndim == 0 or array.shape[0] % size:
+        raise ArrayError(
+            f"{what} has shape {array.shape}; its first axis must be a multiple of {size}, one block a rank. "
+            f"For blocks of different sizes use the v form"
+        )
+    shape = (array.shape[0] // size, *array.shape[1:])
+    return int(np.prod(shape, dtype=np.int64)), shape
+
+
+def check_counts(counts, size: int, what: str) -> tuple[int, ...]:
+    """Checks a list of one element count a rank.
+
+    Raises:
+        ArgumentError: Of the wrong length, or with an entry that is no count.
+    """
+    try:
+        values = tuple(operator.index(c) for c in counts)
+    except TypeError:
+        raise ArgumentError(f"{what}={counts!r} is not a list of {size} element counts") from None
+    if len(values) != size or min(values, default=0) < 0:
+        raise ArgumentError(f"{what}={list(values)} must have {size} entries, one a rank, none below 0")
+    return values

@@ -1,0 +1,213 @@
+"""The communicator: the facade over all that ranks can do together."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flagcx.communicator import objects
+from flagcx.communicator.transfers import Transfers
+from flagcx.config import Config
+from flagcx.dtypes import dtype_of
+from flagcx.engine import Engine
+from flagcx.errors import ArgumentError, BootstrapError
+from flagcx.group import Pending, run_group
+from flagcx.selection.selector import choose_on_host
+from flagcx.transport.shared_memory import SharedMemoryTransport
+
+if TYPE_CHECKING:
+    from flagcx.bootstrap.store import Store
+    from flagcx.device_engine import DeviceEngine
+
+Exchange = Callable[[bytes], list[bytes]]
+
+
+class Communicator(Transfers):
+    """Ranks that call the same operations in the same order.
+
+    Made by ``fc.init()`` and ``split``. A context manager; ``close`` may be called again. One thread at a
+    time may use it. Operations take:
+
+    * ``algorithm``: a member of ``fc.Algorithm`` or its name; chosen by size where it is not given.
+    * ``async_op``: True returns a ``Work`` at once; its ``wait`` returns what the call would.
+    * ``stream``: for arrays on a GPU, the CuPy stream to enqueue on; the current one by default.
+
+    They raise ``ArgumentError`` for a wrong call, ``CommunicatorError`` for a communicator that cannot be
+    used, and ``CommunicationError`` when a peer died, came late or called something else. After the last,
+    the communicator cannot be used any more, on any rank.
+
+    Args:
+        rank: This rank.
+        size: Number of ranks.
+        exchange: Sends bytes to all ranks and returns everybody's, in rank order.
+        hosts: The host of each rank.
+        config: Settings.
+        store: The ranks' part of the store, with which those join that have arrays on GPUs.
+
+    Attributes:
+        rank: This rank, from 0.
+        size: Number of ranks.
+        hosts: The host of each rank.
+        config: Settings.
+
+    Raises:
+        BootstrapError: The ranks are not on one host.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        exchange: Exchange,
+        hosts: Sequence[str],
+        config: Config,
+        store: Store | None = None,
+    ) -> None:
+        self.rank, self.size, self.hosts, self.config = rank, size, tuple(hosts), config
+        if len(set(hosts)) > 1:
+            raise BootstrapError(
+                f"the ranks run on {len(set(hosts))} hosts: {', '.join(sorted(set(hosts)))}; NumPy arrays "
+                f"travel through shared memory, which joins the ranks of one host only"
+            )
+        self._transport = SharedMemoryTransport(rank, size, exchange, config)
+        self._engine = Engine(rank, size, self._transport, choose_on_host)
+        self._device: DeviceEngine | None = None
+        self._store, self._splits = store, 0
+        self._group: list[Pending] | None = None
+        self._children: weakref.WeakSet[Communicator] = weakref.WeakSet()
+        end_after_fork(self._engine)
+
+    def empty(self, shape: tuple[int, ...] | int, dtype: Any = np.float32) -> np.ndarray:
+        """Makes an uninitialised array that the peers reach without a copy.
+
+        Every operation takes it like any other array; all-reduces of it are the fastest there are, if
+        the arrays of all ranks are of this kind.
+
+        Args:
+            shape: Shape, or number of elements.
+            dtype: Element type.
+
+        Raises:
+            ResourceError: The machine has no memory left.
+        """
+        self._engine.check()
+        return self._transport.empty(shape, dtype_of(dtype).numpy)
+
+    @contextlib.contextmanager
+    def group(self) -> Iterator[None]:
+        """Puts the calls of a ``with`` block off to its end, where they run together.
+
+        All-reduces in place of the same dtype and operation travel as one message, which is far faster
+        for many small arrays; sends and receives all run at once, so that their order doesn't matter.
+        Results are in their arrays when the block ends. A block that raises makes none of its calls.
+
+        Example:
+            >>> with comm.group():                # doctest: +SKIP
+            ...     for gradient in gradients:
+            ...         comm.allreduce(gradient)
+        """
+        if self._group is not None:
+            raise ArgumentError("comm.group() is open already; groups cannot be nested")
+        self._group = []
+        engines = [e for e in (self._engine, self._device) if e is not None]
+        for engine in engines:
+            engine.hold()
+        try:
+            yield
+            calls, self._group = self._group, None
+            run_group(calls)
+        finally:
+            self._group = None
+            for engine in engines:
+                engine.resume()
+
+    def split(self, color: int | None, key: int | None = None) -> Communicator | None:
+        """Makes one communicator for each color. All ranks must call it.
+
+        Args:
+            color: Ranks with the same color come together; None for a rank that joins none.
+            key: Ranks are numbered by key, then by their rank here; by their rank where it is None.
+
+        Returns:
+            The communicator of this rank's color, or None.
+        """
+        cards = self.allgather_object((color, self.rank if key is None else key))
+        members = sorted((k, q) for q, (c, k) in enumerate(cards) if c == color)
+        ranks = [q for _, q in members]
+        self._splits += 1
+
+        def exchange(mine: bytes) -> list[bytes]:
+            everybodys = self.allgather_object(mine)
+            return [everybodys[q] for q in ranks]
+
+        if color is None:
+            exchange(b"")
+            return None
+        hosts = [self.hosts[q] for q in ranks]
+        store = None if self._store is None else self._store.scoped(f"{self._splits}.{ranks[0]}/", ranks)
+        child = Communicator(ranks.index(self.rank), len(ranks), exchange, hosts, self.config, store)
+        self._children.add(child)
+        return child
+
+    # -- Python objects ---------------------------------------------------------------------------
+
+    def broadcast_object(self, value: Any = None, root: int = 0) -> Any:
+        """Returns the root's ``value`` on every rank. Pickled: for control information, not for data."""
+        return objects.broadcast(self, value, root)
+
+    def allgather_object(self, value: Any) -> list[Any]:
+        """Returns the values of all ranks, in rank order, on every rank."""
+        return objects.allgather(self, value)
+
+    def gather_object(self, value: Any, root: int = 0) -> list[Any] | None:
+        """Returns the values of all ranks, in rank order, at the root; elsewhere None."""
+        return objects.gather(self, value, root)
+
+    def scatter_object(self, values: Sequence[Any] | None = None, root: int = 0) -> Any:
+        """Returns entry ``rank`` of the root's ``values``, which must have one entry a rank."""
+        return objects.scatter(self, values, root)
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Ends the communicator and those split from it. Idempotent; the peers need not close together."""
+        for child in list(self._children):
+            child.close()
+        if self._device is not None:
+            self._device.close()
+        self._engine.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether no further call can be made: closed, or broken by an error."""
+        return bool(self._engine.over)
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = f", {self._engine.over}" if self._engine.over else ""
+        return f"<flagcx.Communicator rank {self.rank} of {self.size} on {self.hosts[self.rank]}{state}>"
+
+
+def end_after_fork(engine: Engine) -> None:
+    """Makes a forked child's copy of an engine refuse every call."""
+    reference = weakref.ref(engine)
+
+    def in_child() -> None:
+        alive = reference()
+        if alive is not None:
+            alive.end(
+                "this communicator was made before a fork and cannot be used in the child; start ranks with "
+                "flagcx run, fc.launch or multiprocessing's spawn method, and call fc.init() in each"
+            )
+
+    os.register_at_fork(after_in_child=in_child)

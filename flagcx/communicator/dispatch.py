@@ -1,0 +1,133 @@
+"""What all operations of a communicator share: from checked arguments to the engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flagcx.arguments import on_device
+from flagcx.collectives import Counts
+from flagcx.config import Config
+from flagcx.dtypes import ReduceOp, dtype_of
+from flagcx.engine import Engine
+from flagcx.errors import ArgumentError, CommunicatorError
+from flagcx.group import Pending
+from flagcx.transport.base import Plan
+
+if TYPE_CHECKING:
+    from flagcx.bootstrap.store import Store
+    from flagcx.device_engine import DeviceEngine
+
+Op = str | ReduceOp | np.ufunc
+
+
+class Dispatch:
+    """Base of the communicator: one engine for each kind of array, and the open group.
+
+    Attributes:
+        rank: This rank, from 0.
+        size: Number of ranks.
+    """
+
+    rank: int
+    size: int
+    config: Config
+    _engine: Engine
+    _device: DeviceEngine | None
+    _store: Store | None
+    _group: list[Pending] | None
+
+    def _engine_of(self, array: Any) -> Engine:
+        """The engine for arrays like ``array``."""
+        if not on_device(array):
+            return self._engine
+        if self._device is None:
+            self._device = self._make_device_engine()
+        return self._device
+
+    def _make_device_engine(self) -> DeviceEngine:
+        """Joins the ranks for arrays on GPUs, at the first call with one, which all ranks make."""
+        from flagcx.device_engine import DeviceEngine
+        from flagcx.transport.nccl_transport import NcclTransport
+
+        if self._store is None:
+            raise CommunicatorError("this communicator was made without a store, which arrays on GPUs need")
+        self._engine.check()
+        made = DeviceEngine(NcclTransport(self._store, self.config))
+        if self._group is not None:
+            made.hold()
+        return made
+
+    def _call(
+        self,
+        engine: Engine,
+        collective: str,
+        given: Any,
+        result: Any,
+        counts: Counts,
+        value: Any,
+        *,
+        op: ReduceOp | None = None,
+        root: int | None = None,
+        algorithm: str | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Makes a call now, later, or at the end of the group; ``value`` is what its caller gets."""
+        given, in_place = untangle(collective, self.rank, given, result)
+        dtype = dtype_of((result if given is None else given).dtype)
+
+        def find():
+            return engine.find(collective, counts, dtype, op, root, algorithm, in_place)
+
+        if self._group is not None:
+            return self._put_off(Pending(lambda: engine.run(find(), given, result)), async_op, value)
+        return self._go(engine, find(), given, result, value, async_op, collective)
+
+    def _go(self, engine: Engine, plan: Plan, given, result, value, async_op: bool, what: str) -> Any:
+        if async_op:
+            return engine.start(plan, given, result, value, what)
+        engine.run(plan, given, result)
+        return value
+
+    def _put_off(self, call: Pending, async_op: bool, value: Any) -> Any:
+        if async_op:
+            raise ArgumentError("async_op=True has no meaning inside comm.group(): its calls run at the end")
+        assert self._group is not None
+        self._group.append(call)
+        return value
+
+
+def untangle(collective: str, rank: int, given: Any, result: Any) -> tuple[Any, bool]:
+    """Finds out how INPUT and OUTPUT lie to each other.
+
+    Returns:
+        The INPUT to use, and whether the call is in place. Where the two overlap in any other way than
+        the collective's own form in place, the INPUT is a copy.
+    """
+    if given is None or result is None:
+        return given, False
+    if given is result and collective != "alltoall":
+        return given, True
+    if not np.may_share_memory(given, result):
+        return given, False
+    at, to = _address(given), _address(result)
+    if collective == "allgather" or collective == "gather":
+        fits = at - to == rank * given.nbytes and given.nbytes < result.nbytes
+    elif collective in ("reduce_scatter", "scatter"):
+        fits = to - at == rank * result.nbytes and result.nbytes < given.nbytes
+    else:
+        fits = at == to and given.nbytes == result.nbytes and collective != "alltoall"
+    return (given, True) if fits else (_copy(given), False)
+
+
+def _copy(array: Any) -> Any:
+    """A copy, also of a CuPy array of fp8, with which CuPy cannot compute."""
+    return array.reshape(-1).view(np.uint8).copy().view(array.dtype).reshape(array.shape)
+
+
+def _address(array: Any) -> int:
+    """Where a NumPy or CuPy array begins."""
+    if isinstance(array, np.ndarray):
+        return array.__array_interface__["data"][0]
+    return array.data.ptr

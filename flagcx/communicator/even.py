@@ -1,0 +1,375 @@
+"""The collectives with blocks of one size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from flagcx.arguments import blocks_of, check_rank
+from flagcx.communicator.dispatch import Dispatch, Op, untangle
+from flagcx.communicator.streams import on_stream, run_on
+from flagcx.dtypes import dtype_of, resolve_op
+from flagcx.errors import ArgumentError
+from flagcx.group import FUSED_NBYTES, Pending, fused
+
+
+class EvenCollectives(Dispatch):
+    """Operations on arrays of which every rank has one of the same size."""
+
+    def allreduce(
+        self,
+        x: Any,
+        op: Op = "sum",
+        *,
+        out: Any = None,
+        algorithm: str | None = None,
+        async_op: bool = False,
+        stream: Any = None,
+    ) -> Any:
+        """Combines the arrays of all ranks, element by element; every rank gets the result.
+
+        Args:
+            x: Array of any shape and dtype of the table; the same count and dtype on every rank. Replaced
+                by the result, unless ``out`` is given.
+            op: "sum", "prod", "min", "max", "avg", "band", "bor", "bxor", "land", "lor",
+                ``fc.scaled_sum(factor)``, or any associative and commutative binary NumPy ufunc.
+            out: Array for the result; ``x`` is then left as it is.
+            algorithm: See the class ``Communicator``.
+            async_op: See the class ``Communicator``.
+            stream: See the class ``Communicator``.
+
+        Returns:
+            ``x``, or ``out`` where it is given. The same bits on every rank.
+
+        Example:
+            >>> comm.allreduce(gradient, op="avg")  # doctest: +SKIP
+        """
+        if stream is not None:
+            options = {"out": out, "algorithm": algorithm, "async_op": async_op}
+            return run_on(stream, EvenCollectives.allreduce, self, (x, op), options)
+        engine = self._engine
+        device = self._device
+        if device is not None and x.__class__ is device.array_class:
+            plan = device.quick.get((x.shape, x.dtype, op, algorithm))
+            if plan is None or out is not None or async_op or not x.flags.c_contiguous:
+                return self._allreduce(x, op, out, algorithm, async_op)
+            device.run(plan, x, x)
+            return x
+        try:
+            plan = engine.quick.get((x.shape, x.dtype, op))
+        except (AttributeError, TypeError):
+            plan = None
+        if (
+            plan is not None
+            and out is None
+            and algorithm is None
+            and not async_op
+            and x.__class__ is np.ndarray
+            and x.flags.carray
+            and engine.turn.acquire(False)
+        ):
+            try:
+                plan.run(x, x)
+            except BaseException as error:
+                engine.broke(error)
+                raise
+            finally:
+                engine.turn.release()
+            return x
+        return self._allreduce(x, op, out, algorithm, async_op)
+
+    def _allreduce(self, x: Any, op: Op, out: Any, algorithm: str | None, async_op: bool) -> Any:
+        engine = self._engine_of(x)
+        given = engine.take(x, "x", out is None)
+        dtype = dtype_of(given.dtype)
+        resolved = resolve_op(op, dtype)
+        result = given if out is None else engine.result(out, "out", given.shape, given.dtype)
+        given, in_place = untangle("allreduce", self.rank, given, result)
+        value = x if out is None else out
+
+        def find(count: int = given.size):
+            return engine.find("allreduce", count, dtype, resolved, None, algorithm, in_place)
+
+        if self._group is not None:
+            # CuPy cannot join arrays of fp8.
+            alone = engine is self._device and dtype.name.startswith("float8")
+            fusable = in_place and given.nbytes <= FUSED_NBYTES and not alone
+            key = ("allreduce", id(engine), dtype.code, resolved, algorithm) if fusable else None
+
+            def together(arrays: list[np.ndarray]) -> None:
+                fused(arrays, lambda flat: engine.run(find(flat.size), flat, flat))
+
+            call = Pending(lambda: engine.run(find(), given, result), key, together, given)
+            return self._put_off(call, async_op, value)
+        plan = find()
+        if given is x and in_place:
+            if engine is self._device:
+                engine.remember((x.shape, x.dtype, op, algorithm), plan)
+            elif algorithm is None:
+                engine.remember((x.shape, x.dtype, op), plan)
+        return self._go(engine, plan, given, result, value, async_op, "allreduce")
+
+    @on_stream
+    def reduce(
+        self,
+        x: Any,
+        op: Op = "sum",
+        root: int = 0,
+        *,
+        out: Any = None,
+        algorithm: str | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Combines the arrays of all ranks; the root gets the result.
+
+        Args:
+            x: Array; at the root it is replaced by the result, unless ``out`` is given. Elsewhere it is
+                left as it is.
+            op: See ``allreduce``.
+            root: The rank that gets the result.
+            out: Array for the result, at the root.
+            algorithm: See the class ``Communicator``.
+            async_op: See the class ``Communicator``.
+
+        Returns:
+            At the root ``x``, or ``out`` where it is given; elsewhere None.
+        """
+        root = check_rank(root, self.size, "root")
+        at_root = self.rank == root
+        engine = self._engine_of(x)
+        given = engine.take(x, "x", at_root and out is None)
+        result = None
+        if at_root:
+            result = given if out is None else engine.result(out, "out", given.shape, given.dtype)
+        value = (x if out is None else out) if at_root else None
+        resolved = resolve_op(op, dtype_of(given.dtype))
+        return self._call(
+            engine,
+            "reduce",
+            given,
+            result,
+            given.size,
+            value,
+            op=resolved,
+            root=root,
+            algorithm=algorithm,
+            async_op=async_op,
+        )
+
+    @on_stream
+    def broadcast(
+        self, x: Any, root: int = 0, *, algorithm: str | None = None, async_op: bool = False
+    ) -> Any:
+        """Gives every rank the root's array.
+
+        Args:
+            x: Array; the same count and dtype on every rank. Replaced, except at the root.
+            root: The rank whose array it is.
+            algorithm: See the class ``Communicator``.
+            async_op: See the class ``Communicator``.
+
+        Returns:
+            ``x``.
+        """
+        root = check_rank(root, self.size, "root")
+        engine = self._engine_of(x)
+        array = engine.take(x, "x", self.rank != root)
+        given = array if self.rank == root else None
+        return self._call(
+            engine,
+            "broadcast",
+            given,
+            array,
+            array.size,
+            x,
+            root=root,
+            algorithm=algorithm,
+            async_op=async_op,
+        )
+
+    @on_stream
+    def allgather(
+        self, x: Any, *, out: Any = None, algorithm: str | None = None, async_op: bool = False
+    ) -> Any:
+        """Gives every rank the arrays of all ranks, in rank order.
+
+        Args:
+            x: Array of the same shape and dtype on every rank. It may be this rank's block of ``out``.
+            out: Array of ``size`` times as many elements, for the result.
+            algorithm: See the class ``Communicator``.
+            async_op: See the class ``Communicator``.
+
+        Returns:
+            ``out``, or a new array of shape ``(size, *x.shape)``.
+        """
+        engine = self._engine_of(x)
+        given = engine.take(x, "x", False)
+        result = engine.result(out, "out", (self.size, *given.shape), given.dtype)
+        value = result if out is None else out
+        return self._call(
+            engine, "allgather", given, result, given.size, value, algorithm=algorithm, async_op=async_op
+        )
+
+    @on_stream
+    def reduce_scatter(
+        self,
+        x: Any,
+        op: Op = "sum",
+        *,
+        out: Any = None,
+        algorithm: str | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Combines the arrays of all ranks; rank r gets block r of the result.
+
+        Args:
+            x: Array whose first axis is a multiple of ``size``; left as it is.
+            op: See ``allreduce``.
+            out: Array for this rank's block.
+            algorithm: See the class ``Communicator``.
+            async_op: See the class ``Communicator``.
+
+        Returns:
+            ``out``, or a new array of shape ``(x.shape[0] // size, *x.shape[1:])``.
+        """
+        engine = self._engine_of(x)
+        given = engine.take(x, "x", False)
+        count, shape = blocks_of(given, self.size, "x")
+        result = engine.result(out, "out", shape, given.dtype)
+        resolved = resolve_op(op, dtype_of(given.dtype))
+        value = result if out is None else out
+        return self._call(
+            engine,
+            "reduce_scatter",
+            given,
+            result,
+            count,
+            value,
+            op=resolved,
+            algorithm=algorithm,
+            async_op=async_op,
+        )
+
+    @on_stream
+    def gather(
+        self,
+        x: Any,
+        root: int = 0,
+        *,
+        out: Any = None,
+        algorithm: str | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Gives the root the arrays of all ranks, in rank order.
+
+        Args:
+            x: Array of the same shape and dtype on every rank.
+            root: The rank that gets them.
+            out: Array of ``size`` times as many elements, at the root.
+            algorithm: See the class ``Communicator``.
+            async_op: See the class ``Communicator``.
+
+        Returns:
+            At the root ``out``, or a new array of shape ``(size, *x.shape)``; elsewhere None.
+        """
+        root = check_rank(root, self.size, "root")
+        engine = self._engine_of(x)
+        given = engine.take(x, "x", False)
+        result = None
+        if self.rank == root:
+            result = engine.result(out, "out", (self.size, *given.shape), given.dtype)
+        value = result if out is None else out if self.rank == root else None
+        return self._call(
+            engine,
+            "gather",
+            given,
+            result,
+            given.size,
+            value,
+            root=root,
+            algorithm=algorithm,
+            async_op=async_op,
+        )
+
+    @on_stream
+    def scatter(
+        self,
+        x: Any,
+        root: int = 0,
+        *,
+        out: Any = None,
+        algorithm: str | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Gives every rank its block of the root's array.
+
+        Args:
+            x: At the root, an array whose first axis is a multiple of ``size``; elsewhere None.
+            root: The rank whose array it is.
+            out: Array for this rank's block; must be given on all ranks but the root.
+            algorithm: See the class ``Communicator``.
+            async_op: See the class ``Communicator``.
+
+        Returns:
+            ``out``, or at the root a new array of shape ``(x.shape[0] // size, *x.shape[1:])``.
+        """
+        root = check_rank(root, self.size, "root")
+        if self.rank != root:
+            if out is None:
+                raise ArgumentError(f"scatter needs out= on rank {self.rank}: only the root knows the shape")
+            engine = self._engine_of(out)
+            result = engine.take(out, "out", True)
+            return self._call(
+                engine,
+                "scatter",
+                None,
+                result,
+                result.size,
+                out,
+                root=root,
+                algorithm=algorithm,
+                async_op=async_op,
+            )
+        engine = self._engine_of(x)
+        given = engine.take(x, "x", False)
+        count, shape = blocks_of(given, self.size, "x")
+        result = engine.result(out, "out", shape, given.dtype)
+        value = result if out is None else out
+        return self._call(
+            engine, "scatter", given, result, count, value, root=root, algorithm=algorithm, async_op=async_op
+        )
+
+    @on_stream
+    def alltoall(
+        self, x: Any, *, out: Any = None, algorithm: str | None = None, async_op: bool = False
+    ) -> Any:
+        """Sends block q of this rank's array to rank q, and gets block ``rank`` of everybody's.
+
+        Args:
+            x: Array whose first axis is a multiple of ``size``; left as it is.
+            out: Array of the same number of elements.
+            algorithm: See the class ``Communicator``.
+            async_op: See the class ``Communicator``.
+
+        Returns:
+            ``out``, or a new array of the shape of ``x``; block q is from rank q.
+        """
+        engine = self._engine_of(x)
+        given = engine.take(x, "x", False)
+        count, _ = blocks_of(given, self.size, "x")
+        result = engine.result(out, "out", given.shape, given.dtype)
+        value = result if out is None else out
+        return self._call(
+            engine, "alltoall", given, result, count, value, algorithm=algorithm, async_op=async_op
+        )
+
+    def barrier(self) -> None:
+        """Waits until every rank has come."""
+        engine = self._engine
+        unsigned = dtype_of(np.uint8)
+        plan = engine.find("barrier", 0, unsigned, resolve_op("max", unsigned))
+        if self._group is not None:
+            self._put_off(Pending(lambda: engine.run(plan, None, None)), False, None)
+        else:
+            engine.run(plan, None, None)

@@ -1,0 +1,101 @@
+"""Between two ranks: send, receive, and both at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from flagcx.arguments import check_rank
+from flagcx.communicator.streams import on_stream
+from flagcx.communicator.uneven import UnevenCollectives
+from flagcx.engine import Engine
+from flagcx.group import Pending
+
+Messages = list[tuple[np.ndarray, int]]
+
+
+class Transfers(UnevenCollectives):
+    """Operations that only the ranks concerned call. The k-th send to a rank meets its k-th receive."""
+
+    @on_stream
+    def send(self, x: Any, to: int, *, async_op: bool = False) -> Any:
+        """Sends an array to a rank, which must call ``recv`` with the same count and dtype.
+
+        Args:
+            x: Array.
+            to: The rank to send it to.
+            async_op: See the class ``Communicator``.
+        """
+        engine = self._engine_of(x)
+        sends = [(engine.take(x, "x", False), check_rank(to, self.size, "to"))]
+        return self._transfer(engine, sends, [], None, async_op)
+
+    @on_stream
+    def recv(self, out: Any, source: int, *, async_op: bool = False) -> Any:
+        """Receives an array from a rank that calls ``send``.
+
+        Args:
+            out: Array that it is written to.
+            source: The rank that sends it.
+            async_op: See the class ``Communicator``.
+
+        Returns:
+            ``out``.
+        """
+        engine = self._engine_of(out)
+        receives = [(engine.take(out, "out", True), check_rank(source, self.size, "source"))]
+        return self._transfer(engine, [], receives, out, async_op)
+
+    @on_stream
+    def sendrecv(self, x: Any, to: int, out: Any, source: int, *, async_op: bool = False) -> Any:
+        """Sends to one rank while receiving from another; neither waits for the other.
+
+        Args:
+            x: Array to send. Where it overlaps ``out`` a copy of it is sent.
+            to: The rank to send it to.
+            out: Array for what comes.
+            source: The rank that sends it.
+            async_op: See the class ``Communicator``.
+
+        Returns:
+            ``out``.
+        """
+        engine = self._engine_of(x)
+        given, result = engine.take(x, "x", False), engine.take(out, "out", True)
+        if np.may_share_memory(given, result):
+            given = given.copy()
+        sends = [(given, check_rank(to, self.size, "to"))]
+        receives = [(result, check_rank(source, self.size, "source"))]
+        return self._transfer(engine, sends, receives, out, async_op)
+
+    def _transfer(
+        self, engine: Engine, sends: Messages, receives: Messages, value: Any, async_op: bool
+    ) -> Any:
+        plan = _Transfer(engine.transport, sends, receives)
+        if self._group is None:
+            return self._go(engine, plan, None, None, value, async_op, "send and receive")
+
+        def together(items: list[tuple[Messages, Messages]]) -> None:
+            sent = [message for item in items for message in item[0]]
+            received = [message for item in items for message in item[1]]
+            engine.run(_Transfer(engine.transport, sent, received), None, None)
+
+        call = Pending(
+            lambda: engine.run(plan, None, None), ("transfer", id(engine)), together, (sends, receives)
+        )
+        return self._put_off(call, async_op, value)
+
+
+@dataclass(frozen=True, slots=True)
+class _Transfer:
+    """Messages between ranks, as a plan that is run once."""
+
+    transport: Any
+    sends: Messages
+    receives: Messages
+
+    def run(self, given: object, result: object) -> None:
+        """See ``transport.base.Plan``."""
+        self.transport.transfer(self.sends, self.receives)

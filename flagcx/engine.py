@@ -1,0 +1,204 @@
+"""Runs calls for one kind of array: finds the plan, keeps the order, and remembers when it is over."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from flagcx.algorithms import build, entries, entry
+from flagcx.collectives import Counts
+from flagcx.dtypes import DType, ReduceOp
+from flagcx.errors import ArgumentError, CommunicationError, CommunicatorError
+from flagcx.selection.selector import Choice, pieces_for
+from flagcx.transport.base import Call, Plan, Transport
+from flagcx.work import Work
+
+_MOST_PLANS = 4096
+TWO_THREADS = (
+    "two threads use one communicator at the same time; give each thread its own, from comm.split(), or let "
+    "one thread make all calls"
+)
+
+
+class Engine:
+    """Plans and order of one communicator's calls over one transport.
+
+    Args:
+        rank: This rank.
+        size: Number of ranks.
+        transport: What carries the arrays.
+        choose: ``choose(collective, nbytes, size, uneven)``: the algorithm where the caller names none.
+
+    Attributes:
+        quick: Plans of calls that may skip all checks but those of the array itself. Empty whenever a
+            call must not go straight through: closed, broken, in a group, or behind started work.
+    """
+
+    def __init__(
+        self, rank: int, size: int, transport: Transport, choose: Callable[[str, int, int, bool], Choice]
+    ) -> None:
+        self.rank, self.size, self.transport = rank, size, transport
+        self.turn = threading.Lock()
+        self._straight: dict[tuple, Plan] = {}
+        self.quick = self._straight
+        self._choose = choose
+        self._plans: dict[tuple, Plan] = {}
+        self.over = ""
+        self._worker: ThreadPoolExecutor | None = None
+        self._last: Future | None = None
+
+    # -- plans ------------------------------------------------------------------------------------
+
+    def find(
+        self,
+        collective: str,
+        counts: Counts,
+        dtype: DType,
+        op: ReduceOp | None = None,
+        root: int | None = None,
+        algorithm: str | None = None,
+        in_place: bool = False,
+    ) -> Plan:
+        """Looks up or compiles the plan of a call.
+
+        Raises:
+            ArgumentError: The algorithm does not serve the collective.
+            CommunicatorError: The communicator is closed or broken.
+        """
+        key = (collective, counts, dtype.code, op, root, algorithm, in_place)
+        plan = self._plans.get(key)
+        if plan is None:
+            self.check()
+            plan = self._compile(collective, counts, dtype, op, root, algorithm, in_place)
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
+                self._straight.clear()
+            self._plans[key] = plan
+        return plan
+
+    def _compile(self, collective, counts, dtype, op, root, algorithm, in_place) -> Plan:
+        uneven = not isinstance(counts, int)
+        nbytes = (_largest(counts) if uneven else counts) * dtype.numpy.itemsize
+        if algorithm is None:
+            choice = self._choose(collective, nbytes, self.size, uneven)
+            algorithm, pieces = choice.algorithm, choice.pieces
+        else:
+            pieces = pieces_for(collective, algorithm, nbytes)
+        if uneven and not entry(collective, algorithm).uneven:
+            serving = ", ".join(str(e.algorithm) for e in entries(collective) if e.uneven)
+            raise ArgumentError(
+                f"algorithm={str(algorithm)!r} of {collective} needs blocks of one size; for blocks of "
+                f"different sizes use one of {serving}"
+            )
+        schedule = build(collective, algorithm, self.size, root, pieces)
+        return self.transport.compile(Call(schedule, self.rank, counts, dtype, op, in_place))
+
+    def remember(self, key: tuple, plan: Plan) -> None:
+        """Lets calls with this key go straight to their plan from now on."""
+        self._straight[key] = plan
+
+    def take(self, array: Any, what: str, writable: bool) -> Any:
+        """Takes a caller's array without a copy, or raises ``ArrayError``."""
+        return self.transport.take(array, what, writable)
+
+    def result(self, out: Any, what: str, shape: tuple[int, ...], dtype: Any) -> Any:
+        """Takes the array given as ``out=``, or makes one of that shape and dtype."""
+        return self.transport.result(out, what, shape, dtype)
+
+    # -- running ----------------------------------------------------------------------------------
+
+    def run(self, plan: Plan, given: Any, result: Any) -> None:
+        """Runs a plan now, behind all that was started before.
+
+        Raises:
+            CommunicatorError: Closed, broken, or another thread is in a call.
+            CommunicationError: A peer died, came late, or called something else.
+        """
+        self.catch_up()
+        if not self.turn.acquire(blocking=False):
+            raise CommunicatorError(TWO_THREADS)
+        try:
+            self._run(plan, given, result)
+        finally:
+            self.turn.release()
+
+    def _run(self, plan: Plan, given: Any, result: Any) -> None:
+        self.check()
+        try:
+            plan.run(given, result)
+        except BaseException as error:
+            self.broke(error)
+            raise
+
+    def start(self, plan: Plan, given: Any, result: Any, value: Any, what: str) -> Work:
+        """Runs a plan on a thread of the communicator's own, behind what was started before.
+
+        Returns:
+            Work whose ``wait`` returns ``value``.
+        """
+        self.check()
+        if self._worker is None:
+            self._worker = ThreadPoolExecutor(1, thread_name_prefix="flagcx")
+
+        def call() -> Any:
+            with self.turn:
+                self._run(plan, given, result)
+            return value
+
+        self.hold()
+        self._last = self._worker.submit(call)
+        return Work(self._last, what)
+
+    def catch_up(self) -> None:
+        """Waits until all that was started has ended. Its errors belong to who waits for the work."""
+        if self._last is not None:
+            self._last.exception()
+            self._last = None
+            self.resume()
+
+    def hold(self) -> None:
+        """Sends every call through ``run``."""
+        self.quick = {}
+
+    def resume(self) -> None:
+        """Lets calls that repeat go straight through again."""
+        if not (self.over or self._last):
+            self.quick = self._straight
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raises CommunicatorError where no further call can be made."""
+        if self.over:
+            raise CommunicatorError(self.over)
+
+    def broke(self, error: BaseException) -> None:
+        """Ends the communicator after an error that left ranks in different places, and tells the peers."""
+        if self.over or isinstance(error, ArgumentError):
+            return
+        culprit = error.peer if isinstance(error, CommunicationError) else None
+        self.end(f"this communicator cannot be used after {type(error).__name__}: {error}; make a new one")
+        self.transport.abort(str(error) or type(error).__name__, culprit)
+
+    def end(self, why: str) -> None:
+        """Refuses every further call, with ``why`` as the reason."""
+        self.over = self.over or why
+        self.hold()
+        self._straight.clear()
+        self._plans.clear()
+
+    def close(self) -> None:
+        """Waits for what was started, then gives everything back. Idempotent."""
+        self.catch_up()
+        if self._worker is not None:
+            self._worker.shutdown()
+            self._worker = None
+        self.end("this communicator is closed")
+        self.transport.close()
+
+
+def _largest(counts: tuple) -> int:
+    """The largest block, or 0 where each rank knows its own blocks alone: all must choose alike."""
+    return 0 if counts and isinstance(counts[0], tuple) else max(counts, default=0)

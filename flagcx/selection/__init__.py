@@ -1,0 +1,1 @@
+"""Which algorithm runs, and why."""

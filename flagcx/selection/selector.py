@@ -1,0 +1,108 @@
+"""Chooses the algorithm of a call by rule: the same on every rank, since all see the same numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flagcx.algorithms import Algorithm, entry
+
+ONE_SHOT_NBYTES = 64 << 10
+_PIPELINE_NBYTES = 256 << 10
+_MOST_PIECES = 64
+_MOST_DIRECT = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What was chosen.
+
+    Attributes:
+        algorithm: Name of the algorithm.
+        pieces: How many pieces each block is cut into, so that they flow behind one another.
+        reason: Why, in a sentence.
+    """
+
+    algorithm: str
+    pieces: int
+    reason: str
+
+
+def choose_on_host(collective: str, nbytes: int, size: int, uneven: bool = False) -> Choice:
+    """Chooses for NumPy arrays between processes of one host.
+
+    Args:
+        collective: Name of the collective.
+        nbytes: Bytes of the message (of one block, where there is one a rank).
+        size: Number of ranks.
+        uneven: Whether the blocks differ in size.
+    """
+    if collective == "allreduce":
+        if nbytes <= ONE_SHOT_NBYTES:
+            return Choice(Algorithm.ONE_SHOT, 1, "small: one exchange, each rank reads everybody's message")
+        return Choice(Algorithm.TWO_SHOT, 1, "large: each rank reduces one stripe in the shared memory")
+    if collective == "barrier":
+        return Choice(Algorithm.DISSEMINATION, 1, "fewest steps")
+    if collective in ("broadcast", "reduce"):
+        return _rooted(nbytes, size)
+    if collective == "alltoall":
+        return Choice(Algorithm.PAIRWISE, 1, "each block moves once, pair by pair")
+    return Choice(Algorithm.DIRECT, 1, "one host: every pair of ranks is one hop apart")
+
+
+def _rooted(nbytes: int, size: int) -> Choice:
+    if nbytes <= _PIPELINE_NBYTES or size == 2:
+        return Choice(Algorithm.BINOMIAL, 1, "small: fewest steps")
+    return Choice(
+        Algorithm.CHAIN, _pieces(nbytes), "large: pieces flow down a chain, every copy busy at once"
+    )
+
+
+def choose_on_device(collective: str, nbytes: int, size: int, uneven: bool = False) -> Choice:
+    """Chooses for arrays on GPUs, where NCCL's own collective does not serve.
+
+    Args:
+        collective: Name of the collective.
+        nbytes: Bytes of the message (of one block, where there is one a rank).
+        size: Number of ranks.
+        uneven: Whether the blocks differ in size.
+    """
+    if collective == "allreduce":
+        if nbytes <= ONE_SHOT_NBYTES:
+            return Choice(Algorithm.ONE_SHOT, 1, "small: one group and one launch")
+        if size <= _MOST_DIRECT:
+            return Choice(Algorithm.TWO_SHOT, 1, "two groups, and sums rounded once")
+        return Choice(Algorithm.RING, 1, "many ranks: the least traffic, to one neighbour alone")
+    if collective == "barrier":
+        return Choice(Algorithm.DISSEMINATION, 1, "fewest steps")
+    if collective in ("broadcast", "reduce") and size > _MOST_DIRECT:
+        return Choice(Algorithm.BINOMIAL, 1, "many ranks: fewest steps")
+    return Choice(Algorithm.DIRECT, 1, "one group")
+
+
+def pieces_for(collective: str, algorithm: str, nbytes: int) -> int:
+    """How many pieces a message is cut into for an algorithm that the caller names.
+
+    Args:
+        collective: Name of the collective.
+        algorithm: Name of the algorithm.
+        nbytes: Bytes of the message or block.
+    """
+    return _pieces(nbytes) if entry(collective, algorithm).pipelined else 1
+
+
+def _pieces(nbytes: int) -> int:
+    return max(min(-(-nbytes // _PIPELINE_NBYTES), _MOST_PIECES), 1)
+
+
+def article_rule(nbytes: int) -> str:
+    """The rule of thumb for GPUs where nothing is measured and nothing modelled.
+
+    Args:
+        nbytes: Bytes of an all-reduce.
+
+    Returns:
+        ring above 10 MB, double binary tree in the middle, one-shot for tiny messages.
+    """
+    if nbytes > 10_000_000:
+        return Algorithm.RING
+    return Algorithm.DOUBLE_BINARY_TREE if nbytes > 16 << 10 else Algorithm.ONE_SHOT

@@ -1,0 +1,167 @@
+"""NumPy arrays between the processes of one host, through shared memory.
+
+What it leans on
+----------------
+* Segments without a name (``segment.py``), so that nothing is left behind whatever happens.
+* Signals that are stored after the data they speak of. x86-64 shows stores in order; elsewhere a
+  memory fence stands between (``fence.py``).
+* Waiting that notices a dead, late or disagreeing peer (``signals.py``).
+
+Ways through it
+---------------
+========================  =====================================================================
+``one_shot.OneShot``      all-reduce ``one_shot``, up to 64 KiB: one exchange in double-buffered slots
+``two_shot.TwoShotSlots`` all-reduce ``two_shot``: pieces through a ring of slots
+``direct.Direct``         all-reduce ``two_shot``, large or in shared arrays: in the peers' own memory
+``one_shot.Barrier``      a barrier is the entry in the ledger itself
+``steps.Steps``           any schedule of any collective
+========================  =====================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from flagcx.arguments import host_array, result_array
+from flagcx.collectives import COLLECTIVES
+from flagcx.config import Config
+from flagcx.schedule.model import Buffer
+from flagcx.transport.base import Call, Plan
+from flagcx.transport.shared_memory.arena import ONE_SHOT_NBYTES, Arena
+from flagcx.transport.shared_memory.channel import Arrival, Exchange, run_exchange
+from flagcx.transport.shared_memory.direct import Direct
+from flagcx.transport.shared_memory.one_shot import Barrier, OneShot
+from flagcx.transport.shared_memory.steps import Steps
+from flagcx.transport.shared_memory.two_shot import TwoShotSlots
+
+CROSS_MEMORY_NBYTES = 4 << 20
+SHARED_NBYTES = 8 << 10
+
+
+class SharedMemoryTransport:
+    """Carries NumPy arrays between the ranks of one host.
+
+    Args:
+        rank: This rank.
+        size: Number of ranks.
+        exchange: Sends bytes to all ranks and returns everybody's, in rank order.
+        config: Settings.
+
+    Raises:
+        ResourceError: There is no room for shared memory.
+        PeerDiedError: A peer died during init.
+        PeerTimeoutError: A peer did not come in time.
+    """
+
+    name = "shared_memory"
+
+    def __init__(
+        self, rank: int, size: int, exchange: Callable[[bytes], list[bytes]], config: Config
+    ) -> None:
+        self.rank, self.size = rank, size
+        self._arena = Arena(rank, size, exchange, config)
+
+    @property
+    def cross_memory(self) -> bool:
+        """Whether ranks read and write each other's private memory."""
+        return self._arena.cross_memory
+
+    def empty(self, shape, dtype) -> np.ndarray:
+        """An uninitialised array in shared memory, which peers read and write without a copy."""
+        return self._arena.heap.empty(shape, dtype)
+
+    def shared_nbytes(self) -> int:
+        """Bytes in living arrays of ``empty``."""
+        return self._arena.heap.used_nbytes()
+
+    def compile(self, call: Call) -> Plan:
+        """See ``transport.base.Transport``."""
+        signature = self._arena.signals.signature(describe(call))
+        if call.schedule.collective == "barrier":
+            return Barrier(self._arena, call, signature)
+        if call.schedule.collective == "allreduce" and call.counts and self.size > 1:
+            special = self._compile_allreduce(call, signature)
+            if special is not None:
+                return special
+        program = call.program()
+        return Steps(
+            self._arena, program, call.layout(program), call.dtype, call.op, _overlay(call), signature
+        )
+
+    def _compile_allreduce(self, call: Call, signature: int) -> Plan | None:
+        nbytes = int(call.counts) * call.dtype.numpy.itemsize  # type: ignore[arg-type]
+        if call.schedule.algorithm == "one_shot" and nbytes <= ONE_SHOT_NBYTES:
+            return OneShot(self._arena, call, signature)
+        if call.schedule.algorithm == "two_shot":
+            if nbytes >= SHARED_NBYTES:
+                cross_memory = self.cross_memory and nbytes >= CROSS_MEMORY_NBYTES
+                return Direct(self._arena, call, signature, cross_memory)
+            return TwoShotSlots(self._arena, call, signature)
+        return None
+
+    def transfer(
+        self, sends: Sequence[tuple[np.ndarray, int]], receives: Sequence[tuple[np.ndarray, int]]
+    ) -> None:
+        """Sends and receives at once; only the ranks concerned call it.
+
+        Args:
+            sends: Arrays, and the rank each goes to.
+            receives: Arrays, and the rank whose data each gets.
+        """
+        arrays = [a.reshape(-1).view(np.uint8) for a, _ in (*sends, *receives)]
+        whole = [(i, 0, len(a)) for i, a in enumerate(arrays)]
+        departures = tuple((peer, whole[i]) for i, (_, peer) in enumerate(sends))
+        arrivals = tuple(
+            Arrival(peer, whole[len(sends) + i], False, False, False, ())
+            for i, (_, peer) in enumerate(receives)
+        )
+        run_exchange(self._arena, Exchange(departures, arrivals), arrays, point_to_point=True)
+
+    @staticmethod
+    def take(array, what: str, writable: bool) -> np.ndarray:
+        """Takes a caller's array. See ``flagcx.arguments.host_array``."""
+        return host_array(array, what, writable=writable)
+
+    @staticmethod
+    def result(out, what: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """Takes or makes the array of a result. See ``flagcx.arguments.result_array``."""
+        return result_array(out, what, shape, dtype)
+
+    def abort(self, reason: str, culprit: int | None) -> None:
+        """Tells the peers that this rank cannot go on, and whose fault it is."""
+        self._arena.signals.abort(reason, culprit)
+
+    def close(self) -> None:
+        """Gives everything back. Idempotent."""
+        self._arena.close()
+
+
+def describe(call: Call) -> str:
+    """The call in words that must be the same on every rank."""
+    schedule = call.schedule
+    blocks = COLLECTIVES[schedule.collective].blocks
+    if isinstance(call.counts, int):
+        count = f"{call.counts}" + (" a rank" if blocks else "")
+    else:
+        count = "uneven" if schedule.collective == "alltoall" else f"{call.counts}"
+    words = f"{schedule.collective} of {count} {call.dtype.name}"
+    if call.op is not None:
+        words += f" by {call.op.name}" + ("" if call.op.scale is None else f" x {call.op.scale!r}")
+    if schedule.root is not None:
+        words += f" with root {schedule.root}"
+    return f"{words} ({schedule.algorithm}, {schedule.chunks} chunks)"
+
+
+def _overlay(call: Call) -> int | None:
+    """How far INPUT elements lie behind the OUTPUT elements that are the same memory."""
+    if not call.in_place:
+        return None
+    s = call.schedule
+    shift = COLLECTIVES[s.collective].in_place_shift(call.rank, s.size, s.chunks, s.root)
+    if shift is None:
+        return None
+    where = call.layout(call.program())
+    given, result = shift
+    return where.bounds[Buffer.INPUT][given] - where.bounds[Buffer.OUTPUT][result]

@@ -1,0 +1,122 @@
+"""Shared memory of one rank that the other ranks of the host map, with nothing left behind by a death.
+
+A segment is an anonymous memory file (``memfd_create``): it has no name in /dev/shm, does not count
+against the size of /dev/shm, and is gone with the last process that maps it, however that ends.
+Peers open it through ``/proc/<pid>/fd/<descriptor>``. Where that is not allowed, the segment is a
+file in /dev/shm instead, whose room is taken at once and whose name is removed at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+from dataclasses import dataclass
+
+from flagcx.errors import ResourceError
+
+_DIRECTORY = "/dev/shm"
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """What a peer needs to map a segment.
+
+    Attributes:
+        pid: Process that owns it.
+        descriptor: The owner's file descriptor of it.
+        nbytes: Its size in bytes.
+    """
+
+    pid: int
+    descriptor: int
+    nbytes: int
+
+    @property
+    def path(self) -> str:
+        """Where the segment can be opened as long as its owner holds it."""
+        return f"/proc/{self.pid}/fd/{self.descriptor}"
+
+
+class Segment:
+    """A piece of shared memory, made by ``create`` or mapped by ``attach``."""
+
+    def __init__(self, memory: mmap.mmap, handle: Handle, owned: int | None) -> None:
+        self.memory = memory
+        self.handle = handle
+        self._descriptor = owned
+
+    @classmethod
+    def create(cls, nbytes: int) -> Segment:
+        """Makes a zeroed segment.
+
+        Args:
+            nbytes: Size in bytes; rounded up to whole pages.
+
+        Raises:
+            ResourceError: The machine has no room for it.
+        """
+        nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        try:
+            descriptor = os.memfd_create("flagcx", os.MFD_CLOEXEC)
+        except OSError:
+            descriptor = _unnamed_file()
+        try:
+            _size(descriptor, nbytes)
+            memory = mmap.mmap(descriptor, nbytes)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return cls(memory, Handle(os.getpid(), descriptor, nbytes), descriptor)
+
+    @classmethod
+    def attach(cls, handle: Handle) -> Segment:
+        """Maps a peer's segment.
+
+        Raises:
+            ResourceError: The peer is gone, or this process may not look into it.
+        """
+        try:
+            descriptor = os.open(handle.path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise ResourceError(
+                f"the shared memory of process {handle.pid} cannot be opened ({error}); the ranks of a host "
+                f"must run as one user, in one PID namespace, and be alive"
+            ) from None
+        try:
+            return cls(mmap.mmap(descriptor, handle.nbytes), handle, None)
+        finally:
+            os.close(descriptor)
+
+    def close(self) -> None:
+        """Gives the segment back. Memory that arrays still view stays until the last of them is gone."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+        with contextlib.suppress(BufferError):
+            self.memory.close()
+
+
+def _unnamed_file() -> int:
+    path = f"{_DIRECTORY}/flagcx-{os.getpid()}-{secrets.token_hex(8)}"
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        os.unlink(path)
+    except OSError as error:
+        raise ResourceError(f"no shared memory can be made: {error} for {path}") from None
+    return descriptor
+
+
+def _size(descriptor: int, nbytes: int) -> None:
+    os.ftruncate(descriptor, nbytes)
+    if os.readlink(f"/proc/self/fd/{descriptor}").startswith(_DIRECTORY):
+        try:
+            os.posix_fallocate(descriptor, 0, nbytes)
+        except OSError as error:
+            free = os.statvfs(_DIRECTORY)
+            raise ResourceError(
+                f"{_DIRECTORY} has no room for {nbytes:,} bytes of shared memory ({error.strerror}; "
+                f"{free.f_bavail * free.f_frsize:,} bytes are free); make it larger, e.g. mount -o remount,"
+                f"size=8G {_DIRECTORY}, or run the container with --shm-size=8g or --ipc=host"
+            ) from None

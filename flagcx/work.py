@@ -1,0 +1,50 @@
+"""An operation that was started and may still run."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any
+
+from flagcx.errors import PeerTimeoutError
+
+
+class Work:
+    """What a call with ``async_op=True`` returns.
+
+    Until ``wait`` has returned, the arrays of the call belong to it: they are neither to be read nor written.
+
+    Example:
+        >>> work = comm.allreduce(x, async_op=True)  # doctest: +SKIP
+        >>> compute_something_else()                 # doctest: +SKIP
+        >>> x = work.wait()                          # doctest: +SKIP
+    """
+
+    def __init__(self, future: Future, what: str) -> None:
+        self._future = future
+        self._what = what
+
+    def done(self) -> bool:
+        """Whether the operation has ended, well or not."""
+        return self._future.done()
+
+    def wait(self, timeout_s: float | None = None) -> Any:
+        """Waits for the operation, and returns what the call without ``async_op`` would.
+
+        Args:
+            timeout_s: How long to wait, in seconds; without end by default, since the operation has a
+                time-out of its own.
+
+        Raises:
+            PeerTimeoutError: It still runs; ``wait`` may be called again.
+            FlagcxError: Whatever error the operation ended with.
+        """
+        try:
+            return self._future.result(timeout_s)
+        except FutureTimeout:
+            if self._future.done():
+                raise
+            raise PeerTimeoutError(f"{self._what} still runs after {timeout_s} s; wait again") from None
+
+    def __repr__(self) -> str:
+        return f"<Work {self._what}, {'done' if self.done() else 'running'}>"

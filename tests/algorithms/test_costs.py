@@ -1,0 +1,45 @@
+"""The steps and bytes that the catalogue states, against counts from the programs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+
+from flagcx.algorithms import build, catalogue, count_sent, count_steps, entry
+from flagcx.schedule.model import Program, Step
+from tests.algorithms.test_verified import names
+
+
+@pytest.mark.parametrize("entry", catalogue(), ids=names)
+def test_closed_forms(entry):
+    root = 0 if entry.rooted else None
+    for size in (*range(1, 18), 31, 32, 33):
+        for pieces in (1, 2, 3, 7) if entry.pipelined and size <= 12 else (1,):
+            schedule = entry.make(size, root, pieces)
+            assert entry.steps(size, pieces) == count_steps(schedule), (size, pieces)
+            assert entry.sent(size, pieces) == count_sent(schedule), (size, pieces)
+
+
+def test_known_figures():
+    """Spelt out once, so that formula and count cannot be wrong alike."""
+    assert entry("allreduce", "ring").steps(8, 1) == 14
+    assert entry("allreduce", "ring").sent(8, 1) == Fraction(14, 8)
+    assert entry("allreduce", "bruck").steps(9, 1) == 8
+    assert entry("allreduce", "bruck").sent(9, 1) == Fraction(16, 9)
+    assert entry("allreduce", "halving_doubling").steps(8, 1) == 6
+    assert entry("allreduce", "double_binary_tree").steps(8, 4) == 2 * 3 + 3
+    assert entry("broadcast", "chain").steps(8, 10) == 7 + 9
+    assert entry("broadcast", "double_binary_tree").sent(16, 4) == 1
+    assert entry("broadcast", "binomial").sent(16, 1) == 4
+    assert entry("alltoall", "bruck").sent(8, 1) == Fraction(12, 8)
+    assert entry("barrier", "dissemination").steps(9, 1) == 4
+
+
+def test_counts_see_a_step_more_and_a_chunk_more():
+    schedule = build("allreduce", "ring", 4)
+    programs = [Program(p.rank, (*p.steps, Step(p.steps[1].transfers))) for p in schedule.programs()]
+    longer = replace(schedule, make=programs.__getitem__)
+    assert count_steps(longer) == count_steps(schedule) + 1
+    assert count_sent(longer) == count_sent(schedule) + Fraction(1, 4)

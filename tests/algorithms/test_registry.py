@@ -1,0 +1,169 @@
+"""Looking algorithms up, and a user's own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from flagcx.algorithms import Algorithm, build, catalogue, entries, entry, register, unregister
+from flagcx.algorithms.direct import direct_broadcast, direct_reduce, one_shot_allreduce
+from flagcx.algorithms.tree import tree_broadcast
+from flagcx.errors import ArgumentError, RankError, ScheduleError
+from flagcx.schedule.compose import then
+from flagcx.schedule.model import Program, Step
+
+
+def star(size):
+    return then(direct_reduce(size), direct_broadcast(size))
+
+
+@pytest.fixture
+def own():
+    """Removes what a test registers as "own" for any collective."""
+    yield "own"
+    for known in catalogue():
+        if known.algorithm == "own":
+            unregister("own", known.collective)
+
+
+def lacking(size, wrong=lambda size: True):
+    """An allreduce whose last rank forgets to add and to copy."""
+    right = one_shot_allreduce(size)
+
+    def make(rank):
+        program = right.program(rank)
+        if rank == size - 1 and wrong(size):
+            return Program(rank, tuple(Step(step.transfers) for step in program.steps))
+        return program
+
+    return replace(right, make=make)
+
+
+def test_algorithm_is_its_name():
+    assert Algorithm.RING == "ring" and str(Algorithm.RING) == f"{Algorithm.RING}" == "ring"
+    assert Algorithm.DBT is Algorithm.DOUBLE_BINARY_TREE is Algorithm("double_binary_tree")
+    assert all(isinstance(found.algorithm, Algorithm) for found in catalogue())
+    served = {found.algorithm for found in catalogue()}
+    assert set(Algorithm) - served == {Algorithm.NATIVE}
+
+
+def test_build_takes_a_member_or_its_name_and_keeps_the_schedule():
+    assert build("allreduce", Algorithm.RING, 4) is build("allreduce", "ring", 4)
+    assert build("allreduce", Algorithm.DBT, 4).algorithm == "double_binary_tree"
+    assert build("allreduce", "hierarchical", 4, groups=[[0, 1], [2, 3]]) is build(
+        "allreduce", "hierarchical", 4, groups=((0, 1), (2, 3))
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("allreduce", "rign", 4),
+            "'rign' does not serve allreduce; expected one of ring, chain, tree, ",
+        ),
+        (
+            ("scatter", "ring", 4, 0),
+            "'ring' does not serve scatter; expected one of binomial, direct",
+        ),
+        (
+            ("all_reduce", "ring", 4),
+            "'all_reduce' is not known; expected one of allreduce, reduce",
+        ),
+        (("allreduce", Algorithm.NATIVE, 4), r"'native' does not serve allreduce \(it is the library's own"),
+        (("broadcast", "tree", 4), "'tree' of broadcast needs a root from 0 to 3, got root=None"),
+        (("allreduce", "ring", 4, 0), "'ring' of allreduce has no root, got root=0"),
+        (
+            ("allreduce", "bruck", 4, None, 2),
+            "'bruck' of allreduce is not pipelined, got pieces=2",
+        ),
+        (("allreduce", "ring", 4, None, 1, ((0, 1), (2, 3))), "'ring' of allreduce does not take groups"),
+        (("allreduce", "ring", 0), "'ring' of allreduce cannot serve 0 ranks; expected 1 or more"),
+        (("allreduce", "ring", 4, None, 0), "the message would have 0 chunks; expected pieces >= 1"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments, message):
+    with pytest.raises(ArgumentError, match=message):
+        build(*arguments)
+
+
+@pytest.mark.parametrize(
+    "found", [e for e in catalogue() if e.rooted], ids=lambda e: f"{e.collective}-{e.algorithm}"
+)
+def test_a_root_out_of_range_is_refused(found):
+    for root in (-1, 4):
+        with pytest.raises(RankError, match=f"root={root} is not a rank; expected 0 to 3"):
+            build(found.collective, found.algorithm, 4, root)
+
+
+def test_a_user_registers_an_algorithm_in_a_line(own):
+    register(own, "allreduce", star)
+    schedule = build("allreduce", own, 6)
+    assert (schedule.algorithm, schedule.size) == (own, 6)
+    assert entries("allreduce")[-1] is entry("allreduce", own)
+    assert (entry("allreduce", own).steps(6, 1), entry("allreduce", own).sent(6, 1)) == (2, 5)
+    unregister(own, "allreduce")
+    with pytest.raises(ArgumentError, match="algorithm='own' does not serve allreduce"):
+        build("allreduce", own, 6)
+
+
+def test_a_rooted_and_pipelined_algorithm_of_a_user(own):
+    register(own, "broadcast", lambda size, root, pieces=1: tree_broadcast(size, root, pieces))
+    assert entry("broadcast", own).pipelined
+    assert build("broadcast", own, 5, root=3, pieces=4).chunks == 4
+
+
+def test_a_new_algorithm_of_the_same_name_does_not_get_old_schedules(own):
+    register(own, "allreduce", star)
+    old = build("allreduce", own, 4)
+    unregister(own, "allreduce")
+    register(own, "allreduce", one_shot_allreduce)
+    assert len(build("allreduce", own, 4).program(0).steps) < len(old.program(0).steps)
+
+
+def test_a_wrong_algorithm_is_refused_when_registered(own):
+    with pytest.raises(ScheduleError, match=r"rank 1, .*OUTPUT.* nothing was ever written to it"):
+        register(own, "allreduce", lacking, sizes=(2, 3))
+    with pytest.raises(ArgumentError, match="'own' does not serve"):
+        entry("allreduce", own)
+
+
+def test_a_wrong_algorithm_is_refused_at_the_first_size_at_which_it_is_wrong(own):
+    register(own, "allreduce", lambda size: lacking(size, wrong=lambda n: n == 12))
+    build("allreduce", own, 11)
+    with pytest.raises(ScheduleError, match="rank 11"):
+        build("allreduce", own, 12)
+
+
+def test_blocks_of_one_size_are_not_taken_for_blocks_of_any(own):
+    def function(size):
+        return entry("alltoall", "bruck").function(size)
+
+    register(own, "alltoall", function)
+    unregister(own, "alltoall")
+    with pytest.raises(ScheduleError):
+        register(own, "alltoall", function, uneven=True)
+
+
+def test_an_algorithm_for_some_sizes_only(own):
+    def even_only(size):
+        if size % 2:
+            raise ArgumentError(f"even numbers of ranks only, got {size}")
+        return star(size)
+
+    register(own, "allreduce", even_only, sizes=(2, 4, 6))
+    assert entry("allreduce", own).allows(8) and not entry("allreduce", own).allows(9)
+    with pytest.raises(ArgumentError, match="'own' of allreduce cannot serve 9 ranks; its own"):
+        build("allreduce", own, 9)
+
+
+def test_names_in_use_and_strange_schedules_are_refused(own):
+    with pytest.raises(ArgumentError, match="allreduce has an algorithm 'ring' already; give another name"):
+        register("ring", "allreduce", star)
+    with pytest.raises(ArgumentError, match=r"'own' made a schedule for .*'allreduce', 1, None.*'reduce', 1"):
+        register(own, "reduce", lambda size, root: star(size))
+    with pytest.raises(ArgumentError, match="collective='sum' is not known"):
+        register(own, "sum", star)
+    with pytest.raises(ArgumentError, match="'ring' of allreduce comes with flagcx and cannot be removed"):
+        unregister("ring", "allreduce")

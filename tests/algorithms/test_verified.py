@@ -1,0 +1,47 @@
+"""Every algorithm is proved right for 1 to 33 and 64 ranks, in place and not."""
+
+from __future__ import annotations
+
+import pytest
+
+from flagcx.algorithms import Entry, catalogue
+from flagcx.collectives import COLLECTIVES
+from flagcx.schedule.verify import verify
+from tests.algorithms.oracle import roots_of
+
+SIZES = (*range(1, 34), 64)
+
+
+def names(entry: Entry) -> str:
+    return f"{entry.collective}-{entry.algorithm}"
+
+
+@pytest.mark.parametrize("entry", catalogue(), ids=names)
+def test_verified_for_every_number_of_ranks(entry):
+    for size in SIZES:
+        for root in roots_of(entry, size):
+            verify(entry.make(size, root), uneven=entry.uneven)
+
+
+@pytest.mark.parametrize("entry", [e for e in catalogue() if e.pipelined], ids=names)
+def test_verified_in_pieces(entry):
+    for size in (1, 2, 3, 4, 5, 7, 8, 9, 16, 17):
+        for pieces in (2, 3, 7):
+            for root in roots_of(entry, size)[:3]:
+                verify(entry.make(size, root, pieces), uneven=entry.uneven)
+
+
+def test_every_collective_is_served_and_every_uneven_form():
+    served = {(e.collective, e.uneven) for e in catalogue()}
+    for name, collective in COLLECTIVES.items():
+        assert any(c == name for c, _ in served), f"no algorithm for {name}"
+        if collective.blocks:
+            assert (name, True) in served, f"no algorithm for {name} with blocks of different sizes"
+
+
+def test_all_schedules_are_aligned():
+    """So that two can be laid beside each other one rank at a time; ``verify`` holds them to it."""
+    for entry in catalogue():
+        schedule = entry.make(6, 0 if entry.rooted else None)
+        assert schedule.aligned, names(entry)
+        assert (schedule.collective, schedule.algorithm) == (entry.collective, str(entry.algorithm))

@@ -1,0 +1,36 @@
+"""Every collective, on 1 to 9 and 16 ranks, against NumPy."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.communicator import checks
+from tests.ranks import run_ranks
+
+SIZES = [1, 2, 3, 4, 5, 6, 7, 8, 9, 16]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    "check",
+    [
+        checks.check_allreduce_dtypes,
+        checks.check_allreduce_algorithms,
+        checks.check_allreduce_large,
+        checks.check_others,
+        checks.check_uneven,
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_collectives(check, size):
+    done = run_ranks(check, size)
+    assert len(done) == size
+    assert min(done) > 0
+    assert len(set(done)) == 1
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 7])
+def test_sums_have_the_same_bits_on_every_rank(size):
+    digests = run_ranks(checks.check_bits, size)
+    assert len(set(digests)) == 1

@@ -1,0 +1,166 @@
+"""The table that nccl-tests prints, for any collective: rows, bandwidths and their layout.
+
+Algorithm bandwidth is size / time, where size counts the whole message: of all ranks together for
+collectives that have a block for each rank. Bus bandwidth is the algorithm bandwidth times the share of
+the message that the busiest link has to carry, so that it can be held against the link's own speed.
+
+Source: nccl-tests, doc/PERFORMANCE.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+_BUS_SHARE = MappingProxyType(
+    {
+        "allreduce": lambda size: 2 * (size - 1) / size,
+        **dict.fromkeys(
+            ("allgather", "reduce_scatter", "alltoall", "gather", "scatter"), lambda size: (size - 1) / size
+        ),
+        **dict.fromkeys(("broadcast", "reduce", "sendrecv"), lambda size: 1.0),
+    }
+)
+
+
+def bus_share(collective: str, size: int) -> float:
+    """Bus bandwidth as a multiple of algorithm bandwidth.
+
+    Args:
+        collective: Its name.
+        size: Number of ranks.
+
+    Example:
+        >>> bus_share("allreduce", 4)
+        1.5
+    """
+    share: float = _BUS_SHARE[collective](size)
+    return share
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One half of a row.
+
+    Attributes:
+        time_us: Time of a call, in us.
+        wrong: Wrong elements, over all ranks.
+    """
+
+    time_us: float
+    wrong: int
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table.
+
+    Attributes:
+        collective: Its name.
+        size: Number of ranks.
+        nbytes: The whole message, in bytes.
+        count: Elements of the message, or of one block where each rank has a block.
+        dtype: Name of the dtype.
+        op: Name of the reduction; "none" where nothing is reduced.
+        root: The root, or -1.
+        out_of_place: Its timing, or None where the collective has no such form.
+        in_place: Likewise.
+    """
+
+    collective: str
+    size: int
+    nbytes: int
+    count: int
+    dtype: str
+    op: str
+    root: int
+    out_of_place: Timing | None
+    in_place: Timing | None
+
+    def algorithm_gb_per_s(self, timing: Timing) -> float:
+        """Algorithm bandwidth, in 10^9 bytes per second."""
+        return self.nbytes / timing.time_us / 1e3 if timing.time_us else 0.0
+
+    def bus_gb_per_s(self, timing: Timing) -> float:
+        """Bus bandwidth, in 10^9 bytes per second."""
+        return self.algorithm_gb_per_s(timing) * bus_share(self.collective, self.size)
+
+    @property
+    def timings(self) -> Sequence[Timing]:
+        """The halves that there are."""
+        return [timing for timing in (self.out_of_place, self.in_place) if timing]
+
+    def as_json(self) -> dict[str, Any]:
+        """The row as one flat JSON object."""
+        row = {key: getattr(self, key) for key in ("collective", "nbytes", "count", "dtype", "op", "root")}
+        row["ranks"] = self.size
+        for place, timing in (("out_of_place", self.out_of_place), ("in_place", self.in_place)):
+            if timing:
+                row[f"{place}_us"] = round(timing.time_us, 3)
+                row[f"{place}_algbw_gb_per_s"] = round(self.algorithm_gb_per_s(timing), 4)
+                row[f"{place}_busbw_gb_per_s"] = round(self.bus_gb_per_s(timing), 4)
+                row[f"{place}_wrong"] = timing.wrong
+        return row
+
+
+_HALF = "{:>9}{:>8}{:>8}{:>8}"
+_LEFT = "{:>14}{:>13}{:>15}{:>8}{:>6} "
+
+
+def header() -> str:
+    """The lines above the rows."""
+    lines = (
+        _LEFT.format("", "", "", "", "") + f"{'out-of-place':>22}{'':11}{'in-place':>20}",
+        _LEFT.format("size", "count", "type", "redop", "root")
+        + 2 * _HALF.format("time", "algbw", "busbw", "#wrong"),
+        _LEFT.format("(B)", "(elements)", "", "", "") + 2 * _HALF.format("(us)", "(GB/s)", "(GB/s)", ""),
+    )
+    return "\n".join(f"#{line[1:]}".rstrip() for line in lines)
+
+
+def format_row(row: Row) -> str:
+    """One line of the table; a form that a collective doesn't have shows as dashes."""
+    left = _LEFT.format(row.nbytes, row.count, row.dtype, row.op, row.root)
+    return left + "".join(_half(row, timing) for timing in (row.out_of_place, row.in_place))
+
+
+def _half(row: Row, timing: Timing | None) -> str:
+    if timing is None:
+        return _HALF.format("-", "-", "-", "-")
+    time_us = f"{timing.time_us:.2f}" if timing.time_us < 1e4 else f"{timing.time_us:.0f}"
+    bandwidths = (row.algorithm_gb_per_s(timing), row.bus_gb_per_s(timing))
+    return _HALF.format(time_us, *(f"{bandwidth:.2f}" for bandwidth in bandwidths), timing.wrong)
+
+
+def footer(rows: Sequence[Row]) -> str:
+    """The lines below the rows: wrong elements, and bus bandwidth on average over all timings."""
+    timings = [(row, timing) for row in rows for timing in row.timings]
+    wrong = sum(timing.wrong for _, timing in timings)
+    average = sum(row.bus_gb_per_s(timing) for row, timing in timings) / max(1, len(timings))
+    return (
+        f"# Out of bounds values : {wrong} {'OK' if not wrong else 'FAILED'}\n"
+        f"# Avg bus bandwidth    : {average:.4g}"
+    )
+
+
+def sizes(begin: int, end: int, factor: int) -> list[int]:
+    """The sizes from ``begin`` to ``end``, each ``factor`` times the one before.
+
+    Raises:
+        ValueError: They would not end.
+
+    Example:
+        >>> sizes(8, 128, 4)
+        [8, 32, 128]
+    """
+    if begin < 1 or factor < 2:
+        raise ValueError(
+            f"sizes from {begin} by a factor of {factor} don't end; begin at 1 or more, by 2 or more"
+        )
+    result = []
+    while begin <= end:
+        result.append(begin)
+        begin *= factor
+    return result

@@ -1,0 +1,154 @@
+"""What each collective must leave behind, worked out by NumPy: data, buffers and expected results.
+
+Every rank can make the data of all ranks, so it knows by itself what it has to end with. All values
+are chosen so that the right result is exact in the message's dtype, in any order of addition.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from harness import PERIOD, count_wrong, fill
+
+from flagcx.collectives import COLLECTIVES
+from flagcx.dtypes import DType, ReduceOp
+
+SHIFT = 7919
+"""By how many elements the data of a block is turned against that of the block before."""
+
+_WHOLE_UP_TO = {"float16": 2**11, "bfloat16": 2**8, "float8_e4m3fn": 2**4, "float8_e5m2": 2**3}
+"""Up to where whole numbers are exact; in the other dtypes, further than is needed here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What is carried, and how: the same on every rank.
+
+    Attributes:
+        collective: Its name.
+        size: Number of ranks.
+        root: The root, or None.
+        count: Elements of the message, or of one block where each rank has a block.
+        dtype: The dtype.
+        op: The reduction, or None.
+    """
+
+    collective: str
+    size: int
+    root: int | None
+    count: int
+    dtype: DType
+    op: ReduceOp | None
+
+    def blocks(self, rank: int) -> tuple[int, int]:
+        """How many blocks of ``count`` elements ``rank`` gives, and how many it gets."""
+        kind = COLLECTIVES[self.collective]
+        given = kind.input_blocks(self.size) if kind.has_input(rank, self.root) else 0
+        got = kind.output_blocks(self.size) if kind.has_output(rank, self.root) else 0
+        return given, got
+
+    @property
+    def nbytes(self) -> int:
+        """The whole message, in bytes."""
+        most = max(max(self.blocks(rank)) for rank in range(self.size))
+        return most * self.count * self.dtype.numpy.itemsize
+
+
+def data(message: Message, rank: int, block: int) -> np.ndarray:
+    """The first ``PERIOD`` elements of a block that ``rank`` gives; then they repeat.
+
+    Raises:
+        ValueError: No data of this dtype has an exact result over so many ranks.
+    """
+    dtype, op = message.dtype, message.op
+    random = np.random.default_rng([rank, dtype.code, op.code if op else 0])
+    if dtype.kind == "bool" or (op and op.ufunc is np.multiply):
+        values = random.integers(0, 2, PERIOD)
+        values = values if dtype.kind in ("bool", "int") else 2 * values - 1
+    else:
+        values = random.integers(0, _values_below(message), PERIOD)
+    if op and op.average:
+        values *= message.size
+    return np.roll(values, block * SHIFT).astype(dtype.numpy)
+
+
+def _values_below(message: Message) -> int:
+    """The limit of the values, such that sums stay exact."""
+    dtype, op = message.dtype, message.op
+    whole = int(np.iinfo(dtype.numpy).max) if dtype.kind == "int" else _WHOLE_UP_TO.get(dtype.name, 1 << 18)
+    terms = message.size if op and op.ufunc is np.add else 1
+    limit = min(whole, 1 << 18) // terms // (terms if op and op.average else 1)
+    if limit < 2:
+        raise ValueError(
+            f"{op.name if op else 'this'} of {dtype.name} over {message.size} ranks can't be verified "
+            f"exactly; use fewer ranks or a wider dtype"
+        )
+    return limit
+
+
+def expected(message: Message, rank: int, block: int) -> np.ndarray:
+    """The first ``PERIOD`` elements that a block of ``rank``'s result must have; then they repeat."""
+    kind = COLLECTIVES[message.collective]
+    sources = kind.expected(rank, block, message.size, 1, message.root)
+    parts = np.stack([data(message, source, part) for source, part in sources])
+    if message.op is None:
+        return parts[0]
+    wide = {"float": np.dtype(np.float64), "complex": np.dtype(np.complex128)}
+    combined = message.op.ufunc.reduce(parts.astype(wide.get(message.dtype.kind, parts.dtype)), axis=0)
+    combined = combined / message.size if message.op.average else combined
+    return combined.astype(message.dtype.numpy)
+
+
+class Buffers:
+    """The arrays of one rank for one message.
+
+    Attributes:
+        given: What the rank contributes, or None.
+        got: Where its result goes, or None; it overlaps ``given`` in a call in place.
+    """
+
+    def __init__(self, message: Message, rank: int, storage: np.ndarray, in_place: bool) -> None:
+        """Lays the buffers out in ``storage``, which has ``storage_count`` elements at least."""
+        self._message, self._rank = message, rank
+        inputs, outputs = (blocks * message.count for blocks in message.blocks(rank))
+        start_in, start_out = (0, inputs) if not in_place else _overlap(message, rank)
+        self.given = storage[start_in : start_in + inputs] if message.blocks(rank)[0] else None
+        self.got = storage[start_out : start_out + outputs] if message.blocks(rank)[1] else None
+
+    def fill(self) -> None:
+        """Writes this rank's data; the result's place first gets something else."""
+        if self.got is not None:
+            self.got.view(np.uint8)[:] = 1
+        for block in range(self._message.blocks(self._rank)[0]):
+            fill(self._block(self.given, block), data(self._message, self._rank, block))
+
+    def count_wrong(self) -> int:
+        """How many elements of the result are not what they must be."""
+        return sum(
+            count_wrong(self._block(self.got, block), expected(self._message, self._rank, block))
+            for block in range(self._message.blocks(self._rank)[1])
+        )
+
+    def _block(self, array: np.ndarray | None, block: int) -> np.ndarray:
+        assert array is not None
+        return array[block * self._message.count : (block + 1) * self._message.count]
+
+
+def storage_count(message: Message, rank: int) -> int:
+    """How many elements the buffers of ``rank`` take, out of place."""
+    return sum(message.blocks(rank)) * message.count
+
+
+def has_place(message: Message) -> tuple[bool, bool]:
+    """Whether the collective has a form out of place, and one in place."""
+    return message.collective != "broadcast", message.collective != "alltoall"
+
+
+def _overlap(message: Message, rank: int) -> tuple[int, int]:
+    """Where input and output begin, in elements, in a call in place."""
+    kind = COLLECTIVES[message.collective]
+    chunks = message.size if kind.blocks else 1
+    shift = kind.in_place_shift(rank, message.size, chunks, message.root)
+    from_input, from_output = shift or (0, 0)
+    return from_output * message.count, from_input * message.count

@@ -1,0 +1,130 @@
+"""What measurements are turned into: statistics, the tables that are printed, and JSON lines."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+UNITS: Mapping[str, int] = MappingProxyType({"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30})
+
+
+def parse_size(text: str) -> int:
+    """Reads a size in bytes: ``8``, ``16K``, ``256KiB``, ``64M``, ``1G``, powers of two.
+
+    Raises:
+        ValueError: The text isn't a size.
+
+    Example:
+        >>> parse_size("16K")
+        16384
+    """
+    number = text.strip().upper().removesuffix("B").removesuffix("I")
+    unit = number[-1:] if number[-1:] in "KMG" else ""
+    try:
+        nbytes = int(number.removesuffix(unit)) * UNITS[unit]
+    except ValueError:
+        nbytes = -1
+    if nbytes < 0:
+        raise ValueError(f"size {text!r} is not a number of bytes such as 8, 16K, 64M or 1G")
+    return nbytes
+
+
+def format_size(nbytes: int) -> str:
+    """Writes a size as short as it's exact.
+
+    Example:
+        >>> format_size(16384), format_size(1000)
+        ('16 KiB', '1000 B')
+    """
+    for unit in ("G", "M", "K"):
+        if nbytes and nbytes % UNITS[unit] == 0:
+            return f"{nbytes // UNITS[unit]} {unit}iB"
+    return f"{nbytes} B"
+
+
+def format_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Lays out cells in columns: the first to the left, the others to the right.
+
+    Example:
+        >>> print(format_table(["size", "us"], [["1 KiB", "2.1"]]))
+        size    us
+        1 KiB  2.1
+    """
+    lines = [list(header), *(list(row) for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if column else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The time of one implementation at one size.
+
+    Attributes:
+        implementation: Its name.
+        ranks: How many ranks took part.
+        nbytes: The message, in bytes.
+        rounds: How many rounds were timed.
+        median_us: Median over the rounds, in us a call; a round counts with its slowest rank.
+        p25_us: First quartile.
+        p75_us: Third quartile.
+        min_us: Fastest round.
+        wrong: Wrong elements, over all ranks and rounds.
+    """
+
+    implementation: str
+    ranks: int
+    nbytes: int
+    rounds: int
+    median_us: float
+    p25_us: float
+    p75_us: float
+    min_us: float
+    wrong: int
+
+    @classmethod
+    def of(cls, implementation: str, ranks: int, nbytes: int, seconds: Sequence[float], wrong: int) -> Result:
+        """Sums up the rounds of one implementation at one size; ``seconds`` a call, one for each round."""
+        times = [1e6 * value for value in seconds]
+        quartiles = statistics.quantiles(times, method="inclusive") if len(times) > 1 else 3 * times
+        p25, median, p75 = quartiles
+        return cls(implementation, ranks, nbytes, len(times), median, p25, p75, min(times), wrong)
+
+
+def describe_machine() -> dict[str, Any]:
+    """The processor, its cores and the system: what a figure needs beside it."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return {
+        "cpu": model or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "system": f"{platform.system()} {platform.release()}",
+    }
+
+
+def write_json_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Appends one JSON object a line to ``path``, each with the date and the machine."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    stamp = {"date": datetime.now(timezone.utc).isoformat(timespec="seconds"), **describe_machine()}
+    with path.open("a", encoding="utf-8") as file:
+        for row in rows:
+            print(json.dumps({**stamp, **row}), file=file)
+
+
+def result_row(result: Result, versions: Mapping[str, str]) -> dict[str, Any]:
+    """A result as a JSON object, with times rounded to nanoseconds."""
+    row = {key: round(value, 3) if key.endswith("_us") else value for key, value in asdict(result).items()}
+    return {"collective": "allreduce", "dtype": "float32", "op": "sum", **row, "versions": dict(versions)}

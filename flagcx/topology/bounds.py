@@ -1,0 +1,261 @@
+"""The best bandwidth that any all-reduce can have on a topology.
+
+Cut the GPUs into k groups. Before any group has the whole sum of a piece of the message, each other group
+must have sent something for that piece; after it, each other group must still receive it: 2 (k - 1)
+passages between groups for every byte. Each leaves one group and enters another, so with cut(X) the
+bandwidth between group X and the rest
+
+    algorithm bandwidth  <=  sum of cut(X) over the groups / (2 (k - 1))        for every way to cut
+
+and the least such value is the bound. It holds for every schedule in which switches only forward (neither
+add nor multiply packets). For one group against the rest of a symmetric machine it is the bound of
+ForestColl (arXiv 2402.06787); for a ring of equal links, the known 2 (n - 1) / n. The least partition is
+found with maximum flows, by Cunningham's greedy algorithm inside Dinkelbach's iteration: no partition is
+enumerated.
+
+Source: Cunningham, "Optimal attack and reinforcement of a network", JACM 32 (1985), for the partition;
+ForestColl, arXiv 2402.06787, sections 3 and 5, for cuts with switches; Patarasuk and Yuan (2009) for the
+count of passages.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+
+from flagcx.topology.graph import DeviceKind, LinkKind, Topology
+from flagcx.topology.maxflow import FlowNetwork
+from flagcx.topology.routes import Routes
+
+#: Up to so many GPUs the least partition is found; above, natural ones (GPUs, hosts, leaves) are tried.
+EXACT_UP_TO = 32
+_TOLERANCE = 1e-9
+_INFINITE = 1e15
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """The bound and what sets it.
+
+    Attributes:
+        bandwidth_gb_per_s: No all-reduce of a large message does better (message bytes over time).
+        groups: The groups of GPUs between which it runs out of bandwidth.
+        exact: Whether this is the least bound over all partitions; otherwise a valid bound, and perhaps
+            not the least.
+    """
+
+    bandwidth_gb_per_s: float
+    groups: tuple[tuple[int, ...], ...]
+    exact: bool
+
+
+def bound(topology: Topology, gpus: Sequence[int] | None = None, *, routes: Routes | None = None) -> Bound:
+    """The best algorithm bandwidth of a large all-reduce over some GPUs.
+
+    Args:
+        topology: The machine or cluster.
+        gpus: Indices of the GPUs that take part; all by default.
+        routes: Routes found already, to save finding them again.
+
+    Returns:
+        The bound; infinite for one GPU, which sends nothing.
+
+    Raises:
+        TopologyError: A GPU is unknown or cannot be reached.
+
+    Example:
+        >>> from flagcx.topology import preset
+        >>> bound(preset("dgx-2")).bandwidth_gb_per_s        # 16 GPUs, each with 120 GB/s
+        64.0
+    """
+    gpus = [gpu.index for gpu in topology.gpus] if gpus is None else list(gpus)
+    if len(gpus) < 2:
+        return Bound(math.inf, (tuple(gpus),), True)
+    routes = routes or Routes(topology)
+    if len(gpus) > EXACT_UP_TO:
+        return _natural(topology, gpus, routes)
+    links = usable_links(topology, gpus, routes)
+    names = {topology.gpu(gpu).id: gpu for gpu in gpus}
+    value, groups = least_partition(links, list(names))
+    return Bound(value, tuple(tuple(sorted(names[id] for id in group)) for group in groups), True)
+
+
+def usable_links(topology: Topology, gpus: Sequence[int], routes: Routes) -> dict[frozenset[str], float]:
+    """The links that messages between the GPUs can take at all, with their bandwidth."""
+    return {
+        frozenset(edge): topology.links_of(edge[0])[edge[1]].bandwidth_gb_per_s
+        for a, b in combinations(gpus, 2)
+        for edge, _ in routes.route(a, b)
+    }
+
+
+def least_partition(
+    links: Mapping[frozenset[str], float], terminals: Sequence[str]
+) -> tuple[float, list[list[str]]]:
+    """The least of sum of cut(X) / (2 (k - 1)) over partitions of the terminals to k >= 2 groups.
+
+    Args:
+        links: Bandwidth of each undirected link, by its two ends.
+        terminals: At least two nodes; all others only forward.
+
+    Returns:
+        The value and the groups.
+    """
+    groups = [[terminal] for terminal in terminals]
+    value = _value(links, terminals, groups)
+    while True:
+        candidate = _most_negative(links, terminals, value)
+        if len(candidate) < 2:
+            return value, groups
+        better = _value(links, terminals, candidate)
+        if better >= value * (1 - _TOLERANCE):
+            return value, groups
+        value, groups = better, candidate
+
+
+def least_cut(links: Mapping[frozenset[str], float], terminals: Sequence[str]) -> tuple[float, list[str]]:
+    """The least bandwidth between two complementary groups of terminals, and one of the groups.
+
+    No set of rings has hops of more than that in all: each ring crosses the cut in both directions.
+    """
+    network = _network(links, 1.0)
+    cuts = [network.min_cut(terminals[0], other) for other in terminals[1:]]
+    value, side = min(cuts, key=lambda cut: cut[0])
+    return value, [terminal for terminal in terminals if terminal in side]
+
+
+def _value(
+    links: Mapping[frozenset[str], float], terminals: Sequence[str], groups: Sequence[Sequence[str]]
+) -> float:
+    return sum(_cut(links, terminals, group) for group in groups) / (2 * (len(groups) - 1))
+
+
+def _cut(links: Mapping[frozenset[str], float], terminals: Sequence[str], group: Sequence[str]) -> float:
+    network = _network(links, 1.0)
+    inside = set(group)
+    for terminal in terminals:
+        ends = ("source", terminal) if terminal in inside else (terminal, "sink")
+        network.add(*ends, _INFINITE)
+    return network.min_cut("source", "sink")[0]
+
+
+def _most_negative(
+    links: Mapping[frozenset[str], float], terminals: Sequence[str], price: float
+) -> list[list[str]]:
+    """The partition with the least sum of (cut(X) / 2 - price): Cunningham's greedy, one flow a terminal."""
+    reward: dict[str, float] = {}
+    groups: list[list[str]] = []
+    for position, terminal in enumerate(terminals):
+        network = _network(links, 0.5)
+        network.add("source", terminal, _INFINITE)
+        for other in terminals[position + 1 :]:
+            network.add(other, "sink", _INFINITE)
+        for other, gain in reward.items():
+            network.add(*(("source", other, gain) if gain > 0 else (other, "sink", -gain)))
+        network.add("source", "sink", 0.0)
+        value, side = network.min_cut("source", "sink")
+        reward[terminal] = value - sum(gain for gain in reward.values() if gain > 0) - price
+        touched = [group for group in groups if side.intersection(group)]
+        groups = [group for group in groups if group not in touched]
+        groups.append([*(member for group in touched for member in group), terminal])
+    return groups
+
+
+def _network(links: Mapping[frozenset[str], float], factor: float) -> FlowNetwork:
+    network = FlowNetwork()
+    for ends, bandwidth in links.items():
+        a, b = sorted(ends)
+        network.add(a, b, bandwidth * factor, bandwidth * factor)
+    return network
+
+
+# -- large clusters
+
+
+def _natural(topology: Topology, gpus: Sequence[int], routes: Routes) -> Bound:
+    """The best of the natural partitions.
+
+    They are: every GPU alone, the groups of each host's own least partition, every host alone, and the hosts
+    below each set of leaf switches together.
+    """
+    by_host: dict[int, list[int]] = {}
+    for gpu in gpus:
+        by_host.setdefault(topology.gpu(gpu).host, []).append(gpu)
+    shapes: dict[tuple, list[tuple[list[list[int]], float]]] = {}
+    kinds: list[list[tuple[list[list[int]], float]]] = []
+    for host, members in by_host.items():
+        key = (id(routes.shape(host)), routes.positions(members))
+        if key not in shapes:
+            shapes[key] = _host_splits(topology, members, routes, len(by_host) > 1)
+        kinds.append(shapes[key])
+    partitions = []
+    for kind in range(len(kinds[0])):
+        groups = [
+            tuple(members[place] for place in group)
+            for splits, members in zip(kinds, by_host.values(), strict=True)
+            for group in splits[min(kind, len(splits) - 1)][0]
+        ]
+        partitions.append((groups, sum(splits[min(kind, len(splits) - 1)][1] for splits in kinds)))
+    partitions += _leaf_partition(topology, by_host, routes)
+    values = [(cut / (2 * (len(groups) - 1)), groups) for groups, cut in partitions if len(groups) > 1]
+    value, groups = min(values, key=lambda entry: entry[0])
+    return Bound(value, tuple(groups), False)
+
+
+def _host_splits(
+    topology: Topology, members: Sequence[int], routes: Routes, outside: bool
+) -> list[tuple[list[list[int]], float]]:
+    """Ways to split one host's GPUs (by place in ``members``), each with the sum of its groups' cuts."""
+    links = usable_links(topology, members, routes)
+    names = [topology.gpu(gpu).id for gpu in members]
+    place = {name: position for position, name in enumerate(names)}
+    splits = [[[name] for name in names]]
+    if len(members) > 1 and len(members) <= EXACT_UP_TO:
+        splits.append(least_partition(links, names)[1])
+    if outside:
+        splits.append([names])
+        links |= _outside_links(topology, members, routes)
+        names = [*names, "outside"]
+    return [
+        (
+            [sorted(place[name] for name in group) for group in groups],
+            sum(_cut(links, names, group) for group in groups),
+        )
+        for groups in splits
+    ]
+
+
+def _outside_links(topology: Topology, members: Sequence[int], routes: Routes) -> dict[frozenset[str], float]:
+    """From each GPU to its NIC, and from the NICs to everything beyond the host."""
+    links: dict[frozenset[str], float] = {}
+    for gpu in members:
+        nic = routes.nic(gpu)
+        if nic is None:
+            continue
+        way = routes.to_nic(gpu)
+        for a, b in pairwise(way):
+            links[frozenset((a, b))] = topology.links_of(a)[b].bandwidth_gb_per_s
+        network = [link for link in topology.links_of(nic).values() if link.kind is LinkKind.NETWORK]
+        links[frozenset((nic, "outside"))] = sum(link.bandwidth_gb_per_s for link in network)
+    return links
+
+
+def _leaf_partition(
+    topology: Topology, by_host: Mapping[int, Sequence[int]], routes: Routes
+) -> list[tuple[list[tuple[int, ...]], float]]:
+    """The hosts below each set of leaf switches as one group, where there are several such sets."""
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for host, members in by_host.items():
+        groups.setdefault(routes.leaves(host), []).extend(members)
+    if not 1 < len(groups) < len(by_host):
+        return []
+    cut = sum(
+        link.bandwidth_gb_per_s
+        for leaves in groups
+        for leaf in leaves
+        for id, link in topology.links_of(leaf).items()
+        if topology.device(id).kind is DeviceKind.NETWORK_SWITCH
+    )
+    return [([tuple(group) for group in groups.values()], cut)]

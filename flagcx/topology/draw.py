@@ -1,0 +1,290 @@
+"""Draws a machine with the planned ring over it.
+
+Sockets stand on top, PCIe below them, GPUs in ring order at the foot, NVSwitches under the GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flagcx.errors import MissingDependencyError, TopologyError
+from flagcx.topology.graph import Device, DeviceKind, Link, LinkKind, Topology
+from flagcx.topology.plan import Plan, make_plan
+from flagcx.topology.scene import ROW, Scene
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_SUFFIXES = (".png", ".svg", ".pdf")
+_FILL = {
+    DeviceKind.NETWORK_SWITCH: "#e8e2f4",
+    DeviceKind.CPU: "#f7e3c8",
+    DeviceKind.HOST_BRIDGE: "#f1efe9",
+    DeviceKind.PCIE_SWITCH: "#e4e8ec",
+    DeviceKind.NIC: "#dceefb",
+    DeviceKind.PCI_DEVICE: "#eeeeee",
+    DeviceKind.GPU: "#d5ecd0",
+    DeviceKind.NVSWITCH: "#bfe0b8",
+}
+_STROKE = {
+    LinkKind.NVLINK: "#4f9d45",
+    LinkKind.XGMI: "#b5533c",
+    LinkKind.PCIE: "#8a94a0",
+    LinkKind.SOCKET: "#c98a2b",
+    LinkKind.NETWORK: "#6f5bb0",
+}
+_WORD = {
+    LinkKind.NVLINK: "NVLink",
+    LinkKind.XGMI: "xGMI",
+    LinkKind.PCIE: "PCIe",
+    LinkKind.SOCKET: "socket",
+    LinkKind.NETWORK: "network",
+}
+_RING = "#c2185b"
+_MOST_LISTED = 5
+
+
+def plot_topology(
+    topology: Topology, path: str | Path | None = None, *, plan: Plan | None = None, ax: Axes | None = None
+) -> Figure:
+    """Draws a topology with its planned rings.
+
+    Args:
+        topology: A machine, or a small cluster; of more than 32 GPUs the first hosts are drawn.
+        path: Where to save the picture (.png, .svg or .pdf), or None to only return it; a notebook shows it.
+        plan: The plan to draw; made from the topology by default.
+        ax: Axes to draw on; a new figure of fitting size by default.
+
+    Returns:
+        The figure.
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+        TopologyError: The file's ending is unknown, or the topology has nothing to draw.
+
+    Example:
+        >>> import flagcx.topology as topology
+        >>> figure = topology.plot_topology(topology.preset("dgx-1v"))      # doctest: +SKIP
+    """
+    if path is not None and Path(path).suffix.lower() not in _SUFFIXES:
+        raise TopologyError(
+            f"{path}: cannot draw to {Path(path).suffix or 'no ending'!r}; use .png, .svg or .pdf"
+        )
+    matplotlib = _matplotlib()
+    if plan is None and topology.gpus:
+        plan = make_plan(topology)
+    scene = Scene(topology, plan)
+    if not scene.place:
+        raise TopologyError(f"{topology!r} has no device that can be drawn")
+    if ax is None:
+        figure = matplotlib.figure.Figure(
+            figsize=(max(6.0, 0.78 * scene.width + 1.2), 6.6), layout="constrained"
+        )
+        ax = figure.subplots()
+    else:
+        figure = ax.figure
+    _paint(ax, scene)
+    if path is not None:
+        try:
+            figure.savefig(path, dpi=130)
+        except OSError as error:
+            raise TopologyError(f"{path}: cannot be written: {error.strerror or error}") from None
+    return figure
+
+
+def _matplotlib() -> Any:
+    try:
+        import matplotlib.figure
+        import matplotlib.patches
+    except ImportError:
+        raise MissingDependencyError(
+            "drawing a topology needs matplotlib, which is not installed; pip install 'flagcx[plot]'"
+        ) from None
+    return matplotlib
+
+
+def _paint(ax: Axes, scene: Scene) -> None:
+    links = [link for link in scene.topology.links if link.a in scene.place and link.b in scene.place]
+    for link in links:
+        _paint_link(ax, scene, link)
+    for left, right, text in scene.bars:
+        _paint_bar(ax, scene, left, right, text)
+    _paint_ring(ax, scene)
+    for id, (x, y) in scene.place.items():
+        _paint_device(ax, scene.topology.device(id), x, y)
+    mesh = any(link.kind.is_gpu_fabric for link in links)
+    xs = [x for x, _ in scene.place.values()]
+    low = min(min(y for _, y in scene.place.values()), -0.6 if scene.bars else 0.6)
+    if len(scene.topology.gpus) > 1:
+        low = min(low, 0.6 - 0.1 * (max(xs) - min(xs)) - 0.25) if mesh or not scene.bars else low
+    ax.set_xlim(min(xs) - 1.0, max(xs) + 1.0)
+    ax.set_ylim(low - 0.35, max(y for _, y in scene.place.values()) + 0.75)
+    ax.axis("off")
+    ax.set_title(_title(scene), fontsize=11, loc="left")
+    _legend(ax, scene, links)
+
+
+def _curve(ax: Axes, a: tuple[float, float], b: tuple[float, float], depth: float, **style: Any) -> None:
+    """A curve whose middle lies ``depth`` off the straight line between two points, downwards if positive."""
+    import matplotlib.patches as patches
+    from matplotlib.path import Path as Curve
+
+    middle = ((a[0] + b[0]) / 2, (a[1] + b[1]) / 2 - 2 * depth)
+    ax.add_patch(patches.FancyArrowPatch(path=Curve([a, middle, b], [1, 3, 3]), **style))
+
+
+def _paint_link(ax: Axes, scene: Scene, link: Link) -> None:
+    a, b = scene.place[link.a], scene.place[link.b]
+    span = abs(a[0] - b[0])
+    direct = link.kind.is_gpu_fabric and a[1] == b[1]
+    depth = 0.0
+    if direct:
+        depth = 0.12 + 0.09 * span
+    elif link.kind is LinkKind.SOCKET:
+        depth = -min(0.1 + 0.05 * span, 0.6)
+    _curve(
+        ax,
+        a,
+        b,
+        depth,
+        arrowstyle="-",
+        linewidth=0.9 + 0.3 * min(link.count, 8) if direct else 1.1,
+        linestyle="--" if link.assumed else "-",
+        color=_STROKE[link.kind],
+        alpha=0.6 if link.kind.is_gpu_fabric else 0.85,
+        zorder=1,
+    )
+
+
+def _paint_bar(ax: Axes, scene: Scene, left: float, right: float, text: str) -> None:
+    import matplotlib.patches as patches
+
+    y = ROW[DeviceKind.NVSWITCH]
+    box = patches.FancyBboxPatch(
+        (left - 0.3, y - 0.14),
+        right - left + 0.6,
+        0.28,
+        boxstyle="round,pad=0.03",
+        facecolor=_FILL[DeviceKind.NVSWITCH],
+        edgecolor="#5b6570",
+        linewidth=0.8,
+        zorder=4,
+    )
+    ax.add_patch(box)
+    ax.text((left + right) / 2, y, text, ha="center", va="center", fontsize=8, zorder=5)
+    for x, height in scene.place.values():
+        if height == ROW[DeviceKind.GPU] and left - 1e-9 <= x <= right + 1e-9:
+            ax.plot(
+                [x, x], [height, y + 0.15], color=_STROKE[LinkKind.NVLINK], linewidth=2.4, alpha=0.7, zorder=1
+            )
+
+
+def _paint_ring(ax: Axes, scene: Scene) -> None:
+    """The first planned ring: straight to the right neighbour, and under the row for all else."""
+    ring = scene.plan.rings[0].order if scene.plan else ()
+    order = [id for gpu in ring if (id := scene.topology.gpu(gpu).id) in scene.place]
+    if len(order) < 2:
+        return
+    row = sorted(order, key=lambda id: scene.place[id][0])
+    rank = {id: position for position, id in enumerate(row)}
+    for a, b in zip(order, [*order[1:], order[0]], strict=True):
+        (x1, y1), (x2, y2) = scene.place[a], scene.place[b]
+        near = rank[b] == rank[a] + 1
+        depth = 0.0 if near else 0.18 + 0.1 * abs(x2 - x1) if scene.bars == [] else 0.25
+        _curve(
+            ax,
+            (x1 + 0.3, y1) if near else (x1, y1 - 0.14),
+            (x2 - 0.3, y2) if near else (x2, y2 - 0.14),
+            depth,
+            arrowstyle="-|>",
+            mutation_scale=14,
+            linewidth=2.3,
+            color=_RING,
+            zorder=3,
+        )
+
+
+def _paint_device(ax: Axes, device: Device, x: float, y: float) -> None:
+    ax.text(
+        x,
+        y,
+        _label(device),
+        ha="center",
+        va="center",
+        fontsize=8.5 if device.kind is DeviceKind.GPU else 7,
+        fontweight="bold" if device.kind is DeviceKind.GPU else "normal",
+        zorder=5,
+        bbox={
+            "boxstyle": "round,pad=0.32",
+            "facecolor": _FILL[device.kind],
+            "edgecolor": "#5b6570",
+            "linewidth": 0.8,
+        },
+    )
+
+
+def _label(device: Device) -> str:
+    if device.kind is DeviceKind.GPU:
+        return f"GPU{device.index}"
+    if device.kind is DeviceKind.CPU:
+        return f"NUMA {device.index}"
+    if device.kind is DeviceKind.NIC:
+        name = device.name if len(device.name) <= 9 else device.name[:8] + "…"
+        return f"NIC{device.index}\n{name}" if name else f"NIC{device.index}"
+    if device.kind is DeviceKind.NVSWITCH:
+        return f"NVSwitch {device.index}"
+    if device.kind is DeviceKind.HOST_BRIDGE:
+        return "root"
+    if device.kind is DeviceKind.PCIE_SWITCH:
+        return "PCIe\nswitch"
+    return device.id
+
+
+def _legend(ax: Axes, scene: Scene, links: Sequence[Link]) -> None:
+    import matplotlib.lines as lines
+
+    handles = []
+    for kind in LinkKind:
+        own = [link for link in links if link.kind is kind and link.bandwidth_gb_per_s < 900]
+        speeds = sorted({link.bandwidth_gb_per_s for link in own})
+        if speeds:
+            span = f"{speeds[0]:g}" if len(speeds) == 1 else f"{speeds[0]:g} to {speeds[-1]:g}"
+            assumed = " (dashed: assumed)" if any(link.assumed for link in own) else ""
+            text = f"{_WORD[kind]}, {span} GB/s each way{assumed}"
+            handles.append(lines.Line2D([], [], color=_STROKE[kind], linewidth=1.8, label=text))
+    rings = scene.plan.rings if scene.plan and len(scene.plan.gpus) > 1 else ()
+    for number, ring in enumerate(rings[: _MOST_LISTED + 1]):
+        shown = [str(gpu) for gpu in ring.order[:16]] + (["..."] if len(ring.order) > 16 else [])
+        text = f"ring {number + 1}: {' '.join(shown)}, {ring.bandwidth_gb_per_s:.1f} GB/s"
+        drawn = {"color": _RING, "linewidth": 2.3} if number == 0 else {"color": "none"}
+        handles.append(lines.Line2D([], [], label=text, **drawn))
+    if len(rings) > _MOST_LISTED + 1:
+        more = f"and {len(rings) - _MOST_LISTED - 1} more rings"
+        handles.append(lines.Line2D([], [], color="none", label=more))
+    if handles:
+        columns = 2 if scene.width > 6 else 1
+        ax.legend(
+            handles=handles,
+            loc="upper center",
+            bbox_to_anchor=(0.5, 0.0),
+            ncols=columns,
+            fontsize=8,
+            frameon=False,
+        )
+
+
+def _title(scene: Scene) -> str:
+    name = scene.topology.name or "machine"
+    parts = [name]
+    plan = scene.plan
+    if plan is not None and len(plan.gpus) > 1:
+        parts.append(
+            f"all-reduce {plan.bandwidth_gb_per_s:.1f} GB/s by {plan.method}, {100 * plan.ratio:.0f}% "
+            "of the bound"
+        )
+    if scene.hidden:
+        parts.append(f"not drawn: {', '.join(scene.hidden)}")
+    return "\n".join(parts)

@@ -1,0 +1,375 @@
+"""A machine or a cluster as a graph: devices, the links between them, and the questions asked of both."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from flagcx.errors import TopologyError
+
+if TYPE_CHECKING:
+    import networkx
+
+
+class DeviceKind(str, Enum):
+    """What a node of the graph is."""
+
+    GPU = "gpu"
+    """Computes and holds data: an end of every transfer."""
+    NVSWITCH = "nvswitch"
+    """Joins the NVLinks of several GPUs. It forwards; what it adds up in hardware is out of scope."""
+    PCIE_SWITCH = "pcie_switch"
+    """A PCIe bridge or switch: shared by all that hangs below it."""
+    HOST_BRIDGE = "host_bridge"
+    """A PCIe root of a CPU, where the source tells roots apart."""
+    CPU = "cpu"
+    """A NUMA node: a socket, or a part of one."""
+    NIC = "nic"
+    """A network card, with one or more ports."""
+    NETWORK_SWITCH = "network_switch"
+    """A switch of the network between hosts."""
+    PCI_DEVICE = "pci_device"
+    """A PCI function that is none of these, or whose class the source does not tell."""
+
+
+class LinkKind(str, Enum):
+    """What an edge of the graph is."""
+
+    NVLINK = "nvlink"
+    XGMI = "xgmi"
+    PCIE = "pcie"
+    SOCKET = "socket"
+    NETWORK = "network"
+
+    @property
+    def is_gpu_fabric(self) -> bool:
+        """Whether it belongs to the fast fabric between GPUs: NVLink, or AMD's xGMI."""
+        return self in (LinkKind.NVLINK, LinkKind.XGMI)
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """One port of a NIC.
+
+    Attributes:
+        name: As the system calls it (``mlx5_0``, ``eth0``).
+        speed_gb_per_s: Line rate in one direction; 0 where it is unknown.
+        attributes: What else the source said, as (name, text) pairs.
+    """
+
+    name: str
+    speed_gb_per_s: float
+    attributes: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A node of the graph.
+
+    Attributes:
+        id: Unique in its topology: ``gpu0``, ``cpu1``, ``pci:0000:0c:00.0``; ``host3/cpu0`` on further hosts.
+        kind: What it is.
+        index: Its number among the devices of its kind. For a GPU: what ``topology["nvlink_peers"]`` takes.
+        host: Number of the host it is in; -1 for a switch of the network.
+        name: For people: a model, an interface name; "" where unknown.
+        pci_bus_id: ``0000:0c:00.0``, or "".
+        attributes: What else the source said, as (name, text) pairs.
+        ports: A NIC's ports.
+    """
+
+    id: str
+    kind: DeviceKind
+    index: int
+    host: int = 0
+    name: str = ""
+    pci_bus_id: str = ""
+    attributes: tuple[tuple[str, str], ...] = ()
+    ports: tuple[Port, ...] = ()
+
+    def attribute(self, name: str, default: str = "") -> str:
+        """One of ``attributes`` by name, or ``default``."""
+        return next((value for key, value in self.attributes if key == name), default)
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """An edge of the graph: full duplex, the same in both directions.
+
+    Attributes:
+        a: Id of one end.
+        b: Id of the other end.
+        kind: What it is.
+        bandwidth_gb_per_s: In each direction, 10^9 bytes per second.
+        latency_us: One way.
+        count: How many physical links are bonded (NVLink); 1 otherwise.
+        assumed: Whether the bandwidth is a guess, because the source did not name it.
+    """
+
+    a: str
+    b: str
+    kind: LinkKind
+    bandwidth_gb_per_s: float
+    latency_us: float
+    count: int = 1
+    assumed: bool = False
+
+    def other(self, end: str) -> str:
+        """The id of the end that is not ``end``."""
+        return self.b if end == self.a else self.a
+
+
+class Topology(Mapping):
+    """A machine, or a cluster of machines: read-only, and a mapping with the article's keys.
+
+    Keys: ``gpus``, ``nics``, ``numa_nodes`` (lists of ids or indices), ``nvlink_peers`` and ``pcie_peers``
+    (GPU index to the GPUs of its host that it reaches by that link, nearest first), ``nearest_nic``,
+    ``numa_node`` (GPU index to NIC name and NUMA node), ``links`` and ``matrix``.
+
+    Args:
+        devices: All nodes; ids are unique.
+        links: All edges; at most one between two devices.
+        name: A short name for people: a preset's or a file's.
+        notes: What the source could not tell and what was assumed in its place.
+
+    Raises:
+        TopologyError: The parts do not make a graph.
+
+    Example:
+        >>> import flagcx.topology as topology
+        >>> machine = topology.preset("8xa100-pcie")
+        >>> machine["nvlink_peers"][0]
+        [1]
+    """
+
+    def __init__(
+        self, devices: Iterable[Device], links: Iterable[Link], *, name: str = "", notes: Sequence[str] = ()
+    ) -> None:
+        self._devices: dict[str, Device] = {}
+        for device in devices:
+            if device.id in self._devices:
+                raise TopologyError(f"two devices are called {device.id!r}; ids must be unique")
+            self._devices[device.id] = device
+        self._adjacency: dict[str, dict[str, Link]] = {id: {} for id in self._devices}
+        for link in links:
+            self._add(link)
+        self._name = name
+        self._notes = tuple(notes)
+        numbers = [device.index for device in self.devices(DeviceKind.GPU)]
+        if len(set(numbers)) != len(numbers):
+            raise TopologyError(f"two GPUs have the same index; got the indices {sorted(numbers)}")
+
+    def _add(self, link: Link) -> None:
+        for end in (link.a, link.b):
+            if end not in self._devices:
+                raise TopologyError(f"the link {link.a} - {link.b} ends at {end!r}, which is not a device")
+        if link.a == link.b or link.b in self._adjacency[link.a]:
+            raise TopologyError(
+                f"a second link (or a loop) between {link.a} and {link.b}; bond them into one"
+            )
+        if not (math.isfinite(link.bandwidth_gb_per_s) and link.bandwidth_gb_per_s > 0):
+            raise TopologyError(
+                f"the link {link.a} - {link.b} has a bandwidth of {link.bandwidth_gb_per_s!r} GB/s; "
+                "expected a finite number above 0"
+            )
+        self._adjacency[link.a][link.b] = link
+        self._adjacency[link.b][link.a] = link
+
+    # -- devices and links
+
+    @property
+    def name(self) -> str:
+        """A short name for people."""
+        return self._name
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the source could not tell, and what was assumed in its place."""
+        return self._notes
+
+    def devices(self, kind: DeviceKind | None = None, *, host: int | None = None) -> list[Device]:
+        """All devices, or those of one kind or one host or both, in the order they were given."""
+        if host is not None and kind is not None:
+            return list(self._by_host.get((host, kind), ()))
+        return [
+            device
+            for device in self._devices.values()
+            if (kind is None or device.kind is kind) and (host is None or device.host == host)
+        ]
+
+    @cached_property
+    def _by_host(self) -> dict[tuple[int, DeviceKind], list[Device]]:
+        found: dict[tuple[int, DeviceKind], list[Device]] = {}
+        for device in self._devices.values():
+            found.setdefault((device.host, device.kind), []).append(device)
+        return found
+
+    def device(self, id: str) -> Device:
+        """A device by id.
+
+        Raises:
+            TopologyError: There is none of that id.
+        """
+        try:
+            return self._devices[id]
+        except KeyError:
+            known = ", ".join(list(self._devices)[:12])
+            raise TopologyError(f"no device {id!r} in {self!r}; there are {known}") from None
+
+    @cached_property
+    def gpus(self) -> tuple[Device, ...]:
+        """The GPUs by index."""
+        return tuple(sorted(self.devices(DeviceKind.GPU), key=lambda device: device.index))
+
+    @cached_property
+    def _gpu_by_index(self) -> dict[int, Device]:
+        return {device.index: device for device in self.gpus}
+
+    def gpu(self, index: int) -> Device:
+        """A GPU by its index.
+
+        Raises:
+            TopologyError: There is none of that index.
+        """
+        try:
+            return self._gpu_by_index[index]
+        except KeyError:
+            known = [device.index for device in self.gpus]
+            shown = f"{known[:16]}{' and more' if len(known) > 16 else ''}"
+            raise TopologyError(f"no GPU {index!r} in {self!r}; its GPUs are {shown}") from None
+
+    @cached_property
+    def hosts(self) -> tuple[int, ...]:
+        """Numbers of the hosts, ascending."""
+        return tuple(sorted({device.host for device in self._devices.values() if device.host >= 0}))
+
+    @cached_property
+    def links(self) -> tuple[Link, ...]:
+        """Every link once, in the order of its first end."""
+        return tuple(
+            link for id, around in self._adjacency.items() for link in around.values() if link.a == id
+        )
+
+    def links_of(self, id: str) -> Mapping[str, Link]:
+        """The links of a device, by the id at their other end."""
+        return self._adjacency[id]
+
+    def link(self, a: str, b: str) -> Link | None:
+        """The link between two devices, or None."""
+        return self._adjacency[a].get(b)
+
+    @cached_property
+    def graph(self) -> networkx.Graph:
+        """The same as a frozen networkx graph: nodes carry ``device``, edges ``link`` and its fields."""
+        import networkx
+
+        graph = networkx.Graph(name=self.name)
+        for device in self._devices.values():
+            graph.add_node(device.id, device=device, kind=device.kind.value)
+        for link in self.links:
+            graph.add_edge(
+                link.a,
+                link.b,
+                link=link,
+                kind=link.kind.value,
+                bandwidth_gb_per_s=link.bandwidth_gb_per_s,
+                latency_us=link.latency_us,
+            )
+        return networkx.freeze(graph)
+
+    # -- the mapping
+
+    @cached_property
+    def _views(self) -> dict[str, Any]:
+        from flagcx.topology import paths
+
+        return {
+            "gpus": lambda: [device.index for device in self.gpus],
+            "nics": lambda: [device.name or device.id for device in self.devices(DeviceKind.NIC)],
+            "numa_nodes": lambda: [device.id for device in self.devices(DeviceKind.CPU)],
+            "nvlink_peers": lambda: paths.peers(self, fabric=True),
+            "pcie_peers": lambda: paths.peers(self, fabric=False),
+            "nearest_nic": lambda: {
+                gpu.index: _name(paths.nearest_nic(self, gpu.index)) for gpu in self.gpus
+            },
+            "numa_node": lambda: {gpu.index: _name(paths.numa_node(self, gpu.index)) for gpu in self.gpus},
+            "links": lambda: list(self.links),
+            "matrix": lambda: paths.matrix(self),
+        }
+
+    def __getitem__(self, key: str) -> Any:
+        try:
+            view = self._views[key]
+        except (KeyError, TypeError):
+            raise KeyError(f"{key!r} is not known; the keys are {', '.join(self._views)}") from None
+        return view()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._views)
+
+    def __len__(self) -> int:
+        return len(self._views)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Topology):
+            return NotImplemented
+        return self._devices == other._devices and _undirected(self) == _undirected(other)
+
+    def __reduce__(self) -> tuple:
+        return _remade, (tuple(self._devices.values()), self.links, self.name, self.notes)
+
+    def __hash__(self) -> int:
+        return hash((frozenset(self._devices.values()), frozenset(_undirected(self).items())))
+
+    # -- for people
+
+    def __repr__(self) -> str:
+        kinds = (
+            ("hosts", len(self.hosts)),
+            ("GPUs", len(self.gpus)),
+            ("NVSwitches", len(self.devices(DeviceKind.NVSWITCH))),
+            ("NUMA nodes", len(self.devices(DeviceKind.CPU))),
+            ("NICs", len(self.devices(DeviceKind.NIC))),
+        )
+        counts = ", ".join(
+            f"{count} {kind[:-1] if count == 1 and kind != 'NVSwitches' else kind}"
+            for kind, count in kinds
+            if count and not (kind == "hosts" and count == 1)
+        )
+        return f"<Topology {self.name + ': ' if self.name else ''}{counts or 'empty'}>"
+
+    def __rich__(self) -> Any:
+        from flagcx.topology import render
+
+        return render.rich_table(self)
+
+    def _repr_html_(self) -> str:
+        from flagcx.topology import render
+
+        return render.html_table(self)
+
+
+def _remade(
+    devices: tuple[Device, ...], links: tuple[Link, ...], name: str, notes: tuple[str, ...]
+) -> Topology:
+    return Topology(devices, links, name=name, notes=notes)
+
+
+def _name(device: Device | None) -> str | None:
+    return None if device is None else device.name or device.id
+
+
+def _undirected(topology: Topology) -> dict[frozenset[str], tuple]:
+    return {
+        frozenset((link.a, link.b)): (
+            link.kind,
+            link.bandwidth_gb_per_s,
+            link.latency_us,
+            link.count,
+            link.assumed,
+        )
+        for link in topology.links
+    }

@@ -1,0 +1,104 @@
+"""Several machines as one topology: what each host saw of itself, put together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from flagcx.errors import TopologyError
+from flagcx.topology import speeds
+from flagcx.topology.graph import Device, DeviceKind, Link, LinkKind, Topology
+
+#: Assumed for a NIC whose speed is not known, as NCCL does: 10 Gbit/s.
+_DEFAULT_NIC_GB_PER_S = 1.25
+
+
+def join(machines: Sequence[Topology]) -> Topology:
+    """Puts the topologies of several hosts together, one host each, joined by one switch.
+
+    What the network between the hosts looks like cannot be seen from a host, so one switch that never
+    blocks is assumed, and said in the notes. Each NIC is joined to it at its speed.
+
+    Args:
+        machines: One topology for each host, of one host each, in the order of the hosts.
+
+    Returns:
+        One topology. GPUs are numbered on from host to host, in the order of their numbers there.
+
+    Raises:
+        TopologyError: There is no machine, or one has several hosts itself.
+
+    Example:
+        >>> from flagcx.topology import preset
+        >>> join([preset("dgx-a100"), preset("dgx-1v")])
+        <Topology 2 hosts: 2 hosts, 16 GPUs, 6 NVSwitches, 4 NUMA nodes, 12 NICs>
+    """
+    if not machines:
+        raise TopologyError("no machine to join; give one topology for each host")
+    for machine in machines:
+        if len(machine.hosts) > 1:
+            raise TopologyError(
+                f"{machine!r} has {len(machine.hosts)} hosts; join takes machines of one host each"
+            )
+    if len(machines) == 1:
+        return machines[0]
+    devices: list[Device] = []
+    links: list[Link] = []
+    notes: list[str] = []
+    for host, machine in enumerate(machines):
+        names = place_host(machine, host, devices, links)
+        notes += [note for note in machine.notes if note not in notes]
+        for nic in _outward(machine):
+            speed = nic_speed(nic)
+            links.append(
+                Link(
+                    names[nic.id],
+                    "network",
+                    LinkKind.NETWORK,
+                    speed or _DEFAULT_NIC_GB_PER_S,
+                    speeds.NETWORK_LATENCY_US,
+                    1,
+                    speed == 0,
+                )
+            )
+    devices.append(Device("network", DeviceKind.NETWORK_SWITCH, 0, -1))
+    notes.append("the network between the hosts cannot be seen; one switch that never blocks is assumed")
+    return Topology(devices, links, name=f"{len(machines)} hosts", notes=notes)
+
+
+def place_host(machine: Topology, host: int, devices: list[Device], links: list[Link]) -> dict[str, str]:
+    """Adds a machine as host number ``host`` to the devices and links of a cluster.
+
+    Args:
+        machine: One host.
+        host: Its number in the cluster.
+        devices: Takes its devices; indices run on from those that are there.
+        links: Takes its links.
+
+    Returns:
+        New id by old id.
+    """
+    counts = {kind: 0 for kind in DeviceKind}
+    for device in devices:
+        counts[device.kind] = max(counts[device.kind], device.index + 1)
+    prefix = f"host{host}/" if host else ""
+    order = {gpu.id: number for number, gpu in enumerate(machine.gpus)}
+    names: dict[str, str] = {}
+    for device in machine.devices():
+        index = counts[device.kind] + order.get(device.id, device.index)
+        local = f"gpu{index}" if device.kind is DeviceKind.GPU else device.id
+        names[device.id] = prefix + local
+        devices.append(replace(device, id=names[device.id], index=index, host=host))
+    links += [replace(link, a=names[link.a], b=names[link.b]) for link in machine.links]
+    return names
+
+
+def nic_speed(nic: Device) -> float:
+    """GB/s of all ports of a NIC in one direction; 0 where it is unknown."""
+    return sum(port.speed_gb_per_s for port in nic.ports)
+
+
+def _outward(machine: Topology) -> list[Device]:
+    """The NICs that may lead to other hosts: those with a PCI place, or all where there is none of these."""
+    nics = machine.devices(DeviceKind.NIC)
+    return [nic for nic in nics if nic.pci_bus_id] or nics

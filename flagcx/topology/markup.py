@@ -1,0 +1,109 @@
+"""A small XML reader for files from strangers: bounded in size, depth and count, and deaf to entities.
+
+Gives plain elements with their line numbers, so that an error can name the place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from xml.parsers import expat
+
+from flagcx.errors import TopologyError
+
+MAX_NBYTES = 8 << 20
+MAX_DEPTH = 64
+MAX_ELEMENTS = 100_000
+
+
+@dataclass(slots=True)
+class Element:
+    """One element: its tag, attributes, children in order, and the line it began on."""
+
+    tag: str
+    attributes: dict[str, str]
+    line: int
+    children: list[Element] = field(default_factory=list)
+
+
+def read_text(path: str | Path, what: str) -> str:
+    """The text of a file of bounded size.
+
+    Args:
+        path: The file.
+        what: What it should be, for the message.
+
+    Raises:
+        TopologyError: It cannot be opened, is too large, or is not UTF-8 text.
+    """
+    try:
+        with open(path, "rb") as stream:
+            data = stream.read(MAX_NBYTES + 1)
+    except OSError as error:
+        raise TopologyError(f"{path}: cannot be opened as {what}: {error.strerror or error}") from None
+    if len(data) > MAX_NBYTES:
+        raise TopologyError(f"{path}: over {MAX_NBYTES >> 20} MiB, which is too large for {what}")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise TopologyError(f"{path}: byte {error.start} is not UTF-8; expected {what}") from None
+
+
+def parse(text: str, source: str) -> Element:
+    """Parses XML to its root element.
+
+    Args:
+        text: The document.
+        source: Its file name, for messages.
+
+    Raises:
+        TopologyError: It is not well formed, too large or too deep, or has a DOCTYPE (and so perhaps
+            entities, which are never expanded).
+    """
+    if len(text) > MAX_NBYTES:
+        raise TopologyError(f"{source}: over {MAX_NBYTES >> 20} MiB, which is too large for a topology")
+    builder = _Builder(source)
+    try:
+        builder.parser.Parse(text.encode("utf-8", "surrogatepass"), True)
+    except expat.ExpatError as error:
+        raise TopologyError(
+            f"{source}, line {error.lineno}, column {error.offset + 1}: not well-formed XML: "
+            f"{expat.ErrorString(error.code)}; is the file cut short or not XML?"
+        ) from None
+    return builder.root
+
+
+class _Builder:
+    """Collects elements from expat's callbacks."""
+
+    root: Element
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.open: list[Element] = []
+        self.count = 0
+        self.parser = expat.ParserCreate("utf-8")
+        self.parser.StartElementHandler = self.start
+        self.parser.EndElementHandler = lambda tag: self.open.pop()
+        self.parser.StartDoctypeDeclHandler = self.refuse
+        self.parser.EntityDeclHandler = self.refuse
+
+    def start(self, tag: str, attributes: dict[str, str]) -> None:
+        line = self.parser.CurrentLineNumber
+        self.count += 1
+        if self.count > MAX_ELEMENTS:
+            raise TopologyError(f"{self.source}, line {line}: over {MAX_ELEMENTS} elements; refused")
+        if len(self.open) >= MAX_DEPTH:
+            raise TopologyError(f"{self.source}, line {line}: nested over {MAX_DEPTH} levels deep; refused")
+        element = Element(tag, attributes, line)
+        if self.open:
+            self.open[-1].children.append(element)
+        else:
+            self.root = element
+        self.open.append(element)
+
+    def refuse(self, *declaration: object) -> None:
+        raise TopologyError(
+            f"{self.source}, line {self.parser.CurrentLineNumber}: has a DOCTYPE or an entity declaration; "
+            "topology files need none, and they are refused because entities can grow without bound"
+        )

@@ -1,0 +1,178 @@
+"""The ``nvlink`` and ``xgmi`` elements of NCCL's topology XML: which GPU is joined to what, and how fast."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from flagcx.errors import TopologyError
+from flagcx.topology import speeds
+from flagcx.topology.graph import Device, DeviceKind, Link, LinkKind
+from flagcx.topology.markup import Element
+
+BUS_ID = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
+#: The target that NCCL writes for a switch it cannot see, as in a virtual machine.
+HIDDEN_SWITCH = "fffffff:ff:ff.0"
+_SWITCH_CLASS = "0x068000"
+_MAX_LINKS = 1024
+#: PCI device ids of GPUs that are sold in boards of eight behind NVSwitches: compute capability, NVLinks.
+_NVSWITCH_BOARDS = {
+    "0x20b0": (80, 12),
+    "0x20b2": (80, 12),
+    "0x2324": (90, 8),
+    "0x2330": (90, 18),
+    "0x2335": (90, 18),
+    "0x2901": (100, 18),
+}
+
+
+@dataclass(slots=True)
+class Fabric:
+    """NVSwitches and the links of the fast fabric."""
+
+    switches: list[Device] = field(default_factory=list)
+    links: list[Link] = field(default_factory=list)
+
+
+def read(
+    source: str,
+    devices: Mapping[str, Device],
+    elements: Sequence[tuple[str, Element]],
+    notes: Counter[str],
+) -> Fabric:
+    """The fabric that the ``gpu`` elements name.
+
+    Args:
+        source: The file's name, for messages.
+        devices: Every device by id.
+        elements: (id of the GPU, its ``gpu`` element).
+        notes: Takes what had to be assumed.
+
+    Raises:
+        TopologyError: A link's target or count is not what it should be.
+    """
+    by_bus = {(devices[id].host, devices[id].pci_bus_id): id for id, _ in elements}
+    counts: dict[tuple[str, str, LinkKind], int] = {}
+    loops: dict[str, int] = {}
+    for id, element in elements:
+        for child in element.children:
+            if child.tag not in ("nvlink", "xgmi"):
+                notes[f"element <{child.tag[:40]}> is not understood here and is left out"] += 1
+                continue
+            target, count = _target(source, child), _count(source, child)
+            end = by_bus.get((devices[id].host, target))
+            if end is None and child.attributes.get("tclass", _SWITCH_CLASS) == _SWITCH_CLASS:
+                end = target
+            if end is None:
+                notes["an NVLink goes to a device that is not in the file; it is left out"] += 1
+            elif end == id:
+                loops[id] = count
+            else:
+                kind = LinkKind.NVLINK if child.tag == "nvlink" else LinkKind.XGMI
+                counts[id, end, kind] = counts.get((id, end, kind), 0) + count
+    return _build(devices, _symmetric(counts, loops, notes), notes)
+
+
+def assume_nvswitch(gpus: Sequence[Device], notes: Counter[str]) -> Fabric:
+    """The fabric of a static file that names none, where its GPUs are of a kind that always has one.
+
+    Args:
+        gpus: The file's GPUs.
+        notes: Takes the assumption.
+    """
+    kinds = {gpu.attribute("device").lower() for gpu in gpus}
+    if len(gpus) == 8 and len(kinds) == 1 and (board := _NVSWITCH_BOARDS.get(next(iter(kinds)))):
+        sm, count = board
+        notes[
+            f"no NVLinks are in the file; eight GPUs of PCI device {next(iter(kinds))} are taken to be on "
+            f"a board with NVSwitches, {count} NVLinks each"
+        ] += 1
+        devices = {gpu.id: gpu for gpu in gpus}
+        counts = {(gpu.id, HIDDEN_SWITCH, LinkKind.NVLINK): count for gpu in gpus}
+        return _build(devices, counts, notes, sm)
+    if gpus:
+        notes[
+            "no NVLinks are in the file; NCCL adds them on the running machine. Planned over PCIe alone"
+        ] += 1
+    return Fabric()
+
+
+def _target(source: str, element: Element) -> str:
+    target = element.attributes.get("target", "").lower()
+    if target != HIDDEN_SWITCH and not BUS_ID.fullmatch(target):
+        raise TopologyError(
+            f"{source}, line {element.line}: attribute target of <{element.tag}> is {target[:40]!r}; "
+            f"expected a PCI address like 0000:0c:00.0 or {HIDDEN_SWITCH}"
+        )
+    return target
+
+
+def _count(source: str, element: Element) -> int:
+    text = element.attributes.get("count", "")
+    if not (text.isdecimal() and len(text) < 9 and 1 <= int(text) <= _MAX_LINKS):
+        raise TopologyError(
+            f"{source}, line {element.line}: attribute count of <{element.tag}> is {text[:40]!r}; "
+            f"expected a whole number from 1 to {_MAX_LINKS}"
+        )
+    return int(text)
+
+
+def _symmetric(
+    counts: dict[tuple[str, str, LinkKind], int], loops: dict[str, int], notes: Counter[str]
+) -> dict[tuple[str, str, LinkKind], int]:
+    """Each pair once, with the count of whichever end names more; loops become bridged neighbours."""
+    joined: dict[tuple[str, str, LinkKind], int] = {}
+    for (a, b, kind), count in counts.items():
+        back = counts.get((b, a, kind))
+        if back is not None and back != count:
+            notes["two ends of an NVLink disagree on its count; the larger is taken"] += 1
+        if (b, a, kind) not in joined:
+            joined[a, b, kind] = max(count, back or 0)
+    looped = list(loops)
+    if looped and len(looped) % 2 == 0 and not counts and len(set(loops.values())) == 1:
+        notes[
+            "every NVLink leads back to its own GPU, as a hypervisor that hides the peer reports it; "
+            "neighbours in the file are taken to be bridged in pairs"
+        ] += 1
+        for a, b in zip(looped[::2], looped[1::2], strict=True):
+            joined[a, b, LinkKind.NVLINK] = loops[a]
+    elif looped:
+        notes["an NVLink leads back to its own GPU; it is left out"] += len(looped)
+    return joined
+
+
+def _build(
+    devices: Mapping[str, Device],
+    counts: Mapping[tuple[str, str, LinkKind], int],
+    notes: Counter[str],
+    sm: int | None = None,
+) -> Fabric:
+    fabric = Fabric()
+    switches: dict[tuple[int, str], str] = {}
+    targets = sorted({(devices[a].host, b) for a, b, _ in counts if b not in devices})
+    for index, (host, bus_id) in enumerate(targets):
+        id = f"{f'host{host}/' if host else ''}nvswitch{index}"
+        switches[host, bus_id] = id
+        fabric.switches.append(Device(id, DeviceKind.NVSWITCH, index, host, pci_bus_id=bus_id))
+    for (a, b, kind), count in counts.items():
+        ends = [devices[a]] + ([devices[b]] if b in devices else [])
+        rates = [rate for end in ends if (rate := _rate(end, kind, sm)) is not None]
+        rate = min(rates, default=None)
+        if rate is None:
+            rate = speeds.DEFAULT_NVLINK_GB_PER_S if kind is LinkKind.NVLINK else speeds.DEFAULT_XGMI_GB_PER_S
+            notes[
+                f"a GPU's model is not in the file; {rate:g} GB/s assumed for each of its {kind.value} links"
+            ] += 1
+        latency = speeds.NVLINK_LATENCY_US if b in devices else speeds.NVSWITCH_LATENCY_US
+        end = b if b in devices else switches[devices[a].host, b]
+        fabric.links.append(Link(a, end, kind, rate * count, latency, count, not rates))
+    return fabric
+
+
+def _rate(gpu: Device, kind: LinkKind, sm: int | None) -> float | None:
+    if kind is LinkKind.XGMI:
+        return speeds.xgmi_gb_per_s(gpu.attribute("gpu.gcn"))
+    text = gpu.attribute("gpu.sm")
+    return speeds.nvlink_gb_per_s(sm or (int(text) if text.isdecimal() and len(text) < 6 else None))

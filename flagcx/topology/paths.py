@@ -1,0 +1,331 @@
+"""Paths between devices: the class nvidia-smi gives them, the widest and the shortest, and the way data
+takes.
+
+Classes, best first: ``NV#`` (# bonded NVLinks, or ``XGMI#``), ``NVB`` (NVLink through one GPU), ``PIX``
+(one PCIe switch), ``PXB`` (several), ``PHB`` (through the CPU's PCIe root), ``NODE`` (between roots of one
+NUMA node), ``SYS`` (between NUMA nodes), ``NET`` (between hosts), ``DIS`` (no path).
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from flagcx.errors import TopologyError
+from flagcx.topology.graph import Device, DeviceKind, Link, LinkKind, Topology
+
+#: Rank of a class; smaller is nearer.
+CLASS_ORDER = ("X", "NV", "NVB", "PIX", "PXB", "PHB", "NODE", "SYS", "NET", "DIS")
+_FORWARDS = (DeviceKind.PCIE_SWITCH, DeviceKind.HOST_BRIDGE, DeviceKind.CPU)
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """A path through the graph.
+
+    Attributes:
+        devices: Ids from one end to the other.
+        path_class: ``NV12``, ``PIX``, ``SYS``, ...
+        bandwidth_gb_per_s: Of its narrowest link, in each direction.
+        latency_us: Sum over its links, one way.
+        narrowest: The link that sets the bandwidth; None for a path from a device to itself.
+    """
+
+    devices: tuple[str, ...]
+    path_class: str
+    bandwidth_gb_per_s: float
+    latency_us: float
+    narrowest: Link | None
+
+
+def class_rank(path_class: str) -> int:
+    """Where a class stands from nearest (0) to farthest."""
+    word = "NV" if path_class.startswith("XGMI") else path_class.rstrip("0123456789")
+    return CLASS_ORDER.index(word)
+
+
+def path_class(topology: Topology, a: str, b: str, *, through_gpus: bool = False) -> str:
+    """The class of the connection of two devices, in nvidia-smi's words.
+
+    Args:
+        topology: The machine.
+        a: Id of one device.
+        b: Id of the other.
+        through_gpus: Whether NVLink through one further GPU counts (``NVB``), as NCCL can use it; nvidia-smi
+            never shows it.
+
+    Raises:
+        TopologyError: A device is not in the topology.
+
+    Example:
+        >>> from flagcx.topology import preset
+        >>> machine = preset("dgx-1v")
+        >>> path_class(machine, "gpu0", "gpu5"), path_class(machine, "gpu0", "gpu5", through_gpus=True)
+        ('SYS', 'NVB')
+    """
+    first, second = topology.device(a), topology.device(b)
+    if a == b:
+        return "X"
+    if fabric := fabric_links(topology, a, b):
+        word = "XGMI" if fabric[0][0].kind is LinkKind.XGMI else "NV"
+        return f"{word}{sum(min(link.count for link in way) for way in fabric)}"
+    if through_gpus and _common_gpu(topology, a, b) is not None:
+        return "NVB"
+    if first.host != second.host or DeviceKind.NETWORK_SWITCH in (first.kind, second.kind):
+        return "NET" if _search(topology, a, b, _hops, lambda device: True) else "DIS"
+    way = pcie_path(topology, a, b)
+    return "DIS" if way is None else _pcie_class(topology, way)
+
+
+def fabric_links(topology: Topology, a: str, b: str) -> list[tuple[Link, ...]]:
+    """The NVLink (or xGMI) ways of two devices: the direct link, or one through each shared NVSwitch."""
+    direct = topology.link(a, b)
+    if direct is not None and direct.kind.is_gpu_fabric:
+        return [(direct,)]
+    return [
+        (link, far)
+        for middle, link in topology.links_of(a).items()
+        if link.kind.is_gpu_fabric
+        and topology.device(middle).kind is DeviceKind.NVSWITCH
+        and (far := topology.link(middle, b)) is not None
+        and far.kind.is_gpu_fabric
+    ]
+
+
+def pcie_path(topology: Topology, a: str, b: str) -> list[str] | None:
+    """The way of data between two devices of one host without NVLink: PCIe, its roots, the sockets."""
+    return _search(
+        topology,
+        a,
+        b,
+        lambda link: None if link.kind.is_gpu_fabric or link.kind is LinkKind.NETWORK else (0.0, 1.0),
+        lambda device: device.kind in _FORWARDS,
+    )
+
+
+def shortest(topology: Topology, a: str, b: str) -> Path:
+    """The path of least latency through anything that forwards: switches, roots, sockets, NICs, the network.
+
+    Raises:
+        TopologyError: A device is unknown, or there is no path.
+    """
+    way = _search(topology, a, b, _latency, lambda device: device.kind is not DeviceKind.GPU)
+    return _path(topology, a, b, way)
+
+
+def widest(topology: Topology, a: str, b: str, *, through_gpus: bool = False) -> Path:
+    """The path whose narrowest link is widest; among equals that of least latency.
+
+    Args:
+        topology: The machine.
+        a: Id of one device.
+        b: Id of the other.
+        through_gpus: Whether other GPUs may pass data on.
+
+    Raises:
+        TopologyError: A device is unknown, or there is no path.
+    """
+    topology.device(a), topology.device(b)
+    limits = sorted({link.bandwidth_gb_per_s for link in topology.links}, reverse=True)
+    low, high, best = 0, len(limits) - 1, None
+    while low <= high:
+        middle = (low + high) // 2
+        least = limits[middle]
+
+        def cost(link: Link, least: float = least) -> tuple[float, float] | None:
+            return _latency(link) if link.bandwidth_gb_per_s >= least else None
+
+        way = _search(topology, a, b, cost, lambda device: through_gpus or device.kind is not DeviceKind.GPU)
+        if way is None:
+            low = middle + 1
+        else:
+            best, high = way, middle - 1
+    return _path(topology, a, b, [a] if a == b else best)
+
+
+def peers(topology: Topology, *, fabric: bool) -> dict[int, list[int]]:
+    """For each GPU the other GPUs of its host that it reaches by NVLink, or else by PCIe; nearest first.
+
+    Args:
+        topology: The machine.
+        fabric: True for peers by NVLink (or xGMI), False for those that only PCIe reaches, be it
+            within a switch or across sockets.
+    """
+    result: dict[int, list[int]] = {}
+    for gpu in topology.gpus:
+        found = []
+        for other in topology.devices(DeviceKind.GPU, host=gpu.host):
+            if other is gpu:
+                continue
+            word = path_class(topology, gpu.id, other.id)
+            rank = class_rank(word)
+            if word != "DIS" and (rank == class_rank("NV")) == fabric:
+                count = int(word.lstrip("NVXGMI") or 0) if fabric else 0
+                found.append((rank, -count, other.index))
+        result[gpu.index] = [index for _, _, index in sorted(found)]
+    return result
+
+
+def nearest(topology: Topology, id: str, kind: DeviceKind) -> list[Device]:
+    """The devices of a kind in the same host, nearest (by class, bandwidth, latency, index) first."""
+    here = topology.device(id)
+    found = []
+    for other in topology.devices(kind, host=here.host):
+        if other.id != id and (way := pcie_path(topology, id, other.id)):
+            path = _path(topology, id, other.id, way)
+            rank = class_rank(_pcie_class(topology, way))
+            found.append((rank, -path.bandwidth_gb_per_s, path.latency_us, other.index, other))
+    return [entry[-1] for entry in sorted(found, key=lambda entry: entry[:-1])]
+
+
+def nearest_nic(topology: Topology, gpu: int) -> Device | None:
+    """The NIC that a GPU should use, or None on a host without one.
+
+    GPUs that are equally near to several NICs are spread over them by their order, so that they do not all
+    take the first. NICs with a PCI place come before interfaces without one (bridges, tunnels).
+
+    Args:
+        topology: The machine.
+        gpu: Index of the GPU.
+    """
+    here = topology.gpu(gpu)
+    ranked = [
+        (not nic.pci_bus_id, class_rank(path_class(topology, here.id, nic.id)), nic)
+        for nic in nearest(topology, here.id, DeviceKind.NIC)
+    ]
+    if not ranked:
+        return None
+    best = min(entry[:2] for entry in ranked)
+    nics = sorted((nic for *key, nic in ranked if tuple(key) == best), key=lambda nic: nic.index)
+    alike = [
+        other.index
+        for other in sorted(topology.devices(DeviceKind.GPU, host=here.host), key=lambda gpu: gpu.index)
+        if class_rank(path_class(topology, other.id, nics[0].id)) == best[1]
+        and all(class_rank(path_class(topology, other.id, nic.id)) == best[1] for nic in nics)
+    ]
+    return nics[alike.index(gpu) % len(nics)]
+
+
+def numa_node(topology: Topology, gpu: int) -> Device | None:
+    """The NUMA node a GPU hangs below, or None where it is unknown."""
+    found = nearest(topology, topology.gpu(gpu).id, DeviceKind.CPU)
+    return found[0] if found else None
+
+
+def matrix(topology: Topology) -> dict[str, dict[str, str]]:
+    """The classes between all GPUs and NICs, as ``nvidia-smi topo -m`` has them.
+
+    Returns:
+        Class by row and column name: ``matrix["GPU0"]["NIC1"]``.
+    """
+    devices = [(f"GPU{device.index}", device.id) for device in topology.gpus]
+    devices += [(f"NIC{device.index}", device.id) for device in topology.devices(DeviceKind.NIC)]
+    table: dict[str, dict[str, str]] = {row: {} for row, _ in devices}
+    for position, (row, a) in enumerate(devices):
+        for column, b in devices[position:]:
+            table[row][column] = table[column][row] = path_class(topology, a, b)
+    return {row: {column: table[row][column] for column, _ in devices} for row, _ in devices}
+
+
+def network_path(topology: Topology, a: str, b: str) -> list[str] | None:
+    """The way between two NICs or switches of the network, over its switches alone."""
+    return _search(
+        topology,
+        a,
+        b,
+        lambda link: (0.0, link.latency_us) if link.kind is LinkKind.NETWORK else None,
+        lambda device: device.kind is DeviceKind.NETWORK_SWITCH,
+    )
+
+
+# -- inside
+
+
+def _pcie_class(topology: Topology, way: Sequence[str]) -> str:
+    kinds = [topology.device(id).kind for id in way]
+    inner = kinds[1:-1]
+    cpus = kinds.count(DeviceKind.CPU)
+    if cpus > 1:
+        return "SYS"
+    roots = inner.count(DeviceKind.HOST_BRIDGE)
+    if cpus == 1:
+        return "NODE" if roots > 1 else "PHB"
+    if roots:
+        return "PHB"
+    return "PIX" if inner.count(DeviceKind.PCIE_SWITCH) <= 1 else "PXB"
+
+
+def _common_gpu(topology: Topology, a: str, b: str) -> str | None:
+    def gpus(id: str) -> set[str]:
+        around = topology.links_of(id).items()
+        return {
+            other
+            for other, link in around
+            if link.kind.is_gpu_fabric and topology.device(other).kind is DeviceKind.GPU
+        }
+
+    return min(gpus(a) & gpus(b), default=None)
+
+
+def _path(topology: Topology, a: str, b: str, way: Sequence[str] | None) -> Path:
+    if way is None:
+        raise TopologyError(f"no path from {a} to {b} in {topology!r}")
+    links = [topology.links_of(here)[there] for here, there in itertools.pairwise(way)]
+    narrowest = min(links, key=lambda link: link.bandwidth_gb_per_s, default=None)
+    bandwidth = float("inf") if narrowest is None else narrowest.bandwidth_gb_per_s
+    return Path(
+        tuple(way),
+        path_class(topology, a, b, through_gpus=True),
+        bandwidth,
+        sum(link.latency_us for link in links),
+        narrowest,
+    )
+
+
+def _latency(link: Link) -> tuple[float, float]:
+    return (link.latency_us, 1.0)
+
+
+def _hops(link: Link) -> tuple[float, float]:
+    return (0.0, 1.0)
+
+
+def _search(
+    topology: Topology,
+    a: str,
+    b: str,
+    cost: Callable[[Link], tuple[float, float] | None],
+    forwards: Callable[[Device], bool],
+) -> list[str] | None:
+    """Dijkstra with a two-part cost; ``cost`` None forbids a link, ``forwards`` says who may pass data on."""
+    topology.device(a), topology.device(b)
+    best: dict[str, tuple[float, float]] = {a: (0.0, 0.0)}
+    came: dict[str, str] = {}
+    queue: list[tuple[float, float, int, str]] = [(0.0, 0.0, 0, a)]
+    order = 0
+    while queue:
+        first, second, _, here = heapq.heappop(queue)
+        if here == b:
+            return _trace(came, a, b)
+        if (first, second) > best[here]:
+            continue
+        for there, link in topology.links_of(here).items():
+            step = cost(link)
+            if step is None or (there != b and not forwards(topology.device(there))):
+                continue
+            total = (first + step[0], second + step[1])
+            if there not in best or total < best[there]:
+                best[there], came[there] = total, here
+                order += 1
+                heapq.heappush(queue, (*total, order, there))
+    return None
+
+
+def _trace(came: dict[str, str], a: str, b: str) -> list[str]:
+    way: deque[str] = deque([b])
+    while way[0] != a:
+        way.appendleft(came[way[0]])
+    return list(way)

@@ -1,0 +1,271 @@
+"""Which links a message from one GPU to another loads, and by how much.
+
+The way is what the hardware takes, not what a planner would like: NVLink where the two GPUs are joined by
+it (spread over all NVSwitches they share), else PCIe within a host, else from the sender's NIC over the
+network to the receiver's. A planner chooses who sends to whom; this module says what that costs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from flagcx.errors import TopologyError
+from flagcx.topology import paths
+from flagcx.topology.graph import Device, DeviceKind, LinkKind, Topology
+
+#: A directed use of a link: (id it leaves, id it enters).
+Edge = tuple[str, str]
+#: Edges a message takes, each with the part of the message that goes over it.
+Route = tuple[tuple[Edge, float], ...]
+
+
+class Routes:
+    """Routes between the GPUs of a topology, found once for each shape of host.
+
+    Args:
+        topology: The machine or cluster.
+
+    Example:
+        >>> from flagcx.topology import preset
+        >>> Routes(preset("8xa100-pcie")).route(0, 1)
+        ((('gpu0', 'gpu1'), 1.0),)
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        self.topology = topology
+        self._members: dict[int, list[Device]] = {}
+        for device in topology.devices():
+            self._members.setdefault(device.host, []).append(device)
+        self._position = {
+            device.id: position
+            for members in self._members.values()
+            for position, device in enumerate(members)
+        }
+        self._shape_of: dict[int, _Shape] = {}
+        self._shapes: dict[tuple, _Shape] = {}
+        self._network: dict[tuple[str, str], list[str] | None] = {}
+        self._nics: dict[int, tuple[str, ...]] = {}
+
+    def route(self, a: int, b: int) -> Route:
+        """The edges a message from GPU ``a`` to GPU ``b`` takes.
+
+        Args:
+            a: Index of the sender.
+            b: Index of the receiver.
+
+        Raises:
+            TopologyError: A GPU is unknown, or no way joins the two.
+        """
+        first, second = self.topology.gpu(a), self.topology.gpu(b)
+        if first.host != second.host:
+            return self._between_hosts(first, second)
+        shape = self.shape(first.host)
+        names = self._members[first.host]
+        steps = shape.route(self._position[first.id], self._position[second.id])
+        if steps is None:
+            raise TopologyError(
+                f"no way from {first.id} to {second.id} in {self.topology!r}: neither NVLink nor PCIe"
+            )
+        return tuple(((names[u].id, names[v].id), share) for u, v, share in steps)
+
+    def nic(self, gpu: int) -> str | None:
+        """Id of the NIC that a GPU sends to other hosts through, or None."""
+        device = self.topology.gpu(gpu)
+        position = self.shape(device.host).nic(self._position[device.id])
+        return None if position is None else self._members[device.host][position].id
+
+    def to_nic(self, gpu: int) -> list[str]:
+        """The ids on the way from a GPU to its NIC, both included; the GPU alone where it has none."""
+        device, nic = self.topology.gpu(gpu), self.nic(gpu)
+        if nic is None:
+            return [device.id]
+        members = self._members[device.host]
+        steps = self.shape(device.host).route(self._position[device.id], self._position[nic]) or []
+        return [device.id, *(members[v].id for _, v, _ in steps)]
+
+    def leaves(self, host: int) -> tuple[str, ...]:
+        """Ids of the switches that the NICs of a host's GPUs hang on."""
+        return tuple(sorted({id for nic in self.nics(host) for id in self._switches(nic)}))
+
+    def nics(self, host: int) -> tuple[str, ...]:
+        """Ids of the NICs that the GPUs of a host use."""
+        if host not in self._nics:
+            gpus = [device.index for device in self._members[host] if device.kind is DeviceKind.GPU]
+            self._nics[host] = tuple(sorted({nic for gpu in gpus if (nic := self.nic(gpu)) is not None}))
+        return self._nics[host]
+
+    def shape(self, host: int) -> _Shape:
+        """The shape of a host; equal hosts share one."""
+        found = self._shape_of.get(host)
+        if found is None:
+            members = self._members[host]
+            found = self._shapes.setdefault(
+                _fingerprint(self.topology, members, self._position), _Shape(self, host)
+            )
+            self._shape_of[host] = found
+        return found
+
+    def positions(self, gpus: Sequence[int]) -> tuple[int, ...]:
+        """Where GPUs stand in their host's list of devices: equal for corresponding GPUs of equal hosts."""
+        return tuple(self._position[self.topology.gpu(gpu).id] for gpu in gpus)
+
+    def local(self, host: int, a: int, b: int) -> list[tuple[int, int, float]] | None:
+        """The route between two devices of a host, by position; ``_Shape`` keeps what this finds."""
+        members = self._members[host]
+        steps = _local_route(self.topology, members[a].id, members[b].id)
+        if steps is None:
+            return None
+        return [(self._position[u], self._position[v], share) for (u, v), share in steps]
+
+    def local_nic(self, host: int, gpu: int) -> int | None:
+        """The position of the NIC that a GPU, given by position, uses."""
+        here = self._members[host][gpu]
+        joined = [
+            nic
+            for nic in paths.nearest(self.topology, here.id, DeviceKind.NIC)
+            if any(link.kind is LinkKind.NETWORK for link in self.topology.links_of(nic.id).values())
+        ]
+        if not joined:
+            return None
+        rank = paths.class_rank(paths.path_class(self.topology, here.id, joined[0].id))
+        alike = [
+            nic
+            for nic in joined
+            if paths.class_rank(paths.path_class(self.topology, here.id, nic.id)) == rank
+        ]
+        alike.sort(key=lambda nic: nic.index)
+        gpus = [device for device in self._members[host] if device.kind is DeviceKind.GPU]
+        sharing = [
+            gpu
+            for gpu in gpus
+            if all(paths.class_rank(paths.path_class(self.topology, gpu.id, nic.id)) == rank for nic in alike)
+        ]
+        return self._position[alike[sharing.index(here) % len(alike)].id]
+
+    def _between_hosts(self, first: Device, second: Device) -> Route:
+        near, far = self.nic(first.index), self.nic(second.index)
+        if near is None or far is None:
+            lonely = first if near is None else second
+            raise TopologyError(
+                f"{lonely.id} has no NIC that is joined to the network, so no way to another host"
+            )
+        middle = self._over_network(near, far)
+        if middle is None:
+            raise TopologyError(f"no switch joins {near} and {far}, so {first.id} cannot reach {second.id}")
+        out, back = self.to_nic(first.index), self.to_nic(second.index)
+        path = [*out[:-1], *middle, *reversed(back[:-1])]
+        return tuple(((u, v), 1.0) for u, v in itertools.pairwise(path))
+
+    def _over_network(self, a: str, b: str) -> list[str] | None:
+        """The way between two NICs; what lies between two switches is found once."""
+        shared = [id for id in self._switches(a) if id in self.topology.links_of(b)]
+        if shared:
+            return [a, shared[0], b]
+        for first in self._switches(a):
+            for second in self._switches(b):
+                if (first, second) not in self._network:
+                    self._network[first, second] = paths.network_path(self.topology, first, second)
+                if (way := self._network[first, second]) is not None:
+                    return [a, *way, b]
+        return None
+
+    def _switches(self, nic: str) -> list[str]:
+        links = self.topology.links_of(nic)
+        return [id for id, link in links.items() if link.kind is LinkKind.NETWORK]
+
+
+class _Shape:
+    """What is the same in all hosts of one build: routes by position. Finds them in its first host."""
+
+    def __init__(self, routes: Routes, host: int) -> None:
+        self._routes, self._host = routes, host
+        self._found: dict[tuple[int, int], list[tuple[int, int, float]] | None] = {}
+        self._nics: dict[int, int | None] = {}
+
+    def route(self, a: int, b: int) -> list[tuple[int, int, float]] | None:
+        low, high = min(a, b), max(a, b)
+        if (low, high) not in self._found:
+            self._found[low, high] = self._routes.local(self._host, low, high)
+        steps = self._found[low, high]
+        if steps is None or a < b:
+            return steps
+        return [(v, u, share) for u, v, share in reversed(steps)]
+
+    def nic(self, gpu: int) -> int | None:
+        if gpu not in self._nics:
+            self._nics[gpu] = self._routes.local_nic(self._host, gpu)
+        return self._nics[gpu]
+
+
+def _local_route(topology: Topology, a: str, b: str) -> Route | None:
+    ways = paths.fabric_links(topology, a, b)
+    if ways:
+        widths = [min(link.bandwidth_gb_per_s for link in way) for way in ways]
+        steps: list[tuple[Edge, float]] = []
+        for way, width in zip(ways, widths, strict=True):
+            here = a
+            for link in way:
+                steps.append(((here, link.other(here)), width / sum(widths)))
+                here = link.other(here)
+        return tuple(steps)
+    path = paths.pcie_path(topology, a, b)
+    return None if path is None else tuple(((u, v), 1.0) for u, v in itertools.pairwise(path))
+
+
+def _fingerprint(topology: Topology, members: Sequence[Device], position: Mapping[str, int]) -> tuple:
+    """Equal for hosts of one build: devices and links, by position."""
+    parts: list[object] = []
+    for place, device in enumerate(members):
+        around = topology.links_of(device.id)
+        outside = sum(link.kind is LinkKind.NETWORK for link in around.values())
+        inside = tuple(
+            (position[id], link.kind, link.bandwidth_gb_per_s, link.count)
+            for id, link in around.items()
+            if link.kind is not LinkKind.NETWORK and position[id] > place
+        )
+        parts.append((device.kind, outside > 0, inside))
+    return tuple(parts)
+
+
+# -- what many messages at once load
+
+
+@dataclass(frozen=True, slots=True)
+class Bottleneck:
+    """The link that a plan waits for.
+
+    Attributes:
+        a: Id it leaves.
+        b: Id it enters.
+        kind: What link it is.
+        bandwidth_gb_per_s: Its bandwidth.
+        load: How many times the message (or a ring's hop) goes over it.
+    """
+
+    a: str
+    b: str
+    kind: LinkKind
+    bandwidth_gb_per_s: float
+    load: float
+
+    def __str__(self) -> str:
+        link = f"{self.kind.value}, {self.bandwidth_gb_per_s:g} GB/s, loaded {self.load:.3g} x"
+        return f"{self.a} -> {self.b} ({link})"
+
+
+def add_loads(
+    loads: dict[Edge, float], routes: Routes, hops: Iterable[tuple[int, int]], weight: float = 1.0
+) -> None:
+    """Adds what messages of ``weight`` over the given hops load, to ``loads``."""
+    for a, b in hops:
+        for edge, share in routes.route(a, b):
+            loads[edge] = loads.get(edge, 0.0) + weight * share
+
+
+def bottleneck(topology: Topology, loads: Mapping[Edge, float]) -> Bottleneck:
+    """The edge whose bandwidth over load is least; the first of equals."""
+    edge = min(loads, key=lambda edge: topology.links_of(edge[0])[edge[1]].bandwidth_gb_per_s / loads[edge])
+    link = topology.links_of(edge[0])[edge[1]]
+    return Bottleneck(*edge, link.kind, link.bandwidth_gb_per_s, loads[edge])

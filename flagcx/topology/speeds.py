@@ -1,0 +1,141 @@
+"""What links carry: one table of bandwidths and latencies, with what is assumed where nothing is known.
+
+All bandwidths are GB/s (10^9 bytes) for each direction, and are what a transfer gets, not what the data
+sheet says: they follow the constants that NCCL plans with, so that plans and costs can be compared.
+
+Source: NCCL's topology search (``graph/topo.h``) for NVLink, PCIe, sockets and NICs; RCCL's for xGMI.
+"""
+
+from __future__ import annotations
+
+import re
+
+#: GB/s for each NVLink and direction, by the least compute capability (times ten) that has it.
+_NVLINK_BY_SM = ((100, 40.1), (90, 20.6), (86, 12.0), (70, 20.0), (60, 18.0))
+#: GB/s for each xGMI link and direction, by the least ``gcn`` number that has it.
+_XGMI_BY_GCN = ((0x940, 48.0), (0x90A, 36.0), (0x900, 24.0))
+#: Units of width/80 GB/s for each PCIe generation, by its GT/s.
+_PCIE_UNITS_BY_GT = {2.5: 15, 5.0: 30, 8.0: 60, 16.0: 120, 32.0: 240, 64.0: 480}
+
+#: Assumed where a file or driver names no generation: PCIe 3.0, 16 lanes wide.
+DEFAULT_PCIE_GT = 8.0
+DEFAULT_PCIE_WIDTH = 16
+#: Assumed for a link between sockets of an unnamed CPU.
+DEFAULT_SOCKET_GB_PER_S = 10.0
+#: Assumed for an NVLink of an unnamed GPU.
+DEFAULT_NVLINK_GB_PER_S = 20.0
+DEFAULT_XGMI_GB_PER_S = 24.0
+
+#: One way over one edge of the graph, in microseconds. A path's latency is the sum over its edges.
+NVLINK_LATENCY_US = 0.6
+NVSWITCH_LATENCY_US = 0.3
+PCIE_LATENCY_US = 0.5
+SOCKET_LATENCY_US = 0.5
+NETWORK_LATENCY_US = 1.35
+
+
+def nvlink_gb_per_s(sm: int | None) -> float | None:
+    """Bandwidth of one NVLink in one direction, GB/s.
+
+    Args:
+        sm: Compute capability times ten (80 for an A100), or None where it is unknown.
+
+    Returns:
+        GB/s, or None where ``sm`` is unknown or has no NVLink in the table.
+    """
+    if sm is None:
+        return None
+    return next((speed for least, speed in _NVLINK_BY_SM if sm >= least), None)
+
+
+def xgmi_gb_per_s(gcn: str) -> float | None:
+    """Bandwidth of one xGMI link in one direction, GB/s, by a name like ``gfx90a`` or ``910``.
+
+    Returns:
+        GB/s, or None where the name is not one of a GPU with xGMI.
+    """
+    digits = gcn.lower().removeprefix("gfx")
+    if not re.fullmatch(r"[0-9a-f]{3}", digits):
+        return None
+    return next((speed for least, speed in _XGMI_BY_GCN if int(digits, 16) >= least), None)
+
+
+def parse_pcie_gt(text: str) -> float | None:
+    """Reads a PCIe speed like ``16 GT/s`` or ``32.0 GT/s PCIe``.
+
+    Returns:
+        GT/s for each lane, or None for a speed that is no PCIe generation's ("", "Unknown").
+    """
+    match = re.fullmatch(r"\s*(\d{1,3}(?:\.\d{1,3})?)\s*GT/s(?:\s+PCIe)?\s*", text)
+    if match is None:
+        return None
+    speed = float(match.group(1))
+    return speed if speed in _PCIE_UNITS_BY_GT else None
+
+
+def pcie_gb_per_s(gt: float, width: int) -> float:
+    """Bandwidth of a PCIe link in one direction, GB/s.
+
+    Args:
+        gt: GT/s for each lane, one of 2.5, 5, 8, 16, 32, 64.
+        width: Lanes.
+
+    Example:
+        >>> pcie_gb_per_s(16.0, 16)
+        24.0
+    """
+    return width * _PCIE_UNITS_BY_GT[gt] / 80
+
+
+def pcie_form(bandwidth_gb_per_s: float) -> tuple[float, int]:
+    """The narrowest-generation PCIe link of a bandwidth: (GT/s, lanes), as near as there is one."""
+    forms = [(gt, width) for gt in sorted(_PCIE_UNITS_BY_GT) for width in (16, 8, 4, 2, 1)]
+    return min(forms, key=lambda form: abs(pcie_gb_per_s(*form) - bandwidth_gb_per_s))
+
+
+def socket_gb_per_s(arch: str, vendor: str, family: int | None, model: int | None) -> float | None:
+    """Bandwidth between two sockets (or NUMA nodes) of a CPU in one direction, GB/s.
+
+    Args:
+        arch: ``x86_64``, ``arm64``, ``ppc64`` or "".
+        vendor: ``GenuineIntel``, ``AuthenticAMD`` or "".
+        family: CPU family, or None.
+        model: CPU model, or None.
+
+    Returns:
+        GB/s, or None for a CPU that is not in the table.
+    """
+    if arch in ("arm64", "aarch64"):
+        return 6.0
+    if arch.startswith("ppc"):
+        return 32.0
+    if vendor == "AuthenticAMD":
+        return 16.0
+    if vendor == "GenuineIntel" and model is not None and family == 6:
+        return next(
+            (speed for least, speed in ((0xCF, 40.0), (0x8F, 22.0), (0x55, 10.0)) if model >= least), 6.0
+        )
+    return None
+
+
+def nic_gb_per_s(speed_mbit_per_s: float) -> float:
+    """Bandwidth of a network port in one direction, GB/s, from Mbit/s."""
+    return speed_mbit_per_s / 8000
+
+
+def cpu_mask(ranges: str) -> str:
+    """CPU numbers as NCCL's mask in hexadecimal words, from ranges; "" where they are none.
+
+    Example:
+        >>> cpu_mask("0-3,32")
+        '00000001,0000000f'
+    """
+    bits = 0
+    for part in ranges.split(","):
+        match = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", part)
+        if match is None:
+            return ""
+        first, last = int(match.group(1)), int(match.group(2) or match.group(1))
+        bits |= (1 << last + 1) - (1 << first) if last >= first else 0
+    words = [f"{bits >> 32 * word & 0xFFFFFFFF:08x}" for word in range((bits.bit_length() + 31) // 32 or 1)]
+    return ",".join(reversed(words))

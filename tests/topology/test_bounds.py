@@ -1,0 +1,96 @@
+"""The bound: against every partition one by one, known machines, and what no plan may exceed."""
+
+import math
+
+import pytest
+
+from flagcx.errors import TopologyError
+from flagcx.topology import bound, bounds, cluster, make_plan, maxflow, preset
+from flagcx.topology.routes import Routes
+from tests.topology.graphs import min_cut, random_links, random_machine, slow_bound
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_max_flow_is_networkxs(seed):
+    links, terminals = random_links(seed, 4, 5)
+    network = maxflow.FlowNetwork()
+    for ends, bandwidth in links.items():
+        network.add(*sorted(ends), bandwidth, bandwidth)
+    for other in terminals[1:]:
+        value, side = network.min_cut(terminals[0], other)
+        assert value == pytest.approx(min_cut(links, [terminals[0]], [other]))
+        across = sum(bandwidth for ends, bandwidth in links.items() if len(ends & side) == 1)
+        assert across == pytest.approx(value)
+        assert terminals[0] in side and other not in side
+
+
+@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize(("terminals", "others"), [(2, 2), (4, 0), (5, 3)])
+def test_the_least_partition_is_the_least_of_all(seed, terminals, others):
+    links, names = random_links(seed * 7 + terminals, terminals, others)
+    value, groups = bounds.least_partition(links, names)
+    assert value == pytest.approx(slow_bound(links, names))
+    assert sorted(name for group in groups for name in group) == sorted(names)
+
+
+def test_only_trying_single_gpus_would_not_do():
+    """Two cliques with a thin link between: the two halves bound it, and no GPU alone does."""
+    links = {frozenset(("t0", "t1")): 90.0, frozenset(("t2", "t3")): 90.0, frozenset(("t1", "t2")): 1.0}
+    value, groups = bounds.least_partition(links, ["t0", "t1", "t2", "t3"])
+    assert value == 1.0 and sorted(map(sorted, groups)) == [["t0", "t1"], ["t2", "t3"]]
+    singles = sum(
+        min_cut(links, [t], [o for o in ("t0", "t1", "t2", "t3") if o != t]) for t in ("t0", "t1", "t2", "t3")
+    )
+    assert singles / 6 > 60
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("dgx-2", 120 * 16 / 30),
+        ("dgx-a100", 240 * 8 / 14),
+        ("dgx-h100", 370.8 * 8 / 14),
+        ("dgx-1v", (120 + 12) * 8 / 14),
+        ("8xa100-pcie", 16.0),
+        ("4xpcie", 24 * 4 / 6),
+    ],
+)
+def test_known_machines(name, expected):
+    assert bound(preset(name)).bandwidth_gb_per_s == pytest.approx(expected)
+
+
+def test_a_ring_of_equal_links_has_the_known_factor():
+    for count in (3, 5, 8):
+        names = [f"t{n}" for n in range(count)]
+        links = {frozenset((a, b)): 7.0 for a, b in zip(names, names[1:] + names[:1], strict=True)}
+        assert bounds.least_partition(links, names)[0] == pytest.approx(7.0 * count / (count - 1))
+
+
+def test_one_gpu_sends_nothing_and_two_are_bound_by_their_link():
+    assert bound(preset("dgx-a100"), [3]).bandwidth_gb_per_s == math.inf
+    assert bound(preset("dgx-a100"), [3, 5]).bandwidth_gb_per_s == pytest.approx(240.0)
+    assert bound(preset("dgx-1v"), [0, 5]).bandwidth_gb_per_s == pytest.approx(6.0)
+
+
+def test_large_clusters_have_a_valid_bound_by_natural_partitions():
+    for machine in ("dgx-a100", "8xa100-pcie", "dgx-1v"):
+        small = cluster(preset(machine), 3)
+        exact = bound(small)
+        natural = bounds._natural(small, range(24), Routes(small))
+        assert exact.exact and not natural.exact
+        assert natural.bandwidth_gb_per_s >= exact.bandwidth_gb_per_s * (1 - 1e-9)
+        assert natural.bandwidth_gb_per_s <= exact.bandwidth_gb_per_s * 1.05
+    large = bound(cluster(preset("dgx-h100"), 64, hosts_per_leaf=16, oversubscription=64.0))
+    assert large.bandwidth_gb_per_s == pytest.approx(4 * 8 * 12.5 / 6) and len(large.groups) == 4
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_plan_exceeds_the_bound(seed):
+    plan = make_plan(random_machine(seed, 3 + seed % 5))
+    assert 0 < plan.bandwidth_gb_per_s <= plan.reachable_gb_per_s * (1 + 1e-6)
+    assert plan.reachable_gb_per_s <= plan.bound_gb_per_s * (1 + 1e-6)
+
+
+def test_an_unknown_gpu_is_named():
+    with pytest.raises(TopologyError, match="no GPU 9"):
+        bound(preset("dgx-1v"), [0, 9])

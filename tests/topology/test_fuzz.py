@@ -1,0 +1,140 @@
+"""Files from strangers: an error of ours or a topology, in bounded time, whatever is in them."""
+
+import random
+import time
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from flagcx.errors import TopologyError
+from flagcx.topology import Topology, make_plan, matrix, nccl_xml, nccl_xml_write, nvidia_smi
+from tests.topology.machines import FIXTURES
+
+XML = sorted(FIXTURES.glob("*.xml"))
+TEXT = sorted(FIXTURES.glob("*.txt"))
+FEW = settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+
+
+def read_or_refuse(parse, text):
+    """The topology, or None where it was refused with an error of ours; anything else fails the test."""
+    try:
+        machine = parse(text, "fuzzed")
+    except TopologyError as error:
+        assert str(error).startswith("fuzzed"), error
+        return None
+    assert isinstance(machine, Topology)
+    matrix(machine)
+    return machine
+
+
+@FEW
+@given(st.sampled_from(XML), st.integers(0, 2**32))
+def test_mangled_xml(path, seed):
+    rng = random.Random(seed)
+    text = mangled(path.read_text(), rng)
+    machine = read_or_refuse(nccl_xml.parse, text)
+    if machine is not None and 1 < len(machine.gpus) <= 8:
+        try:
+            plan = make_plan(machine)
+        except TopologyError:
+            return
+        assert plan.bandwidth_gb_per_s <= plan.bound_gb_per_s * (1 + 1e-6)
+        assert nccl_xml.parse(nccl_xml_write.format_xml(machine)) == machine
+
+
+@FEW
+@given(st.sampled_from(TEXT), st.integers(0, 2**32))
+def test_mangled_matrices(path, seed):
+    read_or_refuse(nvidia_smi.parse, mangled(path.read_text(), random.Random(seed)))
+
+
+@FEW
+@given(st.text(max_size=400))
+def test_any_text(text):
+    read_or_refuse(nccl_xml.parse, text)
+    read_or_refuse(nvidia_smi.parse, text)
+
+
+@FEW
+@given(st.binary(max_size=300))
+def test_any_bytes(tmp_path_factory, data):
+    path = tmp_path_factory.mktemp("fuzz") / "fuzzed"
+    path.write_bytes(data)
+    for read in (nccl_xml.read, nvidia_smi.read):
+        with pytest.raises(TopologyError, match="fuzzed"):
+            read(path)
+
+
+VALUES = [
+    "",
+    "-1",
+    "0",
+    "1e309",
+    "nan",
+    "99999999999999999999",
+    "０１",
+    "x",
+    "0x12",
+    "1.5",
+    "\u0660",
+    "18",
+    "GT/s",
+]
+
+
+def mangled(text: str, rng: random.Random) -> str:
+    """A few cuts, repeats, swaps and changed values."""
+    for _ in range(rng.randint(1, 4)):
+        kind = rng.randrange(5)
+        a, b = sorted(rng.randrange(len(text) + 1) for _ in range(2))
+        if kind == 0:
+            text = text[:b]
+        elif kind == 1:
+            text = text[:a] + text[b:]
+        elif kind == 2:
+            text = text[:b] + text[a : min(b, a + 300)] + text[b:]
+        elif kind == 3:
+            parts = text.split('"')
+            if len(parts) > 2:
+                parts[rng.randrange(1, len(parts), 2)] = rng.choice(VALUES)
+            text = '"'.join(parts)
+        else:
+            words = text.split(" ")
+            words[rng.randrange(len(words))] = rng.choice(("NV3", "SYS", "X", "GPU1", "NV999", "PIX", "<pci"))
+            text = " ".join(words)
+    return text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<!DOCTYPE x [<!ENTITY a "' + "a" * 100 + '"><!ENTITY b "' + "&a;" * 100 + '">]><system>&b;</system>',
+        '<!DOCTYPE x SYSTEM "file:///etc/passwd"><system version="1"/>',
+        '<!DOCTYPE x [<!ENTITY % p SYSTEM "http://localhost/x">%p;]><system/>',
+        '<?xml version="1.0"?><system version="1">&undefined;</system>',
+        "<system version='1'>" + "<cpu>" * 5000,
+        "<system>" + "<a/>" * 200_000 + "</system>",
+        '<system version="1"><cpu ' + " ".join(f'a{n}="1"' for n in range(20_000)) + "></cpu></system>",
+    ],
+    ids=["entities", "external", "parameter", "undefined", "deep", "many", "attributes"],
+)
+def test_bombs_are_refused_or_read_in_bounded_time(text):
+    start = time.perf_counter()
+    read_or_refuse(nccl_xml.parse, text)
+    assert time.perf_counter() - start < 5
+
+
+def test_a_matrix_of_too_many_columns_is_refused():
+    names = [f"GPU{n}" for n in range(600)]
+    with pytest.raises(TopologyError, match="600 columns of which some repeat, or over 128"):
+        nvidia_smi.parse(" ".join(names) + "\n")
+
+
+def test_a_large_machine_reads_in_bounded_time():
+    inside = "".join(
+        f'<pci busid="{n:04x}:00:00.0" class="0x030000"><gpu dev="{n}" sm="80"/></pci>' for n in range(2000)
+    )
+    start = time.perf_counter()
+    machine = nccl_xml.parse(f'<system version="1"><cpu numaid="0">{inside}</cpu></system>')
+    assert len(machine.gpus) == 2000 and time.perf_counter() - start < 5

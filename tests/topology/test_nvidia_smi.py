@@ -1,0 +1,127 @@
+"""The matrix of nvidia-smi topo -m: read, checked, printed."""
+
+from itertools import combinations
+
+import pytest
+
+from flagcx.errors import TopologyError
+from flagcx.topology import DeviceKind, matrix, nccl_xml, nvidia_smi, preset, preset_names
+from tests.topology.machines import FIXTURES, SHARED, shared_files
+
+TEXTS = sorted(FIXTURES.glob("*.txt"))
+PAIR = "GPU0 GPU1\nGPU0 X {}\nGPU1 {} X\n"
+#: Machines of which both an XML and a matrix exist.
+BOTH = [
+    ("perlmutter_4xa100_slingshot", "perlmutter_4xa100_tabs"),
+    ("2xh200_nvswitch_vm", "2xh200_nvswitch_vm"),
+    ("aws_p4d_8xa100", "aws_p4d_8xa100"),
+    ("azure_ncv4_4xa100_pcie", "azure_nc96ads_a100_v4"),
+]
+
+
+def cells_of(path):
+    table = nvidia_smi.parse_table(path.read_text())
+    order = [*table.gpus, *(name for name in table.names if name not in table.gpus)]
+    return [[table.cells[a, b] for b in order] for a in order]
+
+
+@pytest.mark.parametrize("path", [*TEXTS, *shared_files("nvidia-smi-topo", "*.txt")])
+def test_the_built_machine_has_the_matrix_of_the_text(path):
+    built = matrix(nvidia_smi.read(path))
+    assert [list(row.values()) for row in built.values()] == cells_of(path)
+
+
+def test_what_the_text_cannot_tell_is_said():
+    notes = nvidia_smi.read(FIXTURES / "switched_nics_4.txt").notes
+    assert any("does not name the GPU; by its 12 NVLinks" in note for note in notes)
+    assert any("more than a GPU has; taken for NVSwitches" in note for note in notes)
+    assert any("has no bandwidths" in note for note in notes)
+    hidden = nvidia_smi.read(FIXTURES / "pairs_tabs_8.txt").notes
+    assert any("NVLink hides the PCIe tree between GPUs (4 pairs)" in note for note in hidden)
+
+
+def test_direct_links_and_switches_are_told_apart():
+    cube = nvidia_smi.read(FIXTURES / "cube_mesh_8.txt")
+    assert not cube.devices(DeviceKind.NVSWITCH)
+    assert cube.link("gpu0", "gpu3").bandwidth_gb_per_s == 40.0
+    switched = nvidia_smi.read(FIXTURES / "switched_nics_4.txt")
+    assert len(switched.devices(DeviceKind.NVSWITCH)) == 1
+    assert switched.link("gpu0", "nvswitch0").bandwidth_gb_per_s == 240.0
+    assert switched.devices(DeviceKind.NIC)[1].name == "mlx5_3"
+
+
+def test_the_capability_can_be_given():
+    machine = nvidia_smi.parse(PAIR.format("NV18", "NV18"), sm=100)
+    assert machine.link("gpu0", "gpu1").bandwidth_gb_per_s == pytest.approx(18 * 40.1)
+
+
+def test_the_old_word_for_sys_and_colour_codes():
+    machine = nvidia_smi.parse("\x1b[4m" + PAIR.format("SOC", "SOC").replace("\n", "\x1b[0m\n"))
+    assert matrix(machine)["GPU0"]["GPU1"] == "SYS"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "t.txt: no line names GPU0, GPU1, ... as columns; expected the output of 'nvidia-smi topo -m'"),
+        ("GPU0 GPU1\nGPU0 X NV1\n", "t.txt: no row for GPU1; is the text cut short"),
+        ("GPU0 GPU1\nGPU0 X\nGPU1 NV1 X\n", "t.txt, line 2: 1 cells for GPU0; expected 2"),
+        (PAIR.format("NVX", "NVX"), "line 2: 'NVX' from GPU0 to GPU1; expected X, NV#"),
+        (PAIR.format("NV2", "NV4"), "GPU0 to GPU1 is NV2, and GPU1 to GPU0 is NV4; expected the same"),
+        (PAIR.format("X", "X"), "GPU0 to GPU1 is X, which a device only is to itself"),
+        ("GPU0 GPU1\nGPU0 SYS SYS\nGPU1 SYS X\n", "GPU0 to itself is SYS; expected X"),
+        ("GPU0 GPU0\nGPU0 X X\n", "2 columns of which some repeat"),
+        (PAIR.format("SYS", "SYS") + "GPU1 SYS X\n", "line 4: a second row for GPU1"),
+        (
+            PAIR.format("SYS", "SYS") + "GPU7 SYS X\n",
+            "line 4: a row called 'GPU7', and there is no such column",
+        ),
+        (
+            "GPU0 GPU1 GPU2\nGPU0 X PIX PIX\nGPU1 PIX X SYS\nGPU2 PIX SYS X\n",
+            "the matrix is not that of a machine: GPU1 to GPU2 says SYS, and the other cells say PIX",
+        ),
+    ],
+)
+def test_what_is_no_matrix_is_refused_with_file_place_and_reason(text, message):
+    with pytest.raises(TopologyError, match=message) as caught:
+        nvidia_smi.parse(text, "t.txt")
+    assert str(caught.value).startswith("t.txt")
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_what_is_printed_reads_back_to_the_same_matrix(name):
+    machine = preset(name)
+    again = nvidia_smi.parse(nvidia_smi.format_matrix(machine))
+    assert matrix(again) == matrix(machine)
+
+
+def test_the_print_has_affinities_and_the_legend():
+    machine = nccl_xml.read(FIXTURES / "switched_4.xml")
+    text = nvidia_smi.format_matrix(machine)
+    rows = text.splitlines()
+    assert rows[0].split()[:5] == ["GPU0", "GPU1", "GPU2", "GPU3", "NIC0"]
+    assert rows[3].split() == ["GPU2", "NV18", "NV18", "X", "NV18", "SYS", "PHB", "16-31", "1", "N/A"]
+    assert "NV#  =" in text and "NIC0: mlx5_0+mlx5_1" in text
+    assert "Legend" not in nvidia_smi.format_matrix(machine, legend=False)
+
+
+def test_masks_and_ranges():
+    assert nvidia_smi.cpu_ranges("00000000,ff0000ff") == "0-7,24-31"
+    assert nvidia_smi.cpu_ranges("not a mask") == ""
+    from flagcx.topology.speeds import cpu_mask
+
+    for ranges in ("0", "0-31,64-95", "5,7-9,130"):
+        assert nvidia_smi.cpu_ranges(cpu_mask(ranges)) == ranges
+
+
+@pytest.mark.parametrize(("xml", "text"), BOTH)
+def test_the_matrix_from_a_machines_xml_is_that_of_its_nvidia_smi(xml, text):
+    first = SHARED / "nccl-topology-xml" / f"{xml}.xml"
+    second = SHARED / "nvidia-smi-topo" / f"{text}.txt"
+    if not (first.exists() and second.exists()):
+        pytest.skip("no files of real machines beside the checkout")
+    derived, shown = matrix(nccl_xml.read(first)), matrix(nvidia_smi.read(second))
+    gpus = [name for name in shown if name.startswith("GPU")]
+    assert len(gpus) >= 2
+    for a, b in combinations(gpus, 2):
+        assert derived[a][b] == shown[a][b], (a, b)

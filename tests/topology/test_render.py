@@ -1,0 +1,151 @@
+"""Text, JSON values, rich and HTML tables, and pictures."""
+
+import io
+import itertools
+import json
+import sys
+
+import pytest
+
+from flagcx.errors import MissingDependencyError, TopologyError
+from flagcx.topology import (
+    Device,
+    DeviceKind,
+    Topology,
+    cluster,
+    make_plan,
+    nccl_xml,
+    plot_topology,
+    preset,
+    render,
+)
+from tests.topology.machines import FIXTURES
+
+
+def test_json_has_the_promised_keys_and_survives_json():
+    machine = preset("dgx-1v")
+    values = json.loads(json.dumps(render.as_dict(machine, make_plan(machine)), allow_nan=False))
+    assert {"gpus", "links", "matrix", "rings", "plan_gb_per_s", "bound_gb_per_s"} <= values.keys()
+    assert [gpu["index"] for gpu in values["gpus"]] == list(range(8))
+    assert values["matrix"]["GPU0"]["GPU3"] == "NV2"
+    assert len(values["rings"]) == 6 and sorted(values["rings"][0]["order"]) == list(range(8))
+    assert sum(ring["bandwidth_gb_per_s"] for ring in values["rings"]) == pytest.approx(
+        values["plan_gb_per_s"]
+    )
+    assert values["plan_gb_per_s"] <= values["bound_gb_per_s"]
+    assert {"a", "b", "kind", "bandwidth_gb_per_s"} <= values["links"][0].keys()
+
+
+def test_json_of_one_gpu_and_of_none_has_no_infinity():
+    machine = preset("dgx-1v")
+    one = render.as_dict(machine, make_plan(machine, [0]))
+    assert one["plan_gb_per_s"] is None and one["rings"][0]["order"] == [0]
+    assert render.as_dict(nccl_xml.read(FIXTURES / "classless.xml"), None)["rings"] == []
+
+
+def test_a_large_matrix_is_left_out():
+    machine = cluster(preset("dgx-2"), 8)
+    plan = make_plan(machine)
+    assert render.as_dict(machine, plan)["matrix"] == {}
+    assert "The matrix of over 96 devices is left out." in render.text_report(machine, plan)
+    assert "network_switch" in machine._repr_html_()
+
+
+def test_the_report_has_matrix_plan_and_notes():
+    machine = preset("8xa100-pcie")
+    text = render.text_report(machine, make_plan(machine))
+    assert "GPU0    X   NV12" in text
+    assert "all-reduce 16.00 GB/s by trees, 100.0% of the bound of 16.00 GB/s" in text
+    assert "ring 1: 0 1 2 3 4 5 6 7  9.14 GB/s, 100% of the message, bottleneck" in text
+    assert "rings have 9.14 GB/s: every ring crosses" in text
+    pair = cluster(preset("dgx-a100"), 2)
+    assert "hierarchy: 2 hosts, 8 rails, rings within hosts" in render.plan_text(make_plan(pair))
+    assert render.plan_text(make_plan(machine, [1])) == "Plan: one GPU, nothing to send."
+    noted = nccl_xml.read(FIXTURES / "static_8.xml")
+    assert "Notes:\n  - " in render.text_report(noted, make_plan(noted))
+
+
+def test_rich_and_html_show_the_matrix():
+    rich = pytest.importorskip("rich.console")
+    console = rich.Console(width=200, record=True, file=io.StringIO())
+    console.print(preset("dgx-1v"))
+    text = console.export_text()
+    assert "NV2" in text and "GPU7" in text and "NUMA" in text
+    page = preset("dgx-1v")._repr_html_()
+    assert page.count("<tr>") == 1 + 8 + 4 and "NV2</td>" in page
+
+
+def test_html_escapes_what_a_file_says():
+    nasty = Topology([Device("gpu0", DeviceKind.GPU, 0)], [], name="<script>", notes=["<b>"])
+    assert "<script>" not in nasty._repr_html_() and "&lt;script&gt;" in nasty._repr_html_()
+
+
+# -- pictures
+
+
+@pytest.mark.parametrize("name", ["4xpcie", "dgx-1v", "dgx-2", "8xa100-pcie"])
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_pictures_are_drawn(tmp_path, name, ending):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"out.{ending}"
+    plot_topology(preset(name), path)
+    start = path.read_bytes()[:5]
+    assert start == (b"\x89PNG\r" if ending == "png" else b"<?xml")
+
+
+def texts(figure):
+    return [text.get_text() for text in figure.axes[0].texts]
+
+
+def test_every_gpu_stands_in_ring_order_and_apart():
+    pytest.importorskip("matplotlib")
+    machine = preset("dgx-1v")
+    plan = make_plan(machine)
+    axes = plot_topology(machine, plan=plan).axes[0]
+    place = {text.get_text(): text.get_position() for text in axes.texts}
+    row = sorted((name for name in place if name.startswith("GPU")), key=lambda name: place[name][0])
+    assert row == [f"GPU{gpu}" for gpu in plan.rings[0].order]
+    gaps = [place[b][0] - place[a][0] for a, b in itertools.pairwise(row)]
+    assert min(gaps) >= 0.9
+    legend = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert any(text.startswith("ring 1: ") for text in legend) and any("NVLink" in text for text in legend)
+
+
+def test_what_is_not_drawn_is_said():
+    pytest.importorskip("matplotlib")
+    large = plot_topology(cluster(preset("dgx-a100"), 8))
+    assert "4 more hosts" in large.axes[0].get_title(loc="left")
+    container = plot_topology(nccl_xml.read(FIXTURES / "hidden_switch_2.xml"))
+    assert "1 interfaces without a PCI place" in container.axes[0].get_title(loc="left")
+    assert "GPU0" in texts(container)
+
+
+def test_a_machine_without_gpus_can_be_drawn_and_nothing_cannot():
+    pytest.importorskip("matplotlib")
+    assert texts(plot_topology(Topology([Device("cpu0", DeviceKind.CPU, 0)], []))) == ["NUMA 0"]
+    with pytest.raises(TopologyError, match="has no device that can be drawn"):
+        plot_topology(Topology([], []))
+
+
+def test_a_picture_can_go_onto_given_axes():
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    axes = Figure().subplots()
+    assert plot_topology(preset("4xpcie"), ax=axes) is axes.figure
+
+
+def test_bad_files_are_refused_before_anything_is_drawn(tmp_path):
+    with pytest.raises(TopologyError, match=r"cannot draw to '.gif'; use .png, .svg or .pdf"):
+        plot_topology(preset("4xpcie"), tmp_path / "out.gif")
+    pytest.importorskip("matplotlib")
+    with pytest.raises(TopologyError, match="cannot be written: No such file"):
+        plot_topology(preset("4xpcie"), tmp_path / "none" / "out.png")
+
+
+def test_without_matplotlib_the_pip_command_is_told(monkeypatch):
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(MissingDependencyError, match=r"needs matplotlib.*pip install 'flagcx\[plot\]'"):
+        plot_topology(preset("4xpcie"))

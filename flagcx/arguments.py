@@ -57,14 +57,16 @@ def host_array(array, what: str, *, writable: bool) -> np.ndarray:
 def _viewed(array, what: str) -> np.ndarray:
     if isinstance(array, np.ndarray):
         return array.view(np.ndarray)
-    if hasattr(array, "__array_interface__") or hasattr(array, "__dlpack__"):
+    offers = hasattr(array, "__array_interface__") or hasattr(array, "__dlpack__")
+    if offers and not isinstance(array, np.generic):
         view = np.asarray(array)
         if view.dtype != object:
             return view
+    kind = f"{type(array).__module__}.{type(array).__qualname__}"
     raise ArrayError(
-        f"{what} is a {type(array).__module__}.{type(array).__qualname__}; expected an array: NumPy's, CuPy's, "
-        f"or one that offers __array_interface__, __cuda_array_interface__ or DLPack. For Python objects use "
-        f"the object forms, such as comm.broadcast_object"
+        f"{what} is a {kind}; expected an array: NumPy's, CuPy's, or one that offers "
+        f"__array_interface__, __cuda_array_interface__ or DLPack. For Python objects use the object forms, "
+        f"such as comm.broadcast_object"
     )
 
 

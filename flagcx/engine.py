@@ -30,6 +30,7 @@ class Engine:
         size: Number of ranks.
         transport: What carries the arrays.
         choose: ``choose(collective, nbytes, size, uneven)``: the algorithm where the caller names none.
+        pieces: ``pieces(collective, algorithm, nbytes)``: the pieces for an algorithm that he names.
 
     Attributes:
         quick: Plans of calls that may skip all checks but those of the array itself. Empty whenever a
@@ -37,13 +38,18 @@ class Engine:
     """
 
     def __init__(
-        self, rank: int, size: int, transport: Transport, choose: Callable[[str, int, int, bool], Choice]
+        self,
+        rank: int,
+        size: int,
+        transport: Transport,
+        choose: Callable[[str, int, int, bool], Choice],
+        pieces: Callable[[str, str, int], int] = pieces_for,
     ) -> None:
         self.rank, self.size, self.transport = rank, size, transport
         self.turn = threading.Lock()
         self._straight: dict[tuple, Plan] = {}
         self.quick = self._straight
-        self._choose = choose
+        self._choose, self._pieces = choose, pieces
         self._plans: dict[tuple, Plan] = {}
         self.over = ""
         self._worker: ThreadPoolExecutor | None = None
@@ -85,7 +91,7 @@ class Engine:
             choice = self._choose(collective, nbytes, self.size, uneven)
             algorithm, pieces = choice.algorithm, choice.pieces
         else:
-            pieces = pieces_for(collective, algorithm, nbytes)
+            pieces = self._pieces(collective, algorithm, nbytes)
         if uneven and not entry(collective, algorithm).uneven:
             serving = ", ".join(str(e.algorithm) for e in entries(collective) if e.uneven)
             raise ArgumentError(

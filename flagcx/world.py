@@ -5,14 +5,15 @@ from __future__ import annotations
 import atexit
 import threading
 from dataclasses import fields
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from flagcx.communicator import Communicator
 from flagcx.config import Config, environment
-from flagcx.errors import ArgumentError
+from flagcx.errors import ArgumentError, CommunicatorError
 
 if TYPE_CHECKING:
-    from flagcx.bootstrap.store import Store
+    from flagcx.topology import Topology
 
 
 class _World:
@@ -21,16 +22,11 @@ class _World:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.comm: Communicator | None = None
-        self.store: Store | None = None
 
     def close(self) -> None:
-        """Closes the communicator and the connection to the store. Idempotent."""
-        with self.lock:
-            if self.comm is not None:
-                self.comm.close()
-            if self.store is not None:
-                self.store.close()
-            self.comm = self.store = None
+        """Closes the communicator. Idempotent."""
+        if self.comm is not None:
+            self.comm.close()
 
 
 _WORLD = _World()
@@ -63,14 +59,48 @@ def init(*, enable_topology_detection: bool = True, **settings: Any) -> Communic
     with _WORLD.lock:
         if _WORLD.comm is None or _WORLD.comm.closed:
             config = Config.from_environment(topology_detection=enable_topology_detection, **settings)
-            _WORLD.comm, _WORLD.store = _join(config)
-            atexit.register(_WORLD.close)
+            if _WORLD.comm is None:
+                atexit.register(_WORLD.close)
+            else:
+                _WORLD.comm.close()
+            _WORLD.comm = _join(config)
         return _WORLD.comm
 
 
-def _join(config: Config) -> tuple[Communicator, Store]:
+def get_topology() -> Topology:
+    """The machine that this job runs on: its GPUs, sockets, network cards and the links between them.
+
+    Returns:
+        A ``Topology``; ``topology["nvlink_peers"][0]`` and ``topology["pcie_peers"][0]`` are the peers of
+        GPU 0 by NVLink and by PCIe. Detected once for a process.
+
+    Raises:
+        CommunicatorError: ``init`` was told not to look: ``enable_topology_detection=False``.
+
+    Example:
+        >>> comm = fc.init(enable_topology_detection=True)  # doctest: +SKIP
+        >>> fc.get_topology()["nvlink_peers"][0]            # doctest: +SKIP
+        [1, 2, 3]
+    """
+    comm = _WORLD.comm
+    if comm is not None and not comm.config.topology_detection:
+        raise CommunicatorError(
+            "topology detection is switched off; use fc.init(enable_topology_detection=True), or "
+            "flagcx.topology.detect() to look all the same"
+        )
+    return _detected()
+
+
+@lru_cache(maxsize=1)
+def _detected() -> Topology:
+    from flagcx.topology import detect
+
+    return detect()
+
+
+def _join(config: Config) -> Communicator:
     from flagcx.bootstrap.environment import identify
-    from flagcx.bootstrap.rendezvous import connect
+    from flagcx.bootstrap.rendezvous import connect, leave
     from flagcx.transport.device import bind_local_device
 
     environ = environment()
@@ -86,7 +116,9 @@ def _join(config: Config) -> tuple[Communicator, Store]:
 
         bind_local_device(identity.local_rank, config.share_gpu)
         scope = store.scoped("world/")
-        return Communicator(identity.rank, identity.size, exchange, hosts, config, scope), store
-    except BaseException:
-        store.close()
+        comm = Communicator(identity.rank, identity.size, exchange, hosts, config, scope)
+    except BaseException as error:
+        store.abort(f"init failed: {error}")
         raise
+    comm.at_close(lambda: leave(store))
+    return comm

@@ -6,6 +6,7 @@ import contextlib
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -80,7 +81,8 @@ class Communicator(Transfers):
         self._store, self._splits = store, 0
         self._group: list[Pending] | None = None
         self._children: weakref.WeakSet[Communicator] = weakref.WeakSet()
-        end_after_fork(self._engine)
+        self._at_close: list[Callable[[], object]] = []
+        _alive().add(self._engine)
 
     def empty(self, shape: tuple[int, ...] | int, dtype: Any = np.float32) -> np.ndarray:
         """Makes an uninitialised array that the peers reach without a copy.
@@ -114,8 +116,7 @@ class Communicator(Transfers):
         if self._group is not None:
             raise ArgumentError("comm.group() is open already; groups cannot be nested")
         self._group = []
-        engines = [e for e in (self._engine, self._device) if e is not None]
-        for engine in engines:
+        for engine in self._engines():
             engine.hold()
         try:
             yield
@@ -123,8 +124,16 @@ class Communicator(Transfers):
             run_group(calls)
         finally:
             self._group = None
-            for engine in engines:
+            for engine in self._engines():
                 engine.resume()
+
+    def _engines(self) -> list[Engine]:
+        return [engine for engine in (self._engine, self._device) if engine is not None]
+
+    def _make_device_engine(self) -> DeviceEngine:
+        made = super()._make_device_engine()
+        _alive().add(made)
+        return made
 
     def split(self, color: int | None, key: int | None = None) -> Communicator | None:
         """Makes one communicator for each color. All ranks must call it.
@@ -181,6 +190,12 @@ class Communicator(Transfers):
         if self._device is not None:
             self._device.close()
         self._engine.close()
+        while self._at_close:
+            self._at_close.pop()()
+
+    def at_close(self, call: Callable[[], object]) -> None:
+        """Makes a call when the communicator is closed; the last one added comes first."""
+        self._at_close.append(call)
 
     @property
     def closed(self) -> bool:
@@ -198,16 +213,17 @@ class Communicator(Transfers):
         return f"<flagcx.Communicator rank {self.rank} of {self.size} on {self.hosts[self.rank]}{state}>"
 
 
-def end_after_fork(engine: Engine) -> None:
-    """Makes a forked child's copy of an engine refuse every call."""
-    reference = weakref.ref(engine)
+@lru_cache(maxsize=1)
+def _alive() -> weakref.WeakSet[Engine]:
+    """The engines of this process; in a forked child they refuse every call."""
+    engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
     def in_child() -> None:
-        alive = reference()
-        if alive is not None:
-            alive.end(
+        for engine in engines:
+            engine.end(
                 "this communicator was made before a fork and cannot be used in the child; start ranks with "
                 "flagcx run, fc.launch or multiprocessing's spawn method, and call fc.init() in each"
             )
 
     os.register_at_fork(after_in_child=in_child)
+    return engines

@@ -52,7 +52,7 @@ class EvenCollectives(Dispatch):
         device = self._device
         if device is not None and x.__class__ is device.array_class:
             plan = device.quick.get((x.shape, x.dtype, op, algorithm))
-            if plan is None or out is not None or async_op or not x.flags.c_contiguous:
+            if plan is None or out is not None or async_op or not device.is_contiguous(x):
                 return self._allreduce(x, op, out, algorithm, async_op)
             device.run(plan, x, x)
             return x

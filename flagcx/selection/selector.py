@@ -9,6 +9,8 @@ from flagcx.algorithms import Algorithm, entry
 ONE_SHOT_NBYTES = 64 << 10
 _PIPELINE_NBYTES = 256 << 10
 _MOST_PIECES = 64
+_DEVICE_PIECE_NBYTES = 4 << 20
+_MOST_DEVICE_PIECES = 8
 _MOST_DIRECT = 16
 
 
@@ -88,6 +90,22 @@ def pieces_for(collective: str, algorithm: str, nbytes: int) -> int:
         nbytes: Bytes of the message or block.
     """
     return _pieces(nbytes) if entry(collective, algorithm).pipelined else 1
+
+
+def pieces_on_device(collective: str, algorithm: str, nbytes: int) -> int:
+    """How many pieces a message on a GPU is cut into, for an algorithm that the caller names.
+
+    A step costs a group and a launch, and all blocks of a ring are under way at once as it is; only where
+    the whole message travels from rank to rank do large pieces pay.
+
+    Args:
+        collective: Name of the collective.
+        algorithm: Name of the algorithm.
+        nbytes: Bytes of the message or block.
+    """
+    if algorithm == Algorithm.RING or not entry(collective, algorithm).pipelined:
+        return 1
+    return max(min(nbytes // _DEVICE_PIECE_NBYTES, _MOST_DEVICE_PIECES), 1)
 
 
 def _pieces(nbytes: int) -> int:

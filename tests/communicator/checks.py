@@ -209,7 +209,9 @@ def check_uneven() -> int:
         for entry in (e for e in entries("reduce_scatter") if e.uneven and e.allows(size)):
             x = contribution(rank, sum(sizes), np.int32)
             expected = reduced(size, sum(sizes), np.int32)[mine]
-            assert_same(comm.reduce_scatterv(x, sizes, algorithm=entry.algorithm), expected, "reduce_scatterv")
+            assert_same(
+                comm.reduce_scatterv(x, sizes, algorithm=entry.algorithm), expected, "reduce_scatterv"
+            )
             done += 1
         for root in range(size):
             for entry in (e for e in entries("gather") if e.uneven and e.allows(size)):

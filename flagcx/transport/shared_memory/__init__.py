@@ -21,6 +21,7 @@ Ways through it
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -33,10 +34,11 @@ from flagcx.transport.shared_memory.arena import ONE_SHOT_NBYTES, Arena
 from flagcx.transport.shared_memory.channel import Arrival, Exchange, run_exchange
 from flagcx.transport.shared_memory.direct import Direct
 from flagcx.transport.shared_memory.one_shot import Barrier, OneShot
+from flagcx.transport.shared_memory.reduction import Scaled
 from flagcx.transport.shared_memory.steps import Steps
 from flagcx.transport.shared_memory.two_shot import TwoShotSlots
 
-CROSS_MEMORY_NBYTES = 4 << 20
+CROSS_MEMORY_NBYTES = 64 << 10
 SHARED_NBYTES = 8 << 10
 
 
@@ -78,6 +80,12 @@ class SharedMemoryTransport:
 
     def compile(self, call: Call) -> Plan:
         """See ``transport.base.Transport``."""
+        if call.op is None or call.op.scale is None:
+            return self._compile(call)
+        whole = call.in_place and not COLLECTIVES[call.schedule.collective].blocks
+        return Scaled(self._compile(replace(call, in_place=whole)), call.op.scale, whole)
+
+    def _compile(self, call: Call) -> Plan:
         signature = self._arena.signals.signature(describe(call))
         if call.schedule.collective == "barrier":
             return Barrier(self._arena, call, signature)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from flagcx.dtypes import DType, ReduceOp
+from flagcx.transport.base import Plan
 
 Combine = Callable[[Sequence[np.ndarray], np.ndarray, np.ndarray], object]
 
@@ -70,3 +71,22 @@ def _widening(f: np.ufunc, size: int, divide) -> Combine:
         out[...] = accumulator
 
     return combine
+
+
+class Scaled:
+    """A plan whose contributions are multiplied by a factor first.
+
+    Args:
+        plan: The plan for what is multiplied already.
+        factor: The factor.
+        in_place: Whether INPUT may be overwritten, since the result lies there.
+    """
+
+    def __init__(self, plan: Plan, factor: float, in_place: bool) -> None:
+        self._plan, self._factor, self._in_place = plan, factor, in_place
+
+    def run(self, given: np.ndarray, result: np.ndarray | None) -> None:
+        """See ``transport.base.Plan``."""
+        factor = given.dtype.type(self._factor)
+        scaled = np.multiply(given, factor, out=given if self._in_place else None)
+        self._plan.run(scaled, result)

@@ -212,27 +212,29 @@ class Signals:
         self.own[HEARTBEAT] = start
         self.own[WAITING_FOR] = peer + 1
         yields = range(_YIELDS)
-        try:
-            while True:
-                for _ in yields:
-                    os.sched_yield()
-                    if ready():
-                        return
-                now = time.monotonic_ns()
-                if now >= examine:
-                    self.own[HEARTBEAT] = now
-                    self._examine(peer, ready, now >= deadline, point_to_point, (now - start) / 1e9)
-                    examine = now + _EXAMINE_NS
-                if now - start > _PATIENCE_NS:
-                    yields = range(1)
-                    time.sleep(min((now - start) / 16e9, _LONGEST_SLEEP_S))
-        finally:
-            self.own[WAITING_FOR] = 0
+        while not self._looked(ready, yields):
+            now = time.monotonic_ns()
+            if now >= examine:
+                self.own[HEARTBEAT] = now
+                self._examine(peer, ready, now >= deadline, point_to_point, (now - start) / 1e9)
+                examine = now + _EXAMINE_NS
+            if now - start > _PATIENCE_NS:
+                yields = range(1)
+                time.sleep(min((now - start) / 16e9, _LONGEST_SLEEP_S))
+        self.own[WAITING_FOR] = 0  # not after an error: a rank that gives up is not the one at fault
+
+    @staticmethod
+    def _looked(ready: Callable[[], bool], yields: range) -> bool:
+        for _ in yields:
+            os.sched_yield()
+            if ready():
+                return True
+        return False
 
     def _examine(
         self, peer: int, ready: Callable[[], bool], late: bool, point_to_point: bool, waited_s: float
     ) -> None:
-        dead = [self._descriptors[d] for d, _ in self._poll.poll(0)] if self._descriptors else []
+        dead = self._dead()
         call = "" if point_to_point else self._own_call()
         if ready():
             return
@@ -243,10 +245,10 @@ class Signals:
                 f"look for the reason in the output of {names}",
                 peer=dead[0],
             )
-        self._examine_closed(peer, point_to_point, call)
         if not point_to_point:
             self._examine_ledgers()
         self._examine_aborted()
+        self._examine_closed(peer, point_to_point, call)
         if late:
             suspects = self._suspects(peer, point_to_point)
             raise PeerTimeoutError(
@@ -255,6 +257,11 @@ class Signals:
                 f"fc.init(timeout_s=...) or FLAGCX_TIMEOUT_S",
                 peer=suspects[0],
             )
+
+    def _dead(self) -> list[int]:
+        """The peers that died without a word; who gave up or closed has said so."""
+        ended = [self._descriptors[d] for d, _ in self._poll.poll(0)] if self._descriptors else []
+        return [q for q in ended if not self.words[q][ABORTED] and not self.words[q][CLOSED]]
 
     def _own_call(self) -> str:
         if not self.sequence:

@@ -7,6 +7,8 @@ written again four pieces later, when the signals already waited for prove that 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from flagcx.collectives import cut
@@ -16,27 +18,67 @@ from flagcx.transport.shared_memory.reduction import accumulator_dtype, combiner
 from flagcx.transport.shared_memory.signals import ARRIVED, REDUCED
 
 
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """The slots of one stage, cut for one length of piece.
+
+    Attributes:
+        low, high, end: Where this rank's stripe begins and ends, and where the piece ends.
+        before, behind: This rank's slot for what it contributes to the stripes before and behind its own.
+        sources: Everybody's part of this rank's stripe; its own is put in when it is known.
+        reduced: This rank's slot for its reduced stripe.
+        gathered: The other ranks' reduced stripes: start, stop, slot.
+    """
+
+    low: int
+    high: int
+    end: int
+    before: np.ndarray
+    behind: np.ndarray
+    sources: list[np.ndarray]
+    reduced: np.ndarray
+    gathered: list[tuple[int, int, np.ndarray]]
+
+
 class TwoShotSlots:
     """All-reduce through slots. The owner of a stripe adds in rank order, so all get the same bits."""
 
     def __init__(self, arena: Arena, call: Call, signature: int) -> None:
-        dtype, self._count = call.dtype.numpy, int(call.counts)  # type: ignore[arg-type]
         self._arena, self._signals, self._signature = arena, arena.signals, signature
-        self._piece = arena.areas.slot_nbytes // dtype.itemsize
-        self._given, self._reduced = (
-            [
-                [
-                    arena.view(q, area + s * arena.areas.slot_nbytes, self._piece, dtype)
-                    for q in range(arena.size)
-                ]
-                for s in range(STAGES)
-            ]
-            for area in (arena.areas.given, arena.areas.reduced)
-        )
+        self._dtype, self._count = call.dtype.numpy, int(call.counts)  # type: ignore[arg-type]
+        self._piece = min(arena.areas.slot_nbytes // self._dtype.itemsize, self._count)
+        pieces = -(-self._count // self._piece)
+        last = self._count - (pieces - 1) * self._piece
+        self._whole = [self._stage(stage, self._piece) for stage in range(STAGES)]
+        self._final = [self._stage(stage, last) for stage in range(STAGES)]
+        self._pieces = pieces
         self._combine = combiner(call.op, call.dtype, arena.size)  # type: ignore[arg-type]
-        self._accumulator = np.empty(
-            -(-self._piece // arena.size),
-            accumulator_dtype(call.op, call.dtype),  # type: ignore[arg-type]
+        widest = -(-self._piece // arena.size)
+        self._accumulator = np.empty(widest, accumulator_dtype(call.op, call.dtype))  # type: ignore[arg-type]
+
+    def _stage(self, stage: int, length: int) -> _Stage:
+        arena, areas = self._arena, self._arena.areas
+        stripes, rank = cut(length, arena.size), arena.rank
+
+        def slots(area: int) -> list[np.ndarray]:
+            at = area + stage * areas.slot_nbytes
+            return [arena.view(q, at, length, self._dtype) for q in range(arena.size)]
+
+        given, reduced = slots(areas.given), slots(areas.reduced)
+        low, high = stripes[rank], stripes[rank + 1]
+        return _Stage(
+            low,
+            high,
+            length,
+            given[rank][:low],
+            given[rank][high:],
+            [slot[low:high] for slot in given],
+            reduced[rank][: high - low],
+            [
+                (a, b, slot[: b - a])
+                for q, (slot, a, b) in enumerate(zip(reduced, stripes, stripes[1:], strict=False))
+                if q != rank and b > a
+            ],
         )
 
     def run(self, given: np.ndarray, result: np.ndarray) -> None:
@@ -46,8 +88,7 @@ class TwoShotSlots:
 
     def run_entered(self, given: np.ndarray, result: np.ndarray) -> None:
         """Runs the call once it stands in the ledger. The arrays are one-dimensional."""
-        pieces = -(-self._count // self._piece)
-        first = self._arena.pieces
+        pieces, first = self._pieces, self._arena.pieces
         self._arena.pieces = first + pieces
         for turn in range(pieces + 2):
             if turn < pieces:
@@ -57,40 +98,34 @@ class TwoShotSlots:
             if turn >= 2:
                 self._gather(turn - 2, first, result)
 
-    def _stripes(self, piece: int) -> tuple[int, tuple[int, ...]]:
-        start = piece * self._piece
-        return start, cut(min(self._piece, self._count - start), self._arena.size)
+    def _at(self, piece: int, first: int) -> tuple[int, _Stage]:
+        stages = self._final if piece == self._pieces - 1 else self._whole
+        return piece * self._piece, stages[(first + piece) % STAGES]
 
     def _leave(self, piece: int, first: int, given: np.ndarray) -> None:
-        start, stripes = self._stripes(piece)
-        low, high, end = stripes[self._arena.rank], stripes[self._arena.rank + 1], stripes[-1]
-        slot = self._given[(first + piece) % STAGES][self._arena.rank]
-        if low:
-            slot[:low] = given[start : start + low]
-        if high < end:
-            slot[high:end] = given[start + high : start + end]
+        start, stage = self._at(piece, first)
+        if stage.low:
+            stage.before[...] = given[start : start + stage.low]
+        if stage.high < stage.end:
+            stage.behind[...] = given[start + stage.high : start + stage.end]
         self._tell(ARRIVED, first + piece + 1)
 
     def _reduce(self, piece: int, first: int, given: np.ndarray, result: np.ndarray) -> None:
-        rank = self._arena.rank
-        start, stripes = self._stripes(piece)
-        low, high = stripes[rank], stripes[rank + 1]
+        start, stage = self._at(piece, first)
+        low, high = start + stage.low, start + stage.high
+        stage.sources[self._arena.rank] = given[low:high]
+        out = result[low:high]
         self._await(ARRIVED, first + piece + 1)
-        stage = (first + piece) % STAGES
-        sources = [slot[low:high] for slot in self._given[stage]]
-        sources[rank] = given[start + low : start + high]
-        out = result[start + low : start + high]
-        self._combine(sources, out, self._accumulator[: high - low])
-        self._reduced[stage][rank][: high - low] = out
+        self._combine(stage.sources, out, self._accumulator[: high - low])
+        stage.reduced[...] = out
+        stage.sources[self._arena.rank] = stage.reduced  # let go of the caller's array
         self._tell(REDUCED, first + piece + 1)
 
     def _gather(self, piece: int, first: int, result: np.ndarray) -> None:
-        start, stripes = self._stripes(piece)
+        start, stage = self._at(piece, first)
         self._await(REDUCED, first + piece + 1)
-        for q, slot in enumerate(self._reduced[(first + piece) % STAGES]):
-            if q != self._arena.rank:
-                low, high = stripes[q], stripes[q + 1]
-                result[start + low : start + high] = slot[: high - low]
+        for low, high, slot in stage.gathered:
+            result[start + low : start + high] = slot
 
     def _tell(self, counter: int, value: int) -> None:
         signals = self._signals

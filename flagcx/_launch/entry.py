@@ -1,0 +1,136 @@
+"""What a rank of ``fc.launch`` does: take the function from its launcher, call it, give back the result.
+
+Function and result travel through files in memory that only the two processes hold (``memfd``), so they
+may be of any size, and pickle reads only what the launcher or its rank wrote.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import pickle
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+from flagcx._launch.guard import guard
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Where the function is at home, which must be known before it can be unpickled.
+
+    Attributes:
+        path: The launcher's ``sys.path``.
+        sources: The lines of source files that exist in the launcher alone, such as a notebook's cells.
+        call: The pickled (function, args, kwargs).
+    """
+
+    path: list[str]
+    sources: dict[str, list[str]]
+    call: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What a rank raised.
+
+    Attributes:
+        at: When, on the host's monotonic clock, in seconds.
+        kind: The exception's class, with its module.
+        message: The exception's text.
+        traceback: The traceback's text.
+        exception: The pickled exception, or None if it cannot be pickled.
+    """
+
+    at: float
+    kind: str
+    message: str
+    traceback: str
+    exception: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class Success:
+    """What a rank returned, pickled."""
+
+    value: bytes
+
+
+def main(setting_file: int, result_file: int, pipe: int) -> None:
+    """Runs a rank. Ends the process with exit code 1 if its function raised.
+
+    Args:
+        setting_file: Descriptor of the file with the pickled ``Setting``.
+        result_file: Descriptor of the file for the pickled ``Success`` or ``Failure``.
+        pipe: The pipe that tells of the launcher's death.
+    """
+    guard(pipe)
+    outcome: Success | Failure
+    try:
+        outcome = Success(_pickle(_call(read_file(setting_file))))
+    except KeyboardInterrupt:
+        raise
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            raise
+        outcome = Success(_pickle(None))
+    except BaseException as error:
+        outcome = _describe(error)
+    write_file(result_file, pickle.dumps(outcome))
+    if isinstance(outcome, Failure):
+        raise SystemExit(1)
+
+
+def _call(content: bytes) -> Any:
+    setting: Setting = pickle.loads(content)
+    sys.path[:] = setting.path
+    for name, lines in setting.sources.items():
+        linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
+    function, args, kwargs = pickle.loads(setting.call)
+    return function(*args, **kwargs)
+
+
+def _pickle(value: Any) -> bytes:
+    import cloudpickle
+
+    try:
+        return cloudpickle.dumps(value)
+    except Exception as error:
+        raise TypeError(
+            f"the function returned a {type(value).__name__}, which cannot be sent back ({error}); return "
+            f"arrays, numbers, text or containers of them"
+        ) from error
+
+
+def _describe(error: BaseException) -> Failure:
+    at = time.monotonic()
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    text = "".join(traceback.format_exception(type(error), error, frames))
+    sys.last_type, sys.last_value = type(error), error  # The store tells the others, as after any script.
+    kind = f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
+    try:
+        pickled = _pickle(error)
+    except Exception:
+        pickled = None
+    return Failure(at, kind, str(error), text, pickled)
+
+
+def read_file(descriptor: int) -> bytes:
+    """Reads all of a file that several processes share, whatever their positions in it."""
+    size, parts, start = os.fstat(descriptor).st_size, [], 0
+    while start < size:
+        parts.append(os.pread(descriptor, size - start, start))
+        start += len(parts[-1])
+    return b"".join(parts)
+
+
+def write_file(descriptor: int, content: bytes) -> None:
+    """Writes all of a file, in as many calls as it takes."""
+    view, start = memoryview(content), 0
+    while start < len(view):
+        start += os.pwrite(descriptor, view[start:], start)

@@ -1,0 +1,45 @@
+"""Process groups: each rank leads one, and what it starts belongs to it unless it goes its own way."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+_SETTLE_S = 0.3
+_HEED_S = 1.0
+_LOOK_AGAIN_S = 0.005
+
+
+def sweep(groups: Sequence[int]) -> None:
+    """Ends what ended ranks left behind: SIGTERM, then SIGKILL. A helper that is just ending may do so.
+
+    Args:
+        groups: The groups, whose leaders have ended.
+    """
+    remaining = [group for group in groups if has_members(group)]
+    for number, patience_s in ((0, _SETTLE_S), (signal.SIGTERM, _HEED_S), (signal.SIGKILL, _HEED_S)):
+        deadline = time.monotonic() + patience_s
+        for group in remaining:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, number)
+        while remaining and time.monotonic() < deadline:
+            time.sleep(_LOOK_AGAIN_S)
+            remaining = [group for group in remaining if has_members(group)]
+
+
+def has_members(group: int) -> bool:
+    """Whether a process group has a member that is more than a zombie."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError):
+            state, _, its_group = path.read_text(errors="replace").rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state not in "ZX":
+                return True
+    return False

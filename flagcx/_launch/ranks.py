@@ -1,0 +1,366 @@
+"""The processes of a job's ranks on this host: start them, pass on their output, end every one of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flagcx._launch.groups import sweep
+from flagcx._launch.guard import guard
+from flagcx._launch.output import Tail, is_consequence
+from flagcx.bootstrap.store_server import StoreServer
+from flagcx.errors import LaunchError
+
+_GRACE_S = 3.0
+_KILL_AFTER_S = 2.0
+_POLL_S = 0.02
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """How to start one rank.
+
+    Attributes:
+        arguments: The command line.
+        pass_fds: Descriptors that the process inherits.
+        guards_itself: The program calls ``guard`` itself, on the descriptor whose number is appended to the
+            command line. (Otherwise it is done for it between fork and exec, which wants a launcher that
+            has no second thread.)
+    """
+
+    arguments: tuple[str, ...]
+    pass_fds: tuple[int, ...] = ()
+    guards_itself: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """What a rank gets for stdin, stdout and stderr, in the words of ``subprocess.Popen``."""
+
+    stdin: Any = subprocess.DEVNULL
+    stdout: Any = subprocess.PIPE
+    stderr: Any = subprocess.PIPE
+
+
+class Output:
+    """Where the ranks' output goes; to be overridden."""
+
+    def streams(self, rank: int) -> Streams:
+        """Says what a rank gets for its streams."""
+        return Streams()
+
+    def receive(self, rank: int, stream: int, data: bytes) -> None:
+        """Takes bytes of a rank's stdout (stream 1) or stderr (stream 2)."""
+
+    def finish(self, rank: int, stream: int) -> None:
+        """A stream has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """How a rank's process ended.
+
+    Attributes:
+        rank: The rank.
+        code: Its exit code; negative: the signal that ended it.
+        after_signal: Whether the launcher had told it to end.
+    """
+
+    rank: int
+    code: int
+    after_signal: bool
+
+    def describe(self) -> str:
+        """Says it in words: "exit code 3" or "killed by SIGKILL"."""
+        if self.code >= 0:
+            return f"exit code {self.code}"
+        try:
+            return f"killed by {signal.Signals(-self.code).name}"
+        except ValueError:
+            return f"killed by signal {-self.code}"
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a job ended.
+
+    Attributes:
+        exits: Every rank's exit, in the order in which they ended.
+        first_failure: The exit to blame, or None if all went well.
+        late: The ranks that were still running at the time-out.
+    """
+
+    exits: tuple[Exit, ...]
+    first_failure: Exit | None
+    late: tuple[int, ...]
+
+
+class Ranks:
+    """The processes of all ranks of a job. A context manager: on leaving it, every process is gone.
+
+    Args:
+        commands: How to start each rank.
+        environ: The environment that all begin with.
+        output: Where their output goes.
+        grace_s: How long the others may go on after one has failed, in seconds: enough for them to notice
+            and to say so.
+    """
+
+    def __init__(
+        self,
+        commands: Sequence[Command],
+        environ: Mapping[str, str],
+        output: Output,
+        grace_s: float = _GRACE_S,
+    ) -> None:
+        self.size = len(commands)
+        self.tails = [Tail() for _ in commands]
+        self.selector = selectors.DefaultSelector()
+        self._commands = commands
+        self._environ = environ
+        self._output = output
+        self._grace_s = grace_s
+        self._server: StoreServer | None = None
+        self._processes: list[subprocess.Popen] = []
+        self._guards: list[int] = []
+        self._pidfds: list[int | None] = []
+        self._open: dict[int, tuple[int, int]] = {}
+        self._exits: dict[int, Exit] = {}
+        self._told: set[int] = set()
+        self._steps: list[tuple[float, int]] = []
+
+    def start(self) -> None:
+        """Starts every rank, and the store, whose thread begins when all ranks are on their way.
+
+        Raises:
+            LaunchError: The system cannot start another process.
+        """
+        environ = dict(self._environ) | job_environment(self._environ, self.size)
+        if self.size > 1:
+            self._server = StoreServer(self.size)
+            environ["FLAGCX_STORE_ADDRESS"] = self._server.address
+            environ["FLAGCX_STORE_KEY"] = self._server.authkey.hex()
+        for rank in range(self.size):
+            self._start_rank(rank, environ | {"FLAGCX_RANK": str(rank), "FLAGCX_LOCAL_RANK": str(rank)})
+        if self._server is not None:
+            self._server.start()
+
+    def wait(self, timeout_s: float | None = None) -> Ending:
+        """Passes on output until all ranks have ended. Ends those that outlive a failed one for too long.
+
+        Args:
+            timeout_s: End all that still run after so many seconds.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        late: tuple[int, ...] = ()
+        while len(self._exits) < len(self._processes):
+            self._turn(self._patience(deadline))
+            if deadline is not None and time.monotonic() >= deadline:
+                deadline, late = None, self.running()
+                self._plan(signal.SIGTERM, 0.0)
+        self._drain()
+        return Ending(tuple(self._exits.values()), self._first_failure(), late)
+
+    def end(self, number: int = signal.SIGTERM) -> None:
+        """Sends all ranks a signal and waits for their end; those that don't heed it are killed."""
+        self._plan(number, 0.0)
+        self.wait()
+
+    def running(self) -> tuple[int, ...]:
+        """The ranks whose processes have not ended."""
+        return tuple(rank for rank in range(len(self._processes)) if rank not in self._exits)
+
+    def signal_rank(self, rank: int, number: int) -> None:
+        """Sends a signal to a rank and to what it started, if it still runs."""
+        if rank in self.running():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._processes[rank].pid, number)
+
+    def read_from(self, rank: int, stream: int, descriptor: int) -> None:
+        """Has a descriptor's bytes pass as a rank's output, until it ends. It is closed here."""
+        os.set_blocking(descriptor, False)
+        self._open[descriptor] = (rank, stream)
+        self.selector.register(descriptor, selectors.EVENT_READ, lambda: self._read(descriptor))
+
+    def close(self) -> None:
+        """Kills what still runs, and lets go of everything."""
+        for rank in self.running():
+            self.signal_rank(rank, signal.SIGKILL)
+        for process in self._processes:
+            process.wait()
+        sweep([process.pid for process in self._processes])
+        self._processes.clear()
+        if self._server is not None:
+            self._server.close()
+        for descriptor in [*self._open, *self._guards, *self._pidfds]:
+            if descriptor is not None:
+                os.close(descriptor)
+        self._open.clear()
+        self._guards.clear()
+        self._pidfds.clear()
+        self.selector.close()
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Ranks size={self.size} running={len(self.running())}>"
+
+    def _start_rank(self, rank: int, environ: dict[str, str]) -> None:
+        command, streams = self._commands[rank], self._output.streams(rank)
+        pipe, held = os.pipe()
+        self._guards.append(held)
+        try:
+            process = subprocess.Popen(
+                [*command.arguments, str(pipe)] if command.guards_itself else command.arguments,
+                env=environ,
+                stdin=streams.stdin,
+                stdout=streams.stdout,
+                stderr=streams.stderr,
+                pass_fds=[pipe, *command.pass_fds],
+                **_apart(rank),
+                preexec_fn=None if command.guards_itself else lambda: guard(pipe),
+            )
+        except OSError as error:
+            raise LaunchError(f"rank {rank} of {self.size} cannot be started: {error}", rank=rank) from error
+        finally:
+            os.close(pipe)
+        self._processes.append(process)
+        pidfd = _open_pidfd(process.pid)
+        self._pidfds.append(pidfd)
+        if pidfd is not None:
+            self.selector.register(pidfd, selectors.EVENT_READ, lambda: self._reap(rank))
+        for stream, source in ((1, process.stdout), (2, process.stderr)):
+            if source is not None:
+                self.read_from(rank, stream, os.dup(source.fileno()))
+                source.close()
+
+    def _read(self, descriptor: int) -> bool:
+        """Takes what is there. Returns whether there may be more."""
+        rank, stream = self._open[descriptor]
+        try:
+            data = os.read(descriptor, 1 << 16)
+        except BlockingIOError:
+            return False
+        except OSError:  # A terminal whose other end is closed.
+            data = b""
+        if not data:
+            self._finish(descriptor)
+            return False
+        if stream == 2:
+            self.tails[rank].feed(data)
+        self._output.receive(rank, stream, data)
+        return True
+
+    def _finish(self, descriptor: int) -> None:
+        rank, stream = self._open.pop(descriptor)
+        self.selector.unregister(descriptor)
+        os.close(descriptor)
+        if stream == 2:
+            self.tails[rank].finish()
+        self._output.finish(rank, stream)
+
+    def _drain(self) -> None:
+        """Takes what is left. (A process that a rank left behind may hold a stream open for ever.)"""
+        for descriptor in list(self._open):
+            while self._read(descriptor):
+                pass
+            if descriptor in self._open:
+                self._finish(descriptor)
+
+    def _turn(self, timeout_s: float | None) -> None:
+        for key, _ in self.selector.select(timeout_s):
+            key.data()
+        for rank in self.running():
+            if self._pidfds[rank] is None:
+                self._reap(rank)
+        while self._steps and self._steps[0][0] <= time.monotonic():
+            _, number = self._steps.pop(0)
+            for rank in self.running():
+                self._told.add(rank)
+                self.signal_rank(rank, number)
+
+    def _patience(self, deadline: float | None) -> float | None:
+        moments = [moment for moment, _ in self._steps[:1]] + ([] if deadline is None else [deadline])
+        if None in self._pidfds:
+            moments.append(time.monotonic() + _POLL_S)
+        return max(0.0, min(moments) - time.monotonic()) if moments else None
+
+    def _reap(self, rank: int) -> None:
+        code = self._processes[rank].poll()
+        if code is None:
+            return
+        pidfd = self._pidfds[rank]
+        if pidfd is not None:
+            self.selector.unregister(pidfd)
+        ended = self._exits[rank] = Exit(rank, code, rank in self._told)
+        if self._server is not None:
+            self._server.rank_ended(rank, "" if code == 0 else f"its process ended: {ended.describe()}")
+        if code != 0 and not self._steps:
+            self._plan(signal.SIGTERM, self._grace_s)
+
+    def _plan(self, number: int, after_s: float) -> None:
+        """Will send a signal to all, then SIGKILL to those that don't heed it."""
+        moment = time.monotonic() + after_s
+        self._steps = [(moment, number), (moment + _KILL_AFTER_S, signal.SIGKILL)]
+
+    def _first_failure(self) -> Exit | None:
+        """The exit to blame: the first that was its own doing and does not itself blame another rank."""
+        failed = [ended for ended in self._exits.values() if ended.code != 0]
+        own = [ended for ended in failed if not ended.after_signal]
+        # One that was told to end may have failed by then, and been busy with its traceback.
+        told = [ended for ended in failed if ended.after_signal and self.tails[ended.rank].traceback()]
+        causes = [ended for ended in own + told if not is_consequence(self.tails[ended.rank].traceback())]
+        return next(iter(causes + own + failed), None)
+
+
+def job_environment(environ: Mapping[str, str], size: int) -> dict[str, str]:
+    """The variables that all ranks of a new job on this host get.
+
+    Args:
+        environ: The environment that they begin with; what the user set in it wins.
+        size: How many ranks there are.
+    """
+    values = {
+        "FLAGCX_SIZE": str(size),
+        "FLAGCX_LOCAL_SIZE": str(size),
+        "FLAGCX_JOB": f"flagcx-{secrets.token_hex(8)}",
+        "PYTHONUNBUFFERED": environ.get("PYTHONUNBUFFERED", "1"),
+    }
+    if size > 1 and not any(name in environ for name in _THREAD_VARIABLES):
+        # Every rank's BLAS would otherwise take all cores for itself.
+        threads = str(max(1, len(os.sched_getaffinity(0)) // size))
+        values |= dict.fromkeys(_THREAD_VARIABLES, threads)
+    return values
+
+
+def _open_pidfd(pid: int) -> int | None:
+    """A descriptor that becomes readable when the process ends; None on a kernel without them."""
+    try:
+        return os.pidfd_open(pid)
+    except (OSError, AttributeError):
+        return None
+
+
+def _apart(rank: int) -> dict[str, Any]:
+    """Options that give a rank a process group of its own, so that it can be ended with its children.
+
+    All stay in one session where that is possible: Linux schedules each session as a group, and ranks that
+    outnumber the cores give way to each other only within theirs. Rank 0 leaves it to read from a terminal.
+    """
+    if sys.version_info >= (3, 11) and not (rank == 0 and os.isatty(0)):
+        return {"process_group": 0}
+    return {"start_new_session": True}

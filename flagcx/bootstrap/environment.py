@@ -1,0 +1,250 @@
+"""Who am I? A rank's place in its job, read from the variables that its launcher set.
+
+Every launcher has words of its own for the same four numbers::
+
+    launcher  rank           size                  local rank         local size
+    flagcx    FLAGCX_RANK    FLAGCX_SIZE           FLAGCX_LOCAL_RANK  FLAGCX_LOCAL_SIZE
+    torchrun  RANK           WORLD_SIZE            LOCAL_RANK         LOCAL_WORLD_SIZE
+    openmpi   (OMPI_COMM_WORLD_ before each:) RANK, SIZE, LOCAL_RANK, LOCAL_SIZE
+    mpich     PMI_RANK       PMI_SIZE              MPI_LOCALRANKID    MPI_LOCALNRANKS
+    slurm     SLURM_PROCID   SLURM_STEP_NUM_TASKS  SLURM_LOCALID      SLURM_STEP_TASKS_PER_NODE
+
+Launchers are started by launchers (``srun torchrun``, mpirun in a Slurm step), so several rows may be
+set. The innermost one counts: the table is in that order. ``RANK`` and ``WORLD_SIZE`` are names that
+anyone may set by hand; without torchrun's own mark beside them they must agree with the other rows.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from flagcx.errors import BootstrapError
+
+_BOOT_ID = "/proc/sys/kernel/random/boot_id"
+_TORCHRUN_MARK = "TORCHELASTIC_RUN_ID"
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A rank's place in its job.
+
+    Attributes:
+        rank: This rank's number in the job, from 0.
+        size: How many ranks the job has.
+        local_rank: This rank's number among those of its host, from 0.
+        local_size: How many ranks its host has.
+        host: The host's name together with the boot id of its kernel. Equal on two ranks only if they
+            run on one host.
+        job: Tells this job from others of the same user.
+        launcher: "flagcx", "torchrun", "openmpi", "mpich", "slurm" or "alone".
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    host: str
+    job: str
+    launcher: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """One launcher's words: a row of the table above."""
+
+    launcher: str
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+
+
+_FLAGCX = _Names("flagcx", "FLAGCX_RANK", "FLAGCX_SIZE", "FLAGCX_LOCAL_RANK", "FLAGCX_LOCAL_SIZE")
+_TORCHRUN = _Names("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_OPENMPI = _Names(
+    "openmpi",
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+)
+_MPICH = _Names("mpich", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+_SLURM = _Names("slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
+
+
+def identify(environ: Mapping[str, str]) -> Identity:
+    """Finds this rank's place from its environment.
+
+    Args:
+        environ: The environment to read, as from ``config.environment()``.
+
+    Returns:
+        The rank's identity; rank 0 of 1 where no launcher left its mark.
+
+    Raises:
+        BootstrapError: A launcher's variables are incomplete, are not numbers, are out of range, or two
+            launchers contradict each other. The message names the variables.
+
+    Example:
+        >>> identify({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}).rank
+        1
+    """
+    for names in (_FLAGCX, _TORCHRUN, _OPENMPI, _MPICH, _SLURM):
+        if not _is_set(names, environ):
+            continue
+        if names is _MPICH and _slurm_speaks_pmi(environ):
+            names = _SLURM
+        rank, size, local_rank, local_size = _numbers(names, environ)
+        if names is _TORCHRUN and _TORCHRUN_MARK not in environ:
+            _check_agreement(names, rank, size, environ)
+        job = _job(names.launcher, environ)
+        return Identity(rank, size, local_rank, local_size, host_name(), job, names.launcher)
+    return Identity(0, 1, 0, 1, host_name(), "alone", "alone")
+
+
+def host_name() -> str:
+    """Names this host: ``<host name>/<boot id>``.
+
+    The boot id alone is shared by all containers and namespaces of one kernel; the host name alone may
+    be "localhost" on many machines.
+    """
+    try:
+        with open(_BOOT_ID, encoding="ascii") as file:
+            boot_id = file.read().strip()
+    except OSError:
+        boot_id = "unknown"
+    return f"{socket.gethostname()}/{boot_id}"
+
+
+def _is_set(names: _Names, environ: Mapping[str, str]) -> bool:
+    if names is _SLURM:
+        # A batch script and the shell of an allocation have SLURM_PROCID or SLURM_NTASKS too, and are
+        # no task of a step; only srun sets both of these.
+        return names.rank in environ and names.size in environ
+    return names.rank in environ or names.size in environ
+
+
+def _slurm_speaks_pmi(environ: Mapping[str, str]) -> bool:
+    """Whether PMI_RANK comes from srun --mpi=pmi2 (then MPICH's local names are missing)."""
+    return _is_set(_SLURM, environ) and _MPICH.local_rank not in environ
+
+
+def _numbers(names: _Names, environ: Mapping[str, str]) -> tuple[int, int, int, int]:
+    present = [name for name in (names.rank, names.size) if name in environ]
+    if len(present) == 1:
+        missing = names.size if names.rank in environ else names.rank
+        raise BootstrapError(
+            f"{present[0]}={environ[present[0]]!r} is set but {missing} is not, so this rank's place in the "
+            f"job is unknown; set both, or unset {present[0]} to run alone"
+        )
+    rank = _integer(names.rank, environ)
+    size = _integer(names.size, environ)
+    if size < 1:
+        raise BootstrapError(f"{names.size}={size} is not a number of ranks; expected at least 1")
+    if not 0 <= rank < size:
+        raise BootstrapError(
+            f"{names.rank}={rank} is no rank of {names.size}={size}; expected 0 to {size - 1}"
+        )
+    return rank, size, *_local_numbers(names, environ, rank, size)
+
+
+def _local_numbers(names: _Names, environ: Mapping[str, str], rank: int, size: int) -> tuple[int, int]:
+    if size == 1 and names.local_rank not in environ and names.local_size not in environ:
+        return 0, 1
+    for name in (names.local_rank, names.local_size):
+        if name not in environ:
+            raise BootstrapError(
+                f"{names.rank}={rank} and {names.size}={size} are set but {name} is not; set it too, or "
+                f"start the ranks with flagcx run, torchrun, mpirun or srun, which set all of them"
+            )
+    local_rank = _integer(names.local_rank, environ)
+    local_size = _slurm_local_size(environ) if names is _SLURM else _integer(names.local_size, environ)
+    if not 1 <= local_size <= size:
+        raise BootstrapError(
+            f"{names.local_size}={local_size} contradicts {names.size}={size}; expected 1 to {size}"
+        )
+    if not 0 <= local_rank < local_size:
+        raise BootstrapError(
+            f"{names.local_rank}={local_rank} contradicts {names.local_size}={local_size}; "
+            f"expected 0 to {local_size - 1}"
+        )
+    return local_rank, local_size
+
+
+def _slurm_local_size(environ: Mapping[str, str]) -> int:
+    """Reads the entry of this host in, for example, ``4(x2),3``: four tasks on two hosts, then three."""
+    text = environ[_SLURM.local_size]
+    host_index = _integer("SLURM_NODEID", environ) if "SLURM_NODEID" in environ else 0
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
+            raise BootstrapError(f"{_SLURM.local_size}={text!r} cannot be read; expected a list like 4(x2),3")
+        counts += [int(match[1])] * int(match[2] or 1)
+    if not 0 <= host_index < len(counts):
+        raise BootstrapError(f"SLURM_NODEID={host_index} is not in {_SLURM.local_size}={text!r}")
+    return counts[host_index]
+
+
+def _integer(name: str, environ: Mapping[str, str]) -> int:
+    try:
+        return int(environ[name])
+    except ValueError:
+        raise BootstrapError(f"{name}={environ[name]!r} is not an integer") from None
+
+
+def _check_agreement(names: _Names, rank: int, size: int, environ: Mapping[str, str]) -> None:
+    """Variables set by hand must not contradict a launcher's (Slurm's may: it may have started that one)."""
+    for other in (_OPENMPI, _MPICH):
+        if other.rank not in environ or other.size not in environ:
+            continue
+        other_rank, other_size = _integer(other.rank, environ), _integer(other.size, environ)
+        if (rank, size) != (other_rank, other_size):
+            raise BootstrapError(
+                f"{names.rank}={rank} and {names.size}={size} contradict {other.rank}={other_rank} and "
+                f"{other.size}={other_size}; unset the pair that does not belong to this job"
+            )
+
+
+def _job(launcher: str, environ: Mapping[str, str]) -> str:
+    if "FLAGCX_JOB" in environ:
+        return environ["FLAGCX_JOB"]
+    if launcher == "flagcx":
+        return "flagcx"
+    parts: tuple[str, ...]
+    if launcher == "torchrun":
+        parts = (_TORCHRUN_MARK, "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
+    elif launcher == "openmpi":
+        parts = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
+    elif launcher == "slurm":
+        parts = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    else:
+        return _hydra_job()
+    return "-".join([launcher, *(environ[part] for part in parts if part in environ)])
+
+
+def _hydra_job() -> str:
+    """MPICH tells its ranks no name of the job, but all ranks of a host descend from one proxy process."""
+    pid = "self"
+    try:
+        while pid != "1":
+            pid = _stat(pid)[1][1]
+            name, numbers = _stat(pid)
+            if name.startswith("hydra"):
+                return f"mpich-{pid}-{numbers[19]}"
+    except (OSError, IndexError):
+        pass
+    raise BootstrapError(
+        "PMI_RANK is set, but no hydra process is among this rank's ancestors, so its job has no name; start "
+        "the ranks with mpirun, or set FLAGCX_JOB to a name that all ranks of this job share"
+    )
+
+
+def _stat(pid: str) -> tuple[str, list[str]]:
+    """A process's name and the fields of its stat line behind it: state, parent, ..., start time (19)."""
+    with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+        head, _, tail = file.read().rpartition(")")
+    return head.partition("(")[2], tail.split()

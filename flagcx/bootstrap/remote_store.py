@@ -1,0 +1,227 @@
+"""A rank's end of a store that another process serves."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import select
+import socket
+import struct
+import threading
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+from flagcx.bootstrap import wire
+from flagcx.bootstrap.ledger import Answer, Request
+from flagcx.bootstrap.sockets import close_in_forked_child, parse_address, tune
+from flagcx.bootstrap.store import Store
+from flagcx.errors import (
+    BootstrapError,
+    CommunicationError,
+    CommunicatorError,
+    PeerDiedError,
+    PeerTimeoutError,
+)
+
+_MARGIN_S = 5.0
+_MAX_ANSWER_NBYTES = (1 << 31) - 1
+
+
+class RemoteStore(Store):
+    """A rank's connection to a ``StoreServer``.
+
+    Args:
+        address: The server's address.
+        authkey: The key.
+        rank: This rank.
+        size: How many ranks the job has.
+        timeout_s: How long to wait for the server, in seconds.
+
+    Raises:
+        BootstrapError: Nobody listens there, or it is no store of this key, or it turned this rank away.
+    """
+
+    def __init__(self, address: str, authkey: bytes, rank: int, size: int, timeout_s: float = 10.0) -> None:
+        self.rank, self.size = rank, size
+        self.address = address
+        self._lock = threading.Lock()
+        self._number = 0
+        self._owner = os.getpid()
+        self._broken: Exception | None = None
+        self._dead: dict[int, str] = {}
+        self._host: dict[str, Any] = {}
+        self._poller = select.poll()
+        self._connection = _open(address, timeout_s, rank)
+        self._poller.register(self._connection.fileno(), select.POLLIN)
+        try:
+            self._greet(authkey, time.monotonic() + timeout_s)
+        except BaseException:
+            self._drop()
+            raise
+        close_in_forked_child(self)
+
+    def check(self) -> None:
+        if self._poller.poll(0) and self._lock.acquire(blocking=False):
+            try:
+                self._read_notices()
+            finally:
+                self._lock.release()
+        if self._dead:
+            rank, detail = next(iter(self._dead.items()))
+            raise PeerDiedError(f"rank {rank} died ({detail})", peer=rank)
+        if self._broken is not None:
+            raise self._broken
+
+    def close(self) -> None:
+        self._part({"kind": "leave"})
+
+    def abort(self, reason: str) -> None:
+        self._part({"kind": "abort", "detail": reason})
+
+    def _part(self, last_word: dict[str, str]) -> None:
+        with self._lock:
+            if self._connection.closed:
+                return
+            if self._broken is None and os.getpid() == self._owner:
+                with contextlib.suppress(OSError):
+                    self._connection.send_bytes(wire.pack(last_word))
+            self._drop()
+
+    def abandon(self) -> None:
+        """Lets go of the connection without a word: for a forked child, which holds a copy of it."""
+        self._lock = threading.Lock()  # The parent's other threads do not exist here to release it.
+        self._drop()
+
+    def _drop(self) -> None:
+        self._poller = select.poll()
+        self._connection.close()
+
+    def _submit(self, request: Request) -> Answer:
+        with self._lock:
+            if self._connection.closed:
+                forked = os.getpid() != self._owner
+                raise CommunicatorError(
+                    f"the store of rank {self.rank} is closed" + (" in a forked child" if forked else "")
+                )
+            if self._broken is not None:
+                raise self._broken
+            self._number += 1
+            header = {
+                "number": self._number,
+                "kind": request.kind,
+                "key": request.key,
+                "amount": request.amount,
+                "timeout_s": request.timeout_s,
+                "group": request.group,
+            }
+            # If sending fails, the server is gone, and what it said last is still there to be read.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                self._connection.send_bytes(wire.pack(header, request.value))
+            return self._await_answer(time.monotonic() + request.timeout_s + _MARGIN_S, request)
+
+    def _await_answer(self, deadline: float, request: Request) -> Answer:
+        while True:
+            header, body = self._read(deadline, request)
+            if header.get("number") != self._number:
+                continue  # A notice, or the answer to a call that was interrupted.
+            values, start = [], 0
+            for nbytes in header["lengths"]:
+                values.append(body[start : start + nbytes])
+                start += nbytes
+            return Answer(
+                tuple(values), header["result"], header["fault"], tuple(header["ranks"]), header["detail"]
+            )
+
+    def _read_notices(self) -> None:
+        while self._broken is None and self._poller.poll(0):
+            with contextlib.suppress(CommunicationError, BootstrapError):
+                self._read(time.monotonic() + _MARGIN_S, None)
+
+    def _read(self, deadline: float, request: Request | None) -> tuple[dict[str, Any], bytes]:
+        """Reads a message, and takes note of it if it is a notice."""
+        if not self._poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            raise PeerTimeoutError(
+                f"the store, which {self._host['host']} runs, does not answer "
+                f"{request.kind if request else 'a call'} of rank {self.rank}; is that process stopped?",
+                peer=self._host["host_rank"],
+            )
+        try:
+            header, body = wire.unpack(self._connection.recv_bytes(_MAX_ANSWER_NBYTES))
+        except (EOFError, OSError, wire.MalformedError):
+            self._broken = self._loss()
+            raise self._broken from None
+        if header.get("notice") == "died":
+            self._dead.setdefault(header["rank"], header["detail"])
+        elif header.get("notice") == "closed":
+            host = self._host["host"]
+            self._broken = BootstrapError(
+                f"the store is closed: {host}, which ran it, has ended", rank=self._host["host_rank"]
+            )
+            raise self._broken
+        return header, body
+
+    def _loss(self) -> Exception:
+        host, host_rank = self._host["host"], self._host["host_rank"]
+        if host_rank is None:
+            return BootstrapError(f"{host}, which ran the store, is gone")
+        return PeerDiedError(f"{host} died (it ran the store, and its connection ended)", peer=host_rank)
+
+    def _greet(self, authkey: bytes, deadline: float) -> None:
+        """Shows the server that this rank knows the key, and has it show the same."""
+        opening = self._hear(deadline)
+        if len(opening) != len(wire.MAGIC) + wire.NONCE_NBYTES or not opening.startswith(wire.MAGIC):
+            raise BootstrapError(f"what listens at {self.address} is no flagcx store", rank=self.rank)
+        server_nonce, client_nonce = opening[len(wire.MAGIC) :], secrets.token_bytes(wire.NONCE_NBYTES)
+        claim = wire.pack({"rank": self.rank, "size": self.size, "pid": os.getpid()})
+        shown = wire.proof(authkey, "client", server_nonce, client_nonce, claim)
+        self._connection.send_bytes(client_nonce + shown + claim)
+        answer = self._hear(deadline)
+        expected = wire.proof(authkey, "server", server_nonce, client_nonce, answer[wire.PROOF_NBYTES :])
+        if not wire.same_proof(answer[: wire.PROOF_NBYTES], expected):
+            raise BootstrapError(f"the store at {self.address} does not know this job's key", rank=self.rank)
+        header, _ = wire.unpack(answer[wire.PROOF_NBYTES :])
+        if "error" in header:
+            raise RefusedError(f"the store turned rank {self.rank} away: {header['error']}", rank=self.rank)
+        self._host = header
+
+    def _hear(self, deadline: float) -> bytes:
+        if not self._poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            raise BootstrapError(
+                f"what listens at {self.address} says nothing; is it a flagcx store?", rank=self.rank
+            )
+        try:
+            return self._connection.recv_bytes(wire.MAX_GREETING_NBYTES)
+        except (EOFError, OSError):
+            raise BootstrapError(
+                f"the store at {self.address} closed the connection of rank {self.rank}: the key "
+                f"(FLAGCX_STORE_KEY) is not this job's, or the store is just closing",
+                rank=self.rank,
+            ) from None
+
+
+class RefusedError(BootstrapError):
+    """The job's own store turned this rank away; to try again would be in vain."""
+
+
+def _open(address: str, timeout_s: float, rank: int) -> Connection:
+    try:
+        family, place = parse_address(address)
+    except ValueError as error:
+        raise BootstrapError(f"the store of rank {rank} cannot be found: {error}", rank=rank) from None
+    link = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        link.settimeout(timeout_s)
+        link.connect(place)
+        link.settimeout(None)
+        # In the middle of a message, a silence of this length is the end: a stopped server must not hang us.
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            link.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(_MARGIN_S), 0))
+        tune(link)
+    except OSError as error:
+        link.close()
+        raise BootstrapError(
+            f"rank {rank} cannot reach the store at {address}: {error}", rank=rank
+        ) from error
+    return Connection(link.detach())

@@ -1,0 +1,112 @@
+"""The sockets under a store: addresses as text, listening, and what happens to them in a fork."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import struct
+import weakref
+from typing import Any
+
+from flagcx.errors import BootstrapError
+
+_CREDENTIALS = struct.Struct("3i")
+
+
+def parse_address(address: str) -> tuple[socket.AddressFamily, str | tuple[str, int]]:
+    """Reads ``unix:@name`` (abstract), ``unix:/path``, ``tcp:host:port`` or ``host:port``.
+
+    Returns:
+        The socket family, and the address as ``socket.connect`` wants it (a host name is looked up).
+
+    Raises:
+        ValueError: The text is none of these, or the host is unknown.
+    """
+    scheme, colon, rest = address.partition(":")
+    if scheme == "unix" and rest:
+        return socket.AF_UNIX, "\0" + rest[1:] if rest.startswith("@") else rest
+    if scheme == "tcp":
+        address = rest.removeprefix("//")
+    host, colon, port = address.rpartition(":")
+    if not (host and colon and port.isdecimal() and int(port) < 65536):
+        raise ValueError(f"{address!r} is no address; expected host:port or unix:/path")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ValueError(f"the host of {address!r} cannot be found: {error}") from None
+    family, _, _, _, place = found[0]
+    return family, (str(place[0]), int(place[1]))
+
+
+def format_address(bound: socket.socket) -> str:
+    """Writes the address of a bound socket as ``parse_address`` reads it."""
+    name = bound.getsockname()
+    if bound.family == socket.AF_UNIX:
+        return "unix:@" + name[1:].decode() if isinstance(name, bytes) else f"unix:{name}"
+    host = f"[{name[0]}]" if bound.family == socket.AF_INET6 else name[0]
+    return f"tcp:{host}:{name[1]}"
+
+
+def tune(connection: socket.socket) -> None:
+    """Sends small messages at once, and finds out within half a minute that a host has gone silent."""
+    if connection.family != socket.AF_UNIX:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
+
+
+def close_in_forked_child(resource: Any) -> None:
+    """Has a forked child let go of the resource's sockets (``abandon``).
+
+    A copy of a socket in a child keeps the connection open after its rank was killed, and the rank would
+    seem alive.
+    """
+    reference = weakref.ref(resource)
+
+    def abandon() -> None:
+        found = reference()
+        if found is not None:
+            found.abandon()
+
+    os.register_at_fork(after_in_child=abandon)
+
+
+def listen(address: str | None) -> socket.socket:
+    """Opens a listening socket.
+
+    Args:
+        address: As ``parse_address`` reads it; None for an abstract Unix socket of a random name.
+
+    Raises:
+        BootstrapError: It cannot be listened on.
+    """
+    if address is None:
+        address = f"unix:@flagcx-{secrets.token_hex(12)}"
+    try:
+        family, place = parse_address(address)
+    except ValueError as error:
+        raise BootstrapError(f"the store cannot listen: {error}") from None
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if family != socket.AF_UNIX:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(place)
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        raise BootstrapError(
+            f"the store cannot listen on {address}: {error.strerror}; choose an address of this "
+            f"host and a free port"
+        ) from error
+    return listener
+
+
+def is_own_user(connection: socket.socket) -> bool:
+    """Whether a Unix socket's other end runs as this user. (Over TCP the key alone decides.)"""
+    if connection.family != socket.AF_UNIX:
+        return True
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return _CREDENTIALS.unpack(raw)[1] == os.getuid()

@@ -1,0 +1,260 @@
+"""A rank's end of the store, through which the ranks of a job find each other and exchange small values.
+
+``Store`` is the interface. ``RemoteStore`` (in remote_store.py) asks a ``StoreServer``; ``LocalStore`` is a
+lone rank's, with no socket; ``Store.scoped`` gives a view for part of the ranks. Values are bytes: a store
+unpickles nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NoReturn
+
+from flagcx.bootstrap.ledger import Answer, Ledger, Request
+from flagcx.bootstrap.store_server import StoreServer
+from flagcx.errors import (
+    ArgumentError,
+    BootstrapError,
+    CommunicationError,
+    PeerDiedError,
+    PeerTimeoutError,
+    ResourceError,
+)
+
+__all__ = ["LocalStore", "Store", "StoreServer"]
+
+MAX_VALUE_NBYTES = 32 << 20
+_FOREVER_S = 1e8
+
+
+class Store:
+    """A rank's connection to its job's store. A context manager; ``close()`` may be called again.
+
+    All methods may be called from any thread of the rank; calls of one rank run one after another. When a
+    rank of the job has died, every call of the others raises ``PeerDiedError``.
+
+    Attributes:
+        rank: This rank.
+        size: How many ranks share the store.
+    """
+
+    rank: int
+    size: int
+
+    def set(self, key: str, value: bytes) -> None:
+        """Sets a key, and wakes those who wait for it.
+
+        Args:
+            key: The key.
+            value: Its value, at most 32 MiB.
+        """
+        self._ask(Request("set", _text(key), _value(value)))
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        """Returns the value of a key, waiting for it if need be.
+
+        Raises:
+            PeerTimeoutError: Nobody set it in time. Names the ranks that are not there.
+            PeerDiedError: A rank died meanwhile.
+        """
+        return self._ask(Request("get", _text(key), timeout_s=_seconds(timeout_s))).values[0]
+
+    def add(self, key: str, amount: int) -> int:
+        """Adds to a counter, which begins at 0, and returns the sum. Counters and keys are apart."""
+        return self._ask(Request("add", _text(key), amount=int(amount))).number
+
+    def delete(self, key: str) -> bool:
+        """Removes a key or counter. Returns whether it was there."""
+        return bool(self._ask(Request("delete", _text(key))).number)
+
+    def barrier(self, name: str, timeout_s: float) -> None:
+        """Waits until all ranks have come to the barrier of this name, which may be used again.
+
+        Raises:
+            PeerTimeoutError: They did not come in time. Names the absent.
+            PeerDiedError: A rank died meanwhile.
+            CommunicationError: A rank has left and will not come.
+        """
+        self.exchange(name, b"", timeout_s)
+
+    def exchange(self, name: str, value: bytes, timeout_s: float) -> list[bytes]:
+        """Gives every rank every rank's value, in one round trip.
+
+        Args:
+            name: What the exchange is called, the same on all ranks. It may be used again afterwards.
+            value: This rank's contribution.
+            timeout_s: How long to wait for the others, in seconds.
+
+        Returns:
+            The contributions in the order of the ranks.
+
+        Raises:
+            PeerTimeoutError: Ranks did not come in time. Names the absent.
+            PeerDiedError: A rank died meanwhile.
+            CommunicationError: A rank has left and will not come.
+
+        Example:
+            >>> LocalStore().exchange("names", b"a", timeout_s=1)
+            [b'a']
+        """
+        request = Request("gather", _text(name), _value(value), timeout_s=_seconds(timeout_s))
+        return list(self._ask(request).values)
+
+    def check(self) -> None:
+        """Raises if a rank is known to have died. Costs about a microsecond: for loops that wait.
+
+        Raises:
+            PeerDiedError: A rank died.
+        """
+
+    def scoped(self, prefix: str, ranks: Sequence[int] | None = None) -> Store:
+        """A view whose keys begin with ``prefix``, shared by some of the ranks.
+
+        Args:
+            prefix: What its keys begin with.
+            ranks: Ranks of this store that share the view, in the order of their ranks in it; all of them
+                by default. Deaths of other ranks do not concern it.
+
+        Returns:
+            The view. Closing it does nothing; it ends with this store.
+
+        Raises:
+            ArgumentError: ``ranks`` has duplicates, unknown ranks or lacks this rank.
+        """
+        return _View(self, _text(prefix), tuple(range(self.size)) if ranks is None else tuple(ranks))
+
+    def close(self) -> None:
+        """Leaves the store in good order."""
+
+    def abort(self, reason: str) -> None:
+        """Leaves the store because this rank failed: the others are told, as if it had died.
+
+        Args:
+            reason: What happened, such as "it raised ValueError: no such file".
+        """
+        self.close()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__.lstrip('_')} rank={self.rank} size={self.size}>"
+
+    def _ask(self, request: Request) -> Answer:
+        """Puts a request, and returns the answer, which has no fault."""
+        answer = self._submit(request)
+        if answer.fault:
+            self._fail(request, answer)
+        return answer
+
+    def _submit(self, request: Request) -> Answer:
+        raise NotImplementedError
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank}"
+
+    def _fail(self, request: Request, answer: Answer) -> NoReturn:
+        what = f"{'exchange or barrier' if request.kind == 'gather' else request.kind} {request.key!r}"
+        names = ", ".join(self._name(rank) for rank in answer.ranks)
+        peer = answer.ranks[0] if answer.ranks else None
+        if answer.fault == "died":
+            raise PeerDiedError(
+                f"{names} died ({answer.detail}), so {what} on {self._name(self.rank)} cannot go on; look "
+                f"for the first error in that rank's output",
+                peer=peer,
+            )
+        if answer.fault == "left":
+            raise CommunicationError(
+                f"{names} has left the job (closed its communicator or ended) and will not take part in "
+                f"{what} on {self._name(self.rank)}; every rank must make the same calls",
+                peer=peer,
+            )
+        if answer.fault == "timeout":
+            raise PeerTimeoutError(f"{self._lateness(request, what, names)}", peer=peer)
+        if answer.fault == "full":
+            raise ResourceError(
+                f"{what}: the store is full ({answer.detail}); delete keys that are done with"
+            )
+        raise BootstrapError(f"{self._name(self.rank)} is already waiting in {what}", rank=self.rank)
+
+    def _lateness(self, request: Request, what: str, names: str) -> str:
+        if request.kind == "gather":
+            return (
+                f"{names} did not come to {what} within {request.timeout_s:g} s; every rank must make the "
+                f"same calls, and slow ones need a longer time-out (FLAGCX_INIT_TIMEOUT_S for init)"
+            )
+        reason = f"not connected: {names}" if names else "all ranks are connected and none has set it"
+        return f"key {request.key!r} was not set within {request.timeout_s:g} s ({reason})"
+
+
+class LocalStore(Store):
+    """The store of a lone rank: no server, no socket."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = 0, 1
+        self._ledger = Ledger(1)
+        self._ledger.join(0)
+        self._lock = threading.Lock()
+
+    def _submit(self, request: Request) -> Answer:
+        with self._lock:
+            # Nobody else could set a missing key, so waiting for it is pointless.
+            answers = self._ledger.submit(0, request, None, 0.0) or self._ledger.expire(math.inf)
+        return answers[0][1]
+
+
+class _View(Store):
+    """Part of another store: a prefix for the keys, and some of the ranks."""
+
+    def __init__(self, parent: Store, prefix: str, ranks: tuple[int, ...]) -> None:
+        if len(set(ranks)) != len(ranks) or not all(0 <= rank < parent.size for rank in ranks):
+            raise ArgumentError(
+                f"ranks must be different ranks from 0 to {parent.size - 1}, got {list(ranks)}"
+            )
+        if parent.rank not in ranks:
+            raise ArgumentError(f"rank {parent.rank} is not one of the ranks of the view, {list(ranks)}")
+        self._parent, self._prefix, self._ranks = parent, prefix, ranks
+        self.rank, self.size = ranks.index(parent.rank), len(ranks)
+
+    def check(self) -> None:
+        try:
+            self._parent.check()
+        except PeerDiedError as error:
+            if error.peer in self._ranks:
+                raise PeerDiedError(str(error), peer=self._ranks.index(error.peer)) from None
+
+    def _submit(self, request: Request) -> Answer:
+        group = range(self.size) if request.group is None else request.group
+        ranks = tuple(self._ranks[rank] for rank in group)
+        answer = self._parent._submit(replace(request, key=self._prefix + request.key, group=ranks))
+        return replace(answer, ranks=tuple(self._ranks.index(rank) for rank in answer.ranks))
+
+    def _name(self, rank: int) -> str:
+        above = self._parent._name(self._ranks[rank])
+        return above if self._ranks[rank] == rank else f"rank {rank} ({above} of the whole job)"
+
+
+def _text(key: str) -> str:
+    if not isinstance(key, str):
+        raise ArgumentError(f"a key must be a str, got {type(key).__name__}")
+    return key
+
+
+def _value(value: bytes) -> bytes:
+    if not isinstance(value, (bytes, bytearray, memoryview)):
+        raise ArgumentError(f"a value must be bytes, got {type(value).__name__}")
+    if len(value) > MAX_VALUE_NBYTES:
+        raise ArgumentError(f"a value may have at most {MAX_VALUE_NBYTES} bytes, got {len(value)}")
+    return bytes(value)
+
+
+def _seconds(timeout_s: float) -> float:
+    if not 0 <= timeout_s <= math.inf:
+        raise ArgumentError(f"a time-out must be a number of seconds from 0 up, got {timeout_s!r}")
+    return min(float(timeout_s), _FOREVER_S)

@@ -1,0 +1,421 @@
+"""The store's server: one thread, one loop, no connection that another can hold up.
+
+Every socket is non-blocking, so a stranger who connects and says nothing, sends garbage or stops half way
+costs the others nothing: he has ``handshake_s`` seconds to show that he knows the key, then he is cut off.
+
+How a connection begins (sha256 proofs, both ways; see ``wire.proof``)::
+
+    server                                      client
+      | -- magic, server's nonce ----------------> |
+      | <-- client's nonce, proof, {rank, size} -- |      a wrong proof: closed, without a word
+      | -- proof, {"ok": host} or {"error": ...} > |      the client checks that the server knows the key
+
+A rank that says "leave" before it closes has left in good order. One whose connection simply ends has
+died: its kernel closes the socket within microseconds of a kill -9. All who wait for it are told, and so
+is everyone else by a notice.
+
+A rank may leave and come back (``init``, ``close``, ``init``): its n-th stay meets the others' n-th stays,
+in a ledger of their own, so that a rank which is ahead is not confused with one which is behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from flagcx.bootstrap import wire
+from flagcx.bootstrap.ledger import Answers, Ledger
+from flagcx.bootstrap.sockets import close_in_forked_child, format_address, is_own_user, listen, tune
+
+_MAX_STRANGERS = 256
+
+
+class _Peer:
+    """A connection: a stranger's (rank -1) until it has shown the key, then a rank's."""
+
+    def __init__(self, connection: socket.socket, deadline: float) -> None:
+        self.socket = connection
+        self.deadline = deadline
+        self.nonce = secrets.token_bytes(wire.NONCE_NBYTES)
+        self.reader = wire.FrameReader(wire.MAX_GREETING_NBYTES)
+        self.outbox = bytearray()
+        self.rank = -1
+        self.pid = 0
+        self.ledger: Ledger | None = None  # From the rank's coming to its leaving.
+
+
+class StoreServer:
+    """Serves one job's store from a daemon thread. A context manager; ``close()`` may be called again.
+
+    Args:
+        size: How many ranks the job has.
+        address: Where to listen: ``host:port``, or None for an abstract Unix socket (one host; nothing is
+            left on disk).
+        authkey: The key that ranks must know; None makes a random one.
+        host: Who runs this server, as the others shall name it when it is gone: "rank 0", "the launcher".
+        host_rank: The rank whose process runs this server, or None if no rank's does.
+        handshake_s: How long a stranger has to show the key, in seconds.
+        on_complete: Called once, from the server's thread, when all ranks have connected.
+
+    Attributes:
+        address: Where it listens, as ``Store`` takes it.
+        authkey: The key.
+
+    Raises:
+        BootstrapError: The address cannot be listened on.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        address: str | None = None,
+        authkey: bytes | None = None,
+        *,
+        host: str = "the launcher",
+        host_rank: int | None = None,
+        handshake_s: float = 5.0,
+        on_complete: Callable[[], None] | None = None,
+    ) -> None:
+        self.size = size
+        self.authkey = secrets.token_bytes(32) if authkey is None else authkey
+        self._host = {"host": host, "host_rank": host_rank}
+        self._handshake_s = handshake_s
+        self._on_complete = on_complete
+        self._listener = listen(address)
+        self.address = format_address(self._listener)
+        self._selector = selectors.DefaultSelector()
+        self._waker, self._woken = socket.socketpair()
+        self._calls: deque[Callable[[], None]] = deque()
+        self._peers: dict[_Peer, None] = {}
+        self._ledgers: dict[int, Ledger] = {}
+        self._stays = [0] * size
+        self._connected: dict[int, _Peer] = {}
+        self._lost: dict[int, str] = {}
+        self._finished: set[int] = set()
+        self._ended = False
+        self._ends_when_idle = False
+        self._owner = os.getpid()
+        self._thread: threading.Thread | None = None
+        close_in_forked_child(self)
+
+    def start(self) -> StoreServer:
+        """Starts the thread. (Connections made before this wait in the listening socket's queue.)"""
+        if self._thread is None and not self._ended:
+            self._listener.setblocking(False)
+            self._woken.setblocking(False)
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+            self._selector.register(self._woken, selectors.EVENT_READ, self._wake_up)
+            self._thread = threading.Thread(target=self._serve, name="flagcx-store", daemon=True)
+            self._thread.start()
+        return self
+
+    def rank_ended(self, rank: int, how: str = "") -> None:
+        """Tells the store what a launcher sees: a rank's process ended.
+
+        Args:
+            rank: The rank.
+            how: "" if it ended well, otherwise what happened, such as "was killed by SIGKILL".
+        """
+        self._call(lambda: self._depart(rank, how))
+
+    def close_when_idle(self) -> None:
+        """Has the server end by itself as soon as no rank is connected any more."""
+
+        def leave_it() -> None:
+            self._ends_when_idle = True
+
+        self._call(leave_it)
+
+    def join(self, timeout_s: float) -> None:
+        """Waits until the server has ended, at most ``timeout_s`` seconds."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def close(self) -> None:
+        """Tells all who are connected that the store is closed, and ends."""
+        if self._ended or os.getpid() != self._owner:
+            return
+        self._ended = True
+        if self._thread is not None:
+            self._wake()
+            if self._thread is not threading.current_thread():
+                self._thread.join()
+        else:
+            self._release()
+
+    def abandon(self) -> None:
+        """Lets go of all sockets without a word: for a forked child, which holds copies of them."""
+        self._ended = True
+        self._release()
+
+    def __enter__(self) -> StoreServer:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._ended else f"{len(self._connected)} of {self.size} ranks connected"
+        return f"<StoreServer at {self.address}, {state}>"
+
+    # The loop. Everything below runs in the server's thread alone.
+
+    def _serve(self) -> None:
+        try:
+            while not self._ended:
+                for key, events in self._selector.select(self._patience()):
+                    key.data(events)
+                while self._calls:
+                    self._calls.popleft()()
+                self._expire(time.monotonic())
+                if self._ends_when_idle and not self._connected:
+                    break
+        finally:
+            self._ended = True
+            self._say_goodbye()
+            self._release()
+
+    def _patience(self) -> float | None:
+        deadlines = [ledger.next_deadline() for ledger in self._ledgers.values()]
+        deadlines += [peer.deadline for peer in self._peers if peer.rank < 0]
+        first = min(deadlines, default=math.inf)
+        return None if first == math.inf else max(0.0, first - time.monotonic())
+
+    def _expire(self, now: float) -> None:
+        for ledger in self._ledgers.values():
+            self._deliver(ledger.expire(now))
+        for peer in [peer for peer in self._peers if peer.rank < 0 and peer.deadline <= now]:
+            self._drop(peer)
+
+    def _call(self, function: Callable[[], None]) -> None:
+        self._calls.append(function)
+        self._wake()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):
+            self._waker.send(b"\0", socket.MSG_DONTWAIT)
+
+    def _wake_up(self, _events: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._woken.recv(4096)
+
+    def _accept(self, _events: int) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError:  # No descriptor is left: make room, and don't spin while there is none.
+            self._drop_strangers(keep=0)
+            time.sleep(0.01)
+            return
+        if not is_own_user(connection):
+            connection.close()
+            return
+        self._drop_strangers(keep=_MAX_STRANGERS - 1)
+        connection.setblocking(False)
+        tune(connection)
+        peer = _Peer(connection, time.monotonic() + self._handshake_s)
+        self._peers[peer] = None
+        self._selector.register(connection, selectors.EVENT_READ, lambda events: self._attend(peer, events))
+        self._send(peer, wire.MAGIC + peer.nonce)
+
+    def _drop_strangers(self, keep: int) -> None:
+        strangers = [peer for peer in self._peers if peer.rank < 0]
+        for peer in strangers[: max(0, len(strangers) - keep)]:
+            self._drop(peer)
+
+    def _attend(self, peer: _Peer, events: int) -> None:
+        if events & selectors.EVENT_WRITE:
+            self._flush(peer)
+        if not events & selectors.EVENT_READ or peer not in self._peers:
+            return
+        try:
+            data = peer.socket.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        try:
+            payloads = peer.reader.feed(data)
+            for payload in payloads:
+                if peer not in self._peers:
+                    return
+                self._receive(peer, payload)
+        except wire.MalformedError as error:
+            self._drop(peer, f"sent what is no message of flagcx ({error})")
+            return
+        if not data:
+            self._drop(peer)
+
+    def _receive(self, peer: _Peer, payload: bytes) -> None:
+        if peer.rank < 0:
+            self._greet(peer, payload)
+            return
+        header, body = wire.unpack(payload)
+        ledger = peer.ledger
+        if ledger is None:
+            raise wire.MalformedError("a request after it had left")
+        if header.get("kind") == "leave":
+            self._leave(peer, ledger)
+            return
+        if header.get("kind") == "abort":
+            self._drop(peer, str(header.get("detail")))
+            return
+        request = wire.read_request(header, body, peer.rank, self.size)
+        ticket = (peer, header["number"])
+        self._deliver(ledger.submit(peer.rank, request, ticket, time.monotonic()))
+
+    # A rank comes.
+
+    def _greet(self, peer: _Peer, payload: bytes) -> None:
+        client_nonce, shown = payload[: wire.NONCE_NBYTES], payload[wire.NONCE_NBYTES :][: wire.PROOF_NBYTES]
+        claim = payload[wire.NONCE_NBYTES + wire.PROOF_NBYTES :]
+        expected = wire.proof(self.authkey, "client", peer.nonce, client_nonce, claim)
+        if not wire.same_proof(shown, expected):
+            self._drop(peer)
+            return
+        header, _ = wire.unpack(claim)
+        error = self._refusal(header)
+        answer = wire.pack({"error": error} if error else {"ok": True, **self._host})
+        own_proof = wire.proof(self.authkey, "server", peer.nonce, client_nonce, answer)
+        if error:
+            self._send(peer, own_proof + answer)
+            self._drop(peer)
+            return
+        peer.rank, peer.pid = header["rank"], header["pid"]
+        peer.reader.limit = wire.MAX_MESSAGE_NBYTES
+        peer.ledger = self._ledger(self._stays[peer.rank])
+        peer.ledger.join(peer.rank)
+        self._connected[peer.rank] = peer
+        self._send(peer, own_proof + answer)
+        if len(self._connected) == self.size and self._on_complete is not None:
+            on_complete, self._on_complete = self._on_complete, None
+            on_complete()
+
+    def _refusal(self, header: dict[str, Any]) -> str:
+        """Why a client that knows the key is turned away; "" if it is let in."""
+        if not all(wire.is_integer(header.get(name)) for name in ("rank", "size", "pid")):
+            return "the greeting has no rank, size and pid"
+        rank, size = header["rank"], header["size"]
+        if size != self.size or not 0 <= rank < self.size:
+            return f"it calls itself rank {rank} of {size}, but this job has {self.size} ranks"
+        if rank in self._connected:
+            return (
+                f"rank {rank} is already connected, from process {self._connected[rank].pid}; each rank may "
+                f"call init once at a time, and a process started by a rank must not inherit its variables"
+            )
+        if rank in self._lost:
+            return f"rank {rank} was lost before ({self._lost[rank]}) and cannot come back"
+        return ""
+
+    def _ledger(self, stay: int) -> Ledger:
+        """The ledger of everyone's ``stay``-th stay."""
+        if stay not in self._ledgers:
+            ledger = self._ledgers[stay] = Ledger(self.size)
+            for rank, how in self._lost.items():
+                ledger.lose(rank, how)
+            for rank in self._finished - self._connected.keys():
+                ledger.leave(rank)
+        return self._ledgers[stay]
+
+    # A rank goes.
+
+    def _leave(self, peer: _Peer, ledger: Ledger) -> None:
+        stay = self._stays[peer.rank]
+        self._forget(peer)
+        self._deliver(ledger.leave(peer.rank))
+        if len(ledger.left) == self.size:
+            del self._ledgers[stay]
+        if peer.rank in self._finished:
+            self._write_off(peer.rank)
+
+    def _drop(self, peer: _Peer, how: str = "") -> None:
+        """Ends a connection; if it is a rank's, the rank is lost."""
+        if self._connected.get(peer.rank) is peer:
+            self._forget(peer)
+            self._lose(peer.rank, how or "its process ended or was killed")
+        self._discard(peer)
+
+    def _forget(self, peer: _Peer) -> None:
+        del self._connected[peer.rank]
+        self._stays[peer.rank] += 1
+        peer.ledger = None
+
+    def _discard(self, peer: _Peer) -> None:
+        if peer in self._peers:
+            del self._peers[peer]
+            self._selector.unregister(peer.socket)
+            peer.socket.close()
+
+    def _depart(self, rank: int, how: str) -> None:
+        if how:
+            self._lose(rank, how)
+        else:
+            self._finished.add(rank)
+            if rank not in self._connected:
+                self._write_off(rank)
+
+    def _write_off(self, rank: int) -> None:
+        """It ended well and will not come (again): nobody need wait for it."""
+        for stay, ledger in self._ledgers.items():
+            if stay >= self._stays[rank]:
+                self._deliver(ledger.leave(rank))
+
+    def _lose(self, rank: int, how: str) -> None:
+        if rank in self._lost:
+            return
+        self._lost[rank] = how
+        for ledger in self._ledgers.values():
+            self._deliver(ledger.lose(rank, how))
+        self._notify({"notice": "died", "rank": rank, "detail": how})
+
+    # Sending.
+
+    def _deliver(self, answers: Answers) -> None:
+        for (peer, number), answer in answers:
+            if peer in self._peers:
+                self._send(peer, wire.write_answer(number, answer))
+
+    def _notify(self, header: dict[str, Any]) -> None:
+        message = wire.pack(header)
+        for peer in list(self._connected.values()):
+            self._send(peer, message)
+
+    def _send(self, peer: _Peer, payload: bytes) -> None:
+        peer.outbox += wire.frame(payload)
+        self._flush(peer)
+
+    def _flush(self, peer: _Peer) -> None:
+        """Sends what the socket takes now; the rest when it takes more."""
+        try:
+            while peer.outbox:
+                del peer.outbox[: peer.socket.send(peer.outbox)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            peer.outbox.clear()  # The peer is gone; reading will tell so next.
+        if peer in self._peers:
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.outbox else 0)
+            key = self._selector.get_key(peer.socket)
+            if key.events != events:
+                self._selector.modify(peer.socket, events, key.data)
+
+    def _say_goodbye(self) -> None:
+        self._notify({"notice": "closed"})
+
+    def _release(self) -> None:
+        for peer in self._peers:
+            peer.socket.close()
+        self._peers.clear()
+        self._connected.clear()
+        for resource in (self._listener, self._waker, self._woken, self._selector):
+            resource.close()

@@ -1,0 +1,164 @@
+"""What goes over a store's connections: frames, messages and the proof of the key.
+
+A frame is what ``multiprocessing.connection.Connection.send_bytes`` writes: a length (4 bytes, big
+endian), then so many bytes. The server reads frames itself, because ``recv_bytes`` would let one stopped
+rank in the middle of a message stop all others. Nothing that arrives is ever unpickled: a message is a
+JSON object, then raw bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import struct
+from typing import Any
+
+from flagcx.bootstrap.ledger import Answer, Request
+
+MAGIC = b"flagcx store 1\n"
+MAX_GREETING_NBYTES = 4096
+MAX_MESSAGE_NBYTES = 64 << 20
+NONCE_NBYTES = 32
+PROOF_NBYTES = 32
+
+_KINDS = frozenset(("set", "get", "add", "delete", "gather"))
+_MAX_TIMEOUT_S = 1e9
+_LENGTH = struct.Struct("!i")
+_HEADER = struct.Struct("!I")
+
+
+class MalformedError(ValueError):
+    """Bytes that are no message. The connection that they came from is closed."""
+
+
+def frame(payload: bytes) -> bytes:
+    """Puts a payload in its frame."""
+    return _LENGTH.pack(len(payload)) + payload
+
+
+class FrameReader:
+    """Cuts a stream of bytes, which may come in any pieces, into frames.
+
+    Args:
+        limit: The longest payload that is taken, in bytes.
+
+    Example:
+        >>> reader = FrameReader(limit=16)
+        >>> reader.feed(frame(b"ab")[:3]), reader.feed(frame(b"ab")[3:])
+        ([], [b'ab'])
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._pending = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Adds bytes and returns the payloads that are now complete.
+
+        Raises:
+            MalformedError: A frame's length is negative or above the limit.
+        """
+        self._pending += data
+        payloads = []
+        while len(self._pending) >= _LENGTH.size:
+            (nbytes,) = _LENGTH.unpack_from(self._pending)
+            if not 0 <= nbytes <= self.limit:
+                raise MalformedError(f"a frame of {nbytes} bytes; expected 0 to {self.limit}")
+            stop = _LENGTH.size + nbytes
+            if len(self._pending) < stop:
+                break
+            payloads.append(bytes(self._pending[_LENGTH.size : stop]))
+            del self._pending[:stop]
+        return payloads
+
+
+def pack(header: dict[str, Any], body: bytes = b"") -> bytes:
+    """Makes a message of a header (what JSON can say) and raw bytes."""
+    text = json.dumps(header, separators=(",", ":")).encode()
+    return b"".join((_HEADER.pack(len(text)), text, body))
+
+
+def unpack(payload: bytes) -> tuple[dict[str, Any], bytes]:
+    """Takes a message apart.
+
+    Raises:
+        MalformedError: The payload is no message.
+    """
+    if len(payload) < _HEADER.size:
+        raise MalformedError(f"a message of {len(payload)} bytes; expected at least {_HEADER.size}")
+    (nbytes,) = _HEADER.unpack_from(payload)
+    stop = _HEADER.size + nbytes
+    if stop > len(payload):
+        raise MalformedError(f"a header of {nbytes} bytes in a message of {len(payload)}")
+    try:
+        header = json.loads(payload[_HEADER.size : stop])
+    except (ValueError, RecursionError):
+        raise MalformedError("a header that is no JSON") from None
+    if not isinstance(header, dict):
+        raise MalformedError("a header that is no JSON object")
+    return header, payload[stop:]
+
+
+def proof(authkey: bytes, side: str, server_nonce: bytes, client_nonce: bytes, claim: bytes) -> bytes:
+    """Shows that ``side`` ("client" or "server") knows the key, for these two nonces and this claim alone."""
+    text = b"\0".join(
+        (b"flagcx store", side.encode(), server_nonce.hex().encode(), client_nonce.hex().encode())
+    )
+    return hmac.digest(authkey, text + b"\0" + claim, hashlib.sha256)
+
+
+def same_proof(one: bytes, other: bytes) -> bool:
+    """Compares two proofs in a time that does not depend on where they differ."""
+    return hmac.compare_digest(one, other)
+
+
+def is_integer(value: object) -> bool:
+    """Whether a value of a header is an integer."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def read_request(header: dict[str, Any], body: bytes, rank: int, size: int) -> Request:
+    """Makes a request of a message, field by field: what a client sends is data, never trusted.
+
+    Args:
+        header: The message's header.
+        body: The rest of it.
+        rank: Who sent it.
+        size: How many ranks there are.
+
+    Raises:
+        MalformedError: It is no request.
+    """
+    kind, key, group = header.get("kind"), header.get("key"), header.get("group")
+    amount, timeout_s = header.get("amount", 0), header.get("timeout_s", 0.0)
+    if kind not in _KINDS or not isinstance(key, str) or not is_integer(header.get("number")):
+        raise MalformedError("a request without kind, key and number")
+    if (
+        not is_integer(amount)
+        or not isinstance(timeout_s, (int, float))
+        or not 0 <= timeout_s <= _MAX_TIMEOUT_S
+    ):
+        raise MalformedError("a request whose amount or time-out is no number")
+    if group is not None:
+        if not isinstance(group, list) or not all(
+            is_integer(member) and 0 <= member < size for member in group
+        ):
+            raise MalformedError("a request whose group is no list of ranks")
+        if rank not in group or len(set(group)) < len(group):
+            raise MalformedError("a request whose group lacks the asking rank or has one twice")
+        group = tuple(group)
+    return Request(kind, key, body, amount, float(timeout_s), group)
+
+
+def write_answer(number: int, answer: Answer) -> bytes:
+    """Makes a message of an answer to the request of this number."""
+    header = {
+        "number": number,
+        "result": answer.number,
+        "fault": answer.fault,
+        "ranks": answer.ranks,
+        "detail": answer.detail,
+        "lengths": [len(value) for value in answer.values],
+    }
+    return pack(header, b"".join(answer.values))

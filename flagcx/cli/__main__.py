@@ -1,0 +1,5 @@
+"""``python -m flagcx.cli`` is ``flagcx``."""
+
+from flagcx.cli import main
+
+main()

@@ -1,0 +1,164 @@
+"""``flagcx doctor``: what this machine offers, and what is missing."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+_OK, _NOTE = "[green]yes[/]", "[yellow]no[/]"
+_SMALL_SHM_NBYTES = 256 << 20
+# Two siblings, as ranks are: one shows where a secret stands, the other reads it there.
+_SHOW = """
+import ctypes, sys
+secret = ctypes.create_string_buffer(b"flagcx", 6)
+print(ctypes.addressof(secret), flush=True)
+sys.stdin.read()
+"""
+_PEEK = """
+import ctypes, sys
+class Vector(ctypes.Structure):
+    _fields_ = [("base", ctypes.c_void_p), ("nbytes", ctypes.c_size_t)]
+pid, address = map(int, sys.argv[1:])
+buffer = ctypes.create_string_buffer(6)
+local, remote = Vector(ctypes.addressof(buffer), 6), Vector(address, 6)
+ctypes.CDLL(None).process_vm_readv(pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
+sys.exit(buffer.raw != b"flagcx")
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the table.
+
+    Attributes:
+        what: What was looked at.
+        good: Whether it is as it should be; None if it is merely so.
+        found: What was found.
+        advice: What to do about it, if anything.
+    """
+
+    what: str
+    good: bool | None
+    found: str
+    advice: str = ""
+
+
+def doctor() -> None:
+    """Show what this machine offers, and what flagcx finds missing."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table("", "what", "found", "what to do", title="flagcx doctor", title_justify="left")
+    for finding in examine():
+        mark = {True: _OK, False: _NOTE, None: ""}[finding.good]
+        table.add_row(mark, finding.what, escape(finding.found), escape(finding.advice))
+    Console().print(table)
+
+
+def examine() -> Iterator[Finding]:
+    """Looks at everything, and yields what it finds."""
+    yield Finding("flagcx", None, _version("flagcx") or "from a source tree, not installed")
+    yield Finding("Python", (3, 10) <= sys.version_info < (3, 14), platform.python_version())
+    yield Finding("system", sys.platform == "linux", f"{platform.system()} {platform.release()}")
+    yield _cores()
+    yield _shared_memory()
+    yield _cross_memory()
+    yield _package("NumPy", "numpy", "numpy")
+    yield _gpus()
+    yield _package("CuPy", "cupy", "cupy-cuda12x", "cupy-cuda13x", "cupy", extra="cuda12")
+    yield _package("NCCL", "nvidia.nccl", "nvidia-nccl-cu12", "nvidia-nccl-cu13", extra="cuda12")
+    yield _package("mpi4py", "mpi4py", "mpi4py", extra="mpi")
+    mpirun = shutil.which("mpirun")
+    yield Finding("mpirun", mpirun is not None, mpirun or "not on PATH")
+    yield _package("PyTorch", "torch", "torch", extra="torch")
+
+
+def _cores() -> Finding:
+    usable = len(os.sched_getaffinity(0))
+    return Finding("cores", None, f"{usable} usable of {os.cpu_count()}")
+
+
+def _shared_memory() -> Finding:
+    try:
+        usage = shutil.disk_usage("/dev/shm")
+    except OSError as error:
+        return Finding("/dev/shm", False, str(error), "mount a tmpfs there: ranks of one host need it")
+    found = f"{usage.free >> 20} MiB free of {usage.total >> 20} MiB"
+    good = usage.free >= _SMALL_SHM_NBYTES
+    return Finding("/dev/shm", good, found, "" if good else "give the container more: --shm-size=1g")
+
+
+def _cross_memory() -> Finding:
+    try:
+        allowed = can_read_siblings()
+    except OSError:
+        allowed = False
+    if allowed:
+        return Finding("cross-memory attach", True, "allowed")
+    scope = Path("/proc/sys/kernel/yama/ptrace_scope")
+    detail = f"ptrace_scope is {scope.read_text().strip()}" if scope.exists() else "refused by the system"
+    advice = "large messages go the slower way; sysctl kernel.yama.ptrace_scope=0, or --cap-add=SYS_PTRACE"
+    return Finding("cross-memory attach", False, detail, advice)
+
+
+def can_read_siblings() -> bool:
+    """Whether one rank may read another's memory: tried out between two fresh processes."""
+    with subprocess.Popen(
+        [sys.executable, "-S", "-c", _SHOW], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as shower:
+        assert shower.stdout is not None
+        address = shower.stdout.readline().strip()
+        peek = [sys.executable, "-S", "-c", _PEEK, str(shower.pid), address]
+        return subprocess.run(peek, check=False, stderr=subprocess.DEVNULL).returncode == 0
+
+
+def _gpus() -> Finding:
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        names = [_text(pynvml.nvmlDeviceGetName(handle)) for handle in handles]
+        driver = _text(pynvml.nvmlSystemGetDriverVersion())
+        pynvml.nvmlShutdown()
+    except Exception as error:  # No package, no library, no driver, no device: all mean the same here.
+        return Finding("GPUs", False, f"none ({error})", "NumPy arrays work without")
+    kinds = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+    return Finding("GPUs", bool(names), f"{kinds or 'none'}, driver {driver}")
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _package(what: str, module: str, *distributions: str, extra: str = "") -> Finding:
+    versions = [f"{name} {_version(name)}" for name in distributions if _version(name)]
+    if versions:
+        return Finding(what, True, ", ".join(versions))
+    if _is_importable(module):
+        return Finding(what, True, "found, version unknown")
+    advice = f"pip install 'flagcx[{extra}]'" if extra else f"pip install {distributions[0]}"
+    return Finding(what, False, "not installed", advice)
+
+
+def _is_importable(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:
+        return False
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return ""

@@ -1,0 +1,277 @@
+"""``flagcx run``: a script on several ranks of this host, watched from one terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import sys
+import termios
+from collections.abc import Callable, Iterator, Sequence
+
+from flagcx._launch.output import Lines, Screen, Write
+from flagcx._launch.ranks import Command, Ending, Exit, Output, Ranks, Streams
+from flagcx._launch.share_gpu import sharing
+from flagcx.config import environment
+from flagcx.errors import LaunchError
+
+_TIMED_OUT = 124
+_RULE = "=" * 24
+
+
+class _Ended(BaseException):
+    """A signal told the launcher to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def run(
+    script: str,
+    arguments: Sequence[str],
+    *,
+    ranks: int | None = None,
+    module: bool = False,
+    timeout_s: float | None = None,
+    prefix: bool = True,
+    share_gpu: bool = False,
+) -> int:
+    """Runs a script on several ranks and returns the exit code for the shell.
+
+    Args:
+        script: The script's path, or the name of a module.
+        arguments: Its own arguments.
+        ranks: How many ranks there are; None is one for each core that this process may use.
+        module: Whether ``script`` names a module.
+        timeout_s: End the ranks after so many seconds.
+        prefix: Whether lines begin with their rank.
+        share_gpu: Whether several ranks may use one GPU; see ``flagcx._launch.share_gpu``.
+
+    Returns:
+        0; or the exit code of the rank that failed first, 128 + n if signal n killed it; 124 after the
+        time-out; 130 after Ctrl-C.
+
+    Raises:
+        LaunchError: The ranks cannot be started.
+    """
+    if not module and not os.path.exists(script):
+        raise LaunchError(f"there is no script {script!r}; to run a module, put -m before its name", rank=0)
+    size = ranks or len(os.sched_getaffinity(0))
+    program = ("-m", script) if module else (script,)
+    command = Command((sys.executable, *program, *arguments))
+    terminal = _Terminal(size, prefix)
+    with (
+        sharing(environment(), share_gpu) as environ,
+        Ranks([command] * size, environ, terminal) as job,
+    ):
+        try:
+            # Handlers come after the start: the ranks must not inherit a signal that is ignored.
+            job.start()
+            with _signals(lambda number: terminal.resize(job)):
+                terminal.serve(job)
+                ending = job.wait(timeout_s)
+        except KeyboardInterrupt:
+            terminal.interrupted = True
+            job.end(signal.SIGINT)
+            terminal.say("interrupted; all ranks have ended")
+            return 128 + signal.SIGINT
+        except _Ended as error:
+            job.end(signal.SIGTERM)
+            return 128 + error.number
+        except BrokenPipeError:
+            return _output_is_gone()
+        finally:
+            terminal.close()
+        return _report(ending, job, terminal, timeout_s)
+
+
+def _report(ending: Ending, job: Ranks, terminal: _Terminal, timeout_s: float | None) -> int:
+    if ending.late:
+        names = ", ".join(map(str, ending.late))
+        terminal.say(f"rank {names} had not ended after {timeout_s:g} s, and was ended (--timeout)")
+        return _TIMED_OUT
+    failed = ending.first_failure
+    if failed is None:
+        return 0
+    terminal.say(_describe(failed, job))
+    return failed.code if failed.code > 0 else 128 - failed.code
+
+
+def _describe(failed: Exit, job: Ranks) -> str:
+    heading = f"rank {failed.rank} of {job.size} failed first: {failed.describe()}"
+    traceback, words = job.tails[failed.rank].traceback(), job.tails[failed.rank].last_words()
+    if not words:
+        return heading
+    what = "Its traceback" if traceback else "The end of its error output"
+    return f"{heading}\n{_RULE} {what} (rank {failed.rank}) {_RULE}\n{words.rstrip()}"
+
+
+def _output_is_gone() -> int:
+    """Whoever read our output has gone, as ``head`` does: end as any program would, without a word."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
+    return 128 + signal.SIGPIPE
+
+
+class _Terminal(Output):
+    """The launcher's own stdin, stdout and stderr, shared by all ranks.
+
+    On a terminal rank 0 gets pseudo-terminals of the same size, so that its progress bars and colours are
+    those of a script that runs alone.
+    """
+
+    def __init__(self, size: int, prefix: bool) -> None:
+        self.interrupted = False
+        self._masters: list[int] = []
+        self._own_ends: list[int] = []
+        self._handed: list[tuple[int, int]] = []
+        self._keyboard: _Keyboard | None = None
+        self._passes_through = {stream: os.isatty(stream) for stream in (1, 2)}
+        self._screen = Screen(_writer(1 if self._passes_through[1] else 2))
+        self._lines = {}
+        for rank in range(size):
+            text = f"[{rank}] ".encode() if prefix and size > 1 else b""
+            for stream in (1, 2):
+                write = self._screen.insert if self._passes_through[stream] else _writer(stream)
+                self._lines[rank, stream] = Lines(text, write)
+
+    def streams(self, rank: int) -> Streams:
+        if rank:
+            return Streams()
+        outputs = [
+            self._pseudo_terminal(stream) if self._passes_through[stream] else None for stream in (1, 2)
+        ]
+        chosen = {
+            name: own_end
+            for name, own_end in zip(("stdout", "stderr"), outputs, strict=True)
+            if own_end is not None
+        }
+        return Streams(stdin=self._stdin(), **chosen)
+
+    def serve(self, job: Ranks) -> None:
+        """Begins to read rank 0's pseudo-terminals, and the keyboard for it."""
+        for own_end in self._own_ends:
+            os.close(own_end)
+        self._own_ends.clear()
+        for stream, master in self._handed:
+            job.read_from(0, stream, os.dup(master))
+        if self._keyboard is not None:
+            self._keyboard.serve(job)
+
+    def receive(self, rank: int, stream: int, data: bytes) -> None:
+        if self.interrupted and stream == 2:
+            return  # Tracebacks of KeyboardInterrupt from every rank tell nobody anything.
+        if rank == 0 and self._passes_through[stream]:
+            self._screen.pass_through(data)
+        else:
+            self._lines[rank, stream].feed(data)
+
+    def finish(self, rank: int, stream: int) -> None:
+        if not (self.interrupted and stream == 2):
+            self._lines[rank, stream].finish()
+
+    def say(self, text: str) -> None:
+        """Writes a message of the launcher's own to stderr."""
+        self._screen.finish()
+        _writer(2)(f"\nflagcx run: {text}\n".encode())
+
+    def resize(self, job: Ranks) -> None:
+        """Passes the terminal's new size on to rank 0."""
+        for stream, master in self._handed:
+            _copy_size(stream, master)
+        job.signal_rank(0, signal.SIGWINCH)
+
+    def close(self) -> None:
+        """Lets go of what was opened for rank 0."""
+        self._screen.finish()
+        for descriptor in [*self._masters, *self._own_ends]:
+            os.close(descriptor)
+        self._masters.clear()
+        self._own_ends.clear()
+        self._handed.clear()
+        if self._keyboard is not None:
+            self._keyboard.close()
+
+    def _pseudo_terminal(self, stream: int) -> int:
+        master, own_end = os.openpty()
+        self._masters.append(master)
+        self._own_ends.append(own_end)
+        self._handed.append((stream, master))
+        attributes = termios.tcgetattr(own_end)
+        attributes[1] &= ~termios.OPOST  # The real terminal does that.
+        termios.tcsetattr(own_end, termios.TCSANOW, attributes)
+        _copy_size(stream, master)
+        return own_end
+
+    def _stdin(self) -> int:
+        if not os.isatty(0):
+            return 0
+        # A rank leads a session of its own and so may not read this terminal: what is typed is handed on.
+        reading, writing = os.pipe()
+        self._own_ends.append(reading)
+        self._keyboard = _Keyboard(writing)
+        return reading
+
+
+class _Keyboard:
+    """Hands on to rank 0 what is typed."""
+
+    def __init__(self, writing: int) -> None:
+        self._writing: int | None = writing
+        self._stop: Callable[[], object] = lambda: None
+        os.set_blocking(writing, False)
+
+    def serve(self, job: Ranks) -> None:
+        """Begins to read the keyboard."""
+        job.selector.register(0, 1, self._read)
+        self._stop = lambda: job.selector.unregister(0)
+
+    def _read(self) -> None:
+        # In the background the keyboard is not ours to read; asking would stop the whole launcher.
+        data = os.read(0, 4096) if os.tcgetpgrp(0) == os.getpgrp() else b""
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):
+            if data and self._writing is not None:
+                os.write(self._writing, data)
+        if not data:
+            self._stop()
+            self.close()
+
+    def close(self) -> None:
+        """No more will be typed."""
+        if self._writing is not None:
+            os.close(self._writing)
+            self._writing = None
+
+
+def _writer(stream: int) -> Write:
+    def write(data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(stream, view) :]
+
+    return write
+
+
+def _copy_size(source: int, target: int) -> None:
+    with contextlib.suppress(OSError):
+        size = fcntl.ioctl(source, termios.TIOCGWINSZ, b"\0" * 8)
+        fcntl.ioctl(target, termios.TIOCSWINSZ, size)
+
+
+@contextlib.contextmanager
+def _signals(resized: Callable[[int], None]) -> Iterator[None]:
+    """Within it, the signals that would end the launcher at once raise, so that it can end its ranks."""
+
+    def end(number: int, _frame: object) -> None:
+        raise _Ended(number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before[signal.SIGWINCH] = signal.signal(signal.SIGWINCH, lambda number, _frame: resized(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

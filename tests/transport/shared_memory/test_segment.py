@@ -1,0 +1,104 @@
+"""Segments: nothing left behind, and a full /dev/shm is a clear error."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flagcx.errors import ResourceError
+from flagcx.transport.shared_memory.segment import Handle, Segment
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+def test_two_mappings_are_one_memory():
+    own = Segment.create(10_000)
+    assert own.handle.nbytes == 12_288
+    peer = Segment.attach(own.handle)
+    np.frombuffer(own.memory, np.int64)[7] = 42
+    assert np.frombuffer(peer.memory, np.int64)[7] == 42
+    peer.close()
+    own.close()
+    own.close()
+    with pytest.raises(ResourceError, match="cannot be opened"):
+        Segment.attach(own.handle)
+
+
+def test_memory_that_is_viewed_outlives_its_segment():
+    own = Segment.create(4096)
+    view = np.frombuffer(own.memory, np.uint8)
+    own.close()
+    assert view.sum() == 0
+
+
+def test_a_peer_that_is_gone():
+    with pytest.raises(ResourceError, match=r"process 999999999 cannot be opened .* be alive"):
+        Segment.attach(Handle(999_999_999, 3, 4096))
+
+
+_IN_SMALL_SHM = """
+import os, sys
+import numpy as np
+if sys.argv[1] == "file":
+    def refuse(*_):
+        raise OSError("not here")
+    os.memfd_create = refuse
+from flagcx.transport.shared_memory.segment import Segment
+from flagcx.errors import ResourceError
+try:
+    segment = Segment.create(8 << 20)
+    np.frombuffer(segment.memory, np.uint8)[...] = 1
+    print("made", os.listdir("/dev/shm"))
+except ResourceError as error:
+    print("refused", os.listdir("/dev/shm"), error)
+"""
+
+
+def _in_small_shm(how: str) -> str:
+    """Runs the program above where /dev/shm holds 1 MiB; skips where such a place cannot be made."""
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        pytest.skip("a small /dev/shm can be mounted by root only, with unshare")
+    mount = f"mount -t tmpfs -o size=1m tmpfs /dev/shm && exec {sys.executable} -c '{_IN_SMALL_SHM}' {how}"
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", mount],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+    )
+    if "mount:" in done.stderr or "unshare:" in done.stderr:
+        pytest.skip(f"a small /dev/shm cannot be mounted here: {done.stderr.strip()}")
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_small_dev_shm_does_no_harm():
+    assert _in_small_shm("memory").startswith("made []")
+
+
+def test_a_small_dev_shm_that_has_to_do_is_a_clear_error():
+    told = _in_small_shm("file")
+    assert told.startswith("refused []"), told
+    assert "no room for 8,388,608 bytes" in told
+    assert "mount -o remount" in told
+    assert "--shm-size" in told
+
+
+def test_a_file_in_dev_shm_serves_as_well(monkeypatch):
+    def refuse(*_):
+        raise OSError
+
+    before = os.listdir("/dev/shm")
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    own = Segment.create(4096)
+    assert os.listdir("/dev/shm") == before, "its name is gone at once"
+    peer = Segment.attach(own.handle)
+    own.memory[5] = 9
+    assert peer.memory[5] == 9
+    peer.close()
+    own.close()

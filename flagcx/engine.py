@@ -7,10 +7,11 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from flagcx.algorithms import build, entries, entry
+from flagcx.algorithms import entries, entry
 from flagcx.collectives import Counts
 from flagcx.dtypes import DType, ReduceOp
 from flagcx.errors import ArgumentError, CommunicationError, CommunicatorError
+from flagcx.selection.planned import Order, build_along
 from flagcx.selection.selector import Choice, pieces_for
 from flagcx.transport.base import Call, Plan, Transport
 from flagcx.work import Work
@@ -33,6 +34,7 @@ class Engine:
         pieces: ``pieces(collective, algorithm, nbytes)``: the pieces for an algorithm that he names.
 
     Attributes:
+        order: The ranks along the machine's links, for rings and trees; None where all are equally close.
         quick: Plans of calls that may skip all checks but those of the array itself. Empty whenever a
             call must not go straight through: closed, broken, in a group, or behind started work.
     """
@@ -50,6 +52,7 @@ class Engine:
         self._straight: dict[tuple, Plan] = {}
         self.quick = self._straight
         self._choose, self._pieces = choose, pieces
+        self.order: Order | None = None
         self._plans: dict[tuple, Plan] = {}
         self.over = ""
         self._worker: ThreadPoolExecutor | None = None
@@ -98,7 +101,7 @@ class Engine:
                 f"algorithm={str(algorithm)!r} of {collective} needs blocks of one size; for blocks of "
                 f"different sizes use one of {serving}"
             )
-        schedule = build(collective, algorithm, self.size, root, pieces)
+        schedule = build_along(self.order, collective, str(algorithm), self.size, root, pieces)
         return self.transport.compile(Call(schedule, self.rank, counts, dtype, op, in_place))
 
     def remember(self, key: tuple, plan: Plan) -> None:

@@ -13,12 +13,38 @@ import flagcx as fc
 
 PACKAGE = Path(fc.__file__).parent
 
-PUBLIC = """
-AbortedError Algorithm ArgumentError ArrayError BootstrapError CommunicationError Communicator
-CommunicatorError Config FlagcxError LaunchError MismatchError MissingDependencyError OperationError
-PeerDiedError PeerTimeoutError RankError ResourceError ScheduleError Topology TopologyError Work
-get_topology init launch plot_topology preset register scaled_sum unregister
-""".split()
+PUBLIC = [
+    "AbortedError",
+    "Algorithm",
+    "ArgumentError",
+    "ArrayError",
+    "BootstrapError",
+    "CommunicationError",
+    "Communicator",
+    "CommunicatorError",
+    "Config",
+    "FlagcxError",
+    "LaunchError",
+    "MismatchError",
+    "MissingDependencyError",
+    "OperationError",
+    "PeerDiedError",
+    "PeerTimeoutError",
+    "RankError",
+    "ResourceError",
+    "ScheduleError",
+    "Topology",
+    "TopologyError",
+    "Work",
+    "get_topology",
+    "init",
+    "launch",
+    "plot_topology",
+    "preset",
+    "register",
+    "scaled_sum",
+    "unregister",
+]
 
 # From the bottom up; a module may import from its own layer and from those before it.
 LAYERS = [

@@ -13,6 +13,7 @@ from flagcx.dtypes import ReduceOp, dtype_of
 from flagcx.engine import Engine
 from flagcx.errors import ArgumentError, CommunicatorError
 from flagcx.group import Pending
+from flagcx.selection.planned import agree_on_order
 from flagcx.transport.base import Plan
 
 if TYPE_CHECKING:
@@ -49,12 +50,17 @@ class Dispatch:
     def _make_device_engine(self) -> DeviceEngine:
         """Joins the ranks for arrays on GPUs, at the first call with one, which all ranks make."""
         from flagcx.device_engine import DeviceEngine
+        from flagcx.topology import detect
         from flagcx.transport.nccl_transport import NcclTransport
 
         if self._store is None:
             raise CommunicatorError("this communicator was made without a store, which arrays on GPUs need")
         self._engine.check()
-        made = DeviceEngine(NcclTransport(self._store, self.config))
+        transport = NcclTransport(self._store, self.config)
+        made = DeviceEngine(transport)
+        if self.config.topology_detection and self.size > 1:
+            bus_ids = [identity.pci_bus_id for identity in transport.identities]
+            made.order = agree_on_order(self._store, detect, bus_ids, self.config.init_timeout_s)
         if self._group is not None:
             made.hold()
         return made

@@ -1,4 +1,4 @@
-"""What is beyond one collective: groups, work that was started, transfers, objects, splits, own operations."""
+"""Beyond one collective: groups, work that was started, transfers, objects, splits, own operations."""
 
 from __future__ import annotations
 

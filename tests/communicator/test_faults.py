@@ -95,7 +95,7 @@ outcome(fc.init)
 """
     with job(3, body) as processes:
         for rank in (0, 2):
-            told, culprit, seconds, text = outcome_of(line(processes[rank]))
+            told, _, seconds, text = outcome_of(line(processes[rank]))
             assert told in ("PeerDiedError", "BootstrapError"), text
             assert "rank 1" in text
             assert seconds < DEATH_S + 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -83,7 +84,7 @@ def test_a_free_list_never_hands_out_a_byte_twice(steps):
             del held[start]
             free.give(start)
         spans = sorted(held.items())
-        assert all(a + n <= b for (a, n), (b, _) in zip(spans, spans[1:], strict=False))
+        assert all(a + n <= b for (a, n), (b, _) in pairwise(spans))
         assert all(a + n <= free.nbytes for a, n in spans)
         assert free.used_nbytes == sum(held.values())
     for start in held:
@@ -174,7 +175,7 @@ def test_calls_that_agree_pass(pair):
 
 
 def test_a_peer_that_does_not_come(pair):
-    a, b = pair
+    a, _ = pair
     value = a.enter(a.signature("barrier"))
     with pytest.raises(PeerTimeoutError, match=r"rank 1 did not take part within 0\.\d s .* in barrier"):
         a.wait_ledger(a.words[1], 0, value)

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from flagcx import launch
 from flagcx.config import Config, environment
 from flagcx.errors import ArgumentError, LaunchError
-from flagcx import launch
 from tests.bootstrap.processes import bare_environment, is_alive, is_listened_on, wait_until
 
 

@@ -38,8 +38,10 @@ from flagcx.transport.shared_memory.reduction import Scaled
 from flagcx.transport.shared_memory.steps import Steps
 from flagcx.transport.shared_memory.two_shot import TwoShotSlots
 
-CROSS_MEMORY_NBYTES = 64 << 10
+CROSS_MEMORY_STRIPE_NBYTES = 40 << 10
+"""From a stripe of this size on, one copy by a system call beats two through slots."""
 SHARED_NBYTES = 8 << 10
+"""From here on arrays that peers map are worked on where they lie."""
 
 
 class SharedMemoryTransport:
@@ -104,7 +106,7 @@ class SharedMemoryTransport:
             return OneShot(self._arena, call, signature)
         if call.schedule.algorithm == "two_shot":
             if nbytes >= SHARED_NBYTES:
-                cross_memory = self.cross_memory and nbytes >= CROSS_MEMORY_NBYTES
+                cross_memory = self.cross_memory and nbytes >= CROSS_MEMORY_STRIPE_NBYTES * self.size
                 return Direct(self._arena, call, signature, cross_memory)
             return TwoShotSlots(self._arena, call, signature)
         return None

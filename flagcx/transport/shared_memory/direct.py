@@ -21,7 +21,8 @@ from flagcx.transport.shared_memory.reduction import accumulator_dtype, combiner
 from flagcx.transport.shared_memory.signals import DONE, LEDGER_MASK, LOCATIONS, SHARED_BIT
 from flagcx.transport.shared_memory.two_shot import TwoShotSlots
 
-_PIECE_NBYTES = 256 << 10
+_MAPPED_PIECE_NBYTES = 256 << 10
+_COPIED_PIECE_NBYTES = 128 << 10  # leaves room in the second-level cache for what is copied in
 _STRIPE_ALIGNMENT = 64
 
 
@@ -74,8 +75,7 @@ class Direct:
         self._cross_memory = cross_memory
         self._slots = None if cross_memory else TwoShotSlots(arena, call, signature)
         self._combine = combiner(call.op, call.dtype, arena.size)  # type: ignore[arg-type]
-        self._piece = _PIECE_NBYTES // self._dtype.itemsize
-        piece = min(self._piece, self._count)
+        piece = min(_MAPPED_PIECE_NBYTES // self._dtype.itemsize, self._count)
         self._accumulator = np.empty(piece, accumulator_dtype(call.op, call.dtype))  # type: ignore[arg-type]
         self._incoming = [np.empty(piece if cross_memory else 0, self._dtype) for _ in range(arena.size)]
         self._low, self._high = self._stripe()
@@ -151,9 +151,11 @@ class Direct:
         outputs = [self._map(q, place) for q, place in enumerate(places[1::2])]
         inputs[rank] = _unowned(_address(given), self._count, self._dtype)
         outputs[rank] = _unowned(_address(result), self._count, self._dtype)
+        copied = any(a is None for a in (*inputs, *outputs))
+        piece = (_COPIED_PIECE_NBYTES if copied else _MAPPED_PIECE_NBYTES) // self._dtype.itemsize
         return [
-            self._prepare_piece(start, min(start + self._piece, self._high), inputs, outputs, places)
-            for start in range(self._low, self._high, self._piece)
+            self._prepare_piece(start, min(start + piece, self._high), inputs, outputs, places)
+            for start in range(self._low, self._high, piece)
         ]
 
     def _prepare_piece(self, start: int, stop: int, inputs, outputs, places: list[int]) -> _Piece:

@@ -1,0 +1,124 @@
+"""Which plan a call on a GPU gets, with a fake of the transport."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from flagcx.device_engine import DeviceEngine, DeviceWork
+from flagcx.dtypes import OPS, dtype_of
+from flagcx.errors import ArgumentError, CommunicatorError
+from flagcx.work import Work
+
+
+class FakeTransport:
+    """Compiles a call to a plan that notes its runs."""
+
+    rank, size, nccl_version, array_class = 1, 4, 22809, np.ndarray
+
+    def __init__(self) -> None:
+        self.runs: list = []
+        self.aborted: list = []
+        self.error: BaseException | None = None
+
+    def compile(self, call):
+        def run(given, result):
+            if self.error is not None:
+                raise self.error
+            self.runs.append((call.schedule.algorithm, given, result))
+
+        return SimpleNamespace(run=run, schedule=call.schedule)
+
+    def submit(self, plan, given, result):
+        plan.run(given, result)
+        return SimpleNamespace(done=True)
+
+    def follow(self, event) -> None:
+        self.runs.append("follow")
+
+    def wait(self, event, timeout_s=None) -> None:
+        self.runs.append("wait")
+
+    def abort(self, reason, culprit) -> None:
+        self.aborted.append(reason)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def engine() -> DeviceEngine:
+    return DeviceEngine(FakeTransport())
+
+
+def algorithm(engine: DeviceEngine, *what, **options) -> str:
+    collective, count, dtype, op = what
+    named = None if op is None else OPS[op]
+    return str(engine.find(collective, count, dtype_of(dtype), named, **options).schedule.algorithm)
+
+
+@pytest.mark.parametrize(
+    ("what", "chosen"),
+    [
+        (("allreduce", 10, "float32", "sum"), "native"),
+        (("allreduce", 10, "int16", "sum"), "one_shot"),
+        (("allreduce", 1 << 20, "int32", "bxor"), "two_shot"),
+        (("alltoall", 10, "float8_e5m2", None), "native"),
+        (("reduce_scatter", 10, "complex64", "prod"), "direct"),
+    ],
+)
+def test_nccls_own_is_taken_where_it_serves(engine, what, chosen):
+    assert algorithm(engine, *what) == chosen
+
+
+def test_what_the_caller_names_is_taken(engine):
+    assert algorithm(engine, "allreduce", 10, "float32", "sum", algorithm="ring") == "ring"
+
+
+def test_a_ring_on_gpus_is_not_cut_into_small_pieces(engine):
+    plan = engine.find("allreduce", 1 << 24, dtype_of("float32"), OPS["sum"], algorithm="ring")
+    assert plan.schedule.chunks == 4
+
+
+def test_a_tree_of_a_large_message_has_large_pieces(engine):
+    plan = engine.find("allreduce", 1 << 22, dtype_of("float32"), OPS["sum"], algorithm="tree")
+    assert plan.schedule.chunks == 4
+
+
+def test_started_work_lets_the_stream_wait_and_not_the_host(engine):
+    plan = engine.find("allreduce", 10, dtype_of("float32"), OPS["sum"])
+    work = engine.start(plan, "x", "x", "value", "allreduce")
+    assert isinstance(work, DeviceWork)
+    assert isinstance(work, Work)
+    assert work.done()
+    assert work.wait() == "value"
+    assert engine.transport.runs[-1] == "follow"
+    assert work.synchronize() == "value"
+    assert engine.transport.runs[-1] == "wait"
+
+
+def test_an_error_ends_the_communicator_and_tells_the_others(engine):
+    plan = engine.find("allreduce", 10, dtype_of("float32"), OPS["sum"])
+    engine.transport.error = ValueError("broken")
+    with pytest.raises(ValueError, match="broken"):
+        engine.run(plan, "x", "x")
+    assert engine.transport.aborted == ["broken"]
+    with pytest.raises(CommunicatorError, match="cannot be used after ValueError: broken"):
+        engine.run(plan, "x", "x")
+
+
+def test_a_wrong_argument_does_not_end_it(engine):
+    plan = engine.find("allreduce", 10, dtype_of("float32"), OPS["sum"])
+    engine.transport.error = ArgumentError("an array on the wrong device")
+    with pytest.raises(ArgumentError):
+        engine.run(plan, "x", "x")
+    engine.transport.error = None
+    engine.run(plan, "x", "x")
+
+
+def test_two_threads_at_once_are_refused(engine):
+    plan = engine.find("allreduce", 10, dtype_of("float32"), OPS["sum"])
+    with engine.turn, pytest.raises(CommunicatorError, match="two threads use one communicator"):
+        engine.run(plan, "x", "x")

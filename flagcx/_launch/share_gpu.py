@@ -1,0 +1,114 @@
+"""A GPU for several ranks: NVIDIA's multi-process service (MPS), private to one job.
+
+Without it the processes of a GPU take turns of some milliseconds, and a rank that waits for another inside a
+kernel wastes its whole turn. With it their kernels run side by side. The service's daemon lives in a private
+directory, so it meets no other job's, and a guardian ends it: a process that does nothing but wait until its
+pipe from the launcher is closed, which happens even if the launcher is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+
+from flagcx.errors import LaunchError
+
+logger = logging.getLogger("flagcx")
+
+CONTROL = "nvidia-cuda-mps-control"
+_START_LIMIT_S = 20.0
+_END_LIMIT_S = 20.0
+
+# Reads until the launcher closes the pipe; then ends the daemon, gently at first, and removes the directory.
+_GUARDIAN = """
+trap '' INT TERM HUP
+cat > /dev/null
+echo quit | timeout 10 "$1" > /dev/null 2>&1 ||
+  kill -9 $(cat "$2"/pipe/*.pid 2> /dev/null) 2> /dev/null
+rm -rf "$2"
+"""
+
+
+@contextlib.contextmanager
+def shared_gpu(environ: Mapping[str, str], control: str = CONTROL) -> Iterator[dict[str, str]]:
+    """Lets the ranks of one job share GPUs as long as the context lasts.
+
+    Args:
+        environ: The environment of the launcher.
+        control: The program that controls MPS; without it ranks share by taking turns, slowly.
+
+    Yields:
+        Variables for every rank.
+
+    Raises:
+        LaunchError: The daemon cannot be started.
+    """
+    shared = {"FLAGCX_SHARE_GPU": "1"}
+    program = shutil.which(control, path=environ.get("PATH"))
+    if program is None or "CUDA_MPS_PIPE_DIRECTORY" in environ:
+        if program is None:
+            logger.warning("%s is not installed: the ranks take turns on the GPU, which is slow", control)
+        yield shared  # A daemon of the caller's own is used as it is.
+        return
+    directory = tempfile.mkdtemp(prefix="flagcx-mps-")
+    service = _prepare(directory)
+    guardian = _guard(program, directory, {**environ, **service})
+    try:
+        _start(program, {**environ, **service})
+        yield {**shared, **service}
+    finally:
+        assert guardian.stdin is not None
+        guardian.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            guardian.wait(_END_LIMIT_S)
+
+
+@contextlib.contextmanager
+def sharing(environ: Mapping[str, str], share: bool) -> Iterator[dict[str, str]]:
+    """The environment for ranks that share GPUs, if ``share``; else ``environ`` as it is."""
+    if not share:
+        yield dict(environ)
+        return
+    with shared_gpu(environ) as variables:
+        yield {**environ, **variables}
+
+
+def _prepare(directory: str) -> dict[str, str]:
+    places = {"CUDA_MPS_PIPE_DIRECTORY": "pipe", "CUDA_MPS_LOG_DIRECTORY": "log"}
+    for place in places.values():
+        os.mkdir(os.path.join(directory, place))
+    return {name: os.path.join(directory, place) for name, place in places.items()}
+
+
+def _guard(program: str, directory: str, environ: Mapping[str, str]) -> subprocess.Popen:
+    command = ["sh", "-c", _GUARDIAN, "flagcx-mps-guardian", program, directory]
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=dict(environ),
+        start_new_session=True,
+    )
+
+
+def _start(program: str, environ: Mapping[str, str]) -> None:
+    try:
+        done = subprocess.run(
+            [program, "-d"],
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_START_LIMIT_S,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LaunchError(f"MPS, with which ranks share a GPU, cannot be started: {error}", rank=0) from error
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
+        raise LaunchError(f"MPS, with which ranks share a GPU, cannot be started: {said}", rank=0)

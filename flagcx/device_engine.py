@@ -1,0 +1,129 @@
+"""Runs calls for arrays on a GPU: calls are enqueued on streams, and started work needs no thread."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import Any
+
+from flagcx.collectives import Counts
+from flagcx.dtypes import DType, ReduceOp
+from flagcx.engine import TWO_THREADS, Engine
+from flagcx.errors import CommunicatorError
+from flagcx.selection.selector import choose_on_device, pieces_on_device
+from flagcx.transport.base import Call, Plan
+from flagcx.transport.nccl_native import NATIVE, native_form, native_schedule
+from flagcx.transport.nccl_transport import NcclTransport
+from flagcx.work import Work
+
+
+class DeviceEngine(Engine):
+    """Plans and order of one communicator's calls on CuPy arrays.
+
+    Args:
+        transport: What carries the arrays.
+    """
+
+    transport: NcclTransport
+
+    def __init__(self, transport: NcclTransport) -> None:
+        super().__init__(transport.rank, transport.size, transport, choose_on_device, pieces_on_device)
+        self.array_class = transport.array_class
+        # CuPy makes an object for each look at ``flags``, which costs as much as all the rest.
+        quick = hasattr(transport.array_class, "_c_contiguous")
+        self.is_contiguous = attrgetter("_c_contiguous" if quick else "flags.c_contiguous")
+        self._enter, self._exit = self.turn.acquire, self.turn.release
+
+    def run(self, plan: Plan, given: Any, result: Any) -> None:
+        """Enqueues a plan on the current stream; see ``Engine.run``."""
+        if not self._enter(False):
+            raise CommunicatorError(TWO_THREADS)
+        try:
+            if self.over:
+                raise CommunicatorError(self.over)
+            plan.run(given, result)
+        except BaseException as error:
+            self.broke(error)
+            raise
+        finally:
+            self._exit()
+
+    def _compile(
+        self,
+        collective: str,
+        counts: Counts,
+        dtype: DType,
+        op: ReduceOp | None,
+        root: int | None,
+        algorithm: str | None,
+        in_place: bool,
+    ) -> Plan:
+        native = native_form(collective, dtype, op, self.transport.nccl_version) is not None
+        if algorithm != NATIVE and not (algorithm is None and native):
+            return super()._compile(collective, counts, dtype, op, root, algorithm, in_place)
+        schedule = native_schedule(collective, self.size, root)
+        return self.transport.compile(Call(schedule, self.rank, counts, dtype, op, in_place))
+
+    def start(self, plan: Plan, given: Any, result: Any, value: Any, what: str) -> DeviceWork:
+        """Enqueues a plan on the communicator's own stream.
+
+        Returns:
+            Work whose ``wait`` returns ``value``, and makes the current stream wait, not the host.
+        """
+        self.check()
+        if not self._enter(False):
+            raise CommunicatorError(TWO_THREADS)
+        try:
+            event = self.transport.submit(plan, given, result)
+        except BaseException as error:
+            self.broke(error)
+            raise
+        finally:
+            self._exit()
+        return DeviceWork(self.transport, event, value, what)
+
+
+class DeviceWork(Work):
+    """An operation on arrays of a GPU, under way on the communicator's own stream.
+
+    Until ``wait`` has returned, the arrays of the call belong to it.
+
+    Args:
+        transport: What carries the arrays.
+        event: The end of the operation.
+        value: What ``wait`` returns.
+        what: What it is, for messages.
+
+    Example:
+        >>> work = comm.allreduce(x, async_op=True)  # doctest: +SKIP
+        >>> y = work.wait() + 1                      # doctest: +SKIP
+    """
+
+    def __init__(self, transport: NcclTransport, event: Any, value: Any, what: str) -> None:
+        self._transport, self._event, self._value, self._what = transport, event, value, what
+
+    def done(self) -> bool:
+        """Whether the operation has ended."""
+        return bool(self._event.done)
+
+    def wait(self, timeout_s: float | None = None) -> Any:
+        """Makes the current stream wait for the operation; the host goes on at once.
+
+        Args:
+            timeout_s: If given, the host waits too, for at most so many seconds.
+
+        Returns:
+            What the call without ``async_op`` would.
+
+        Raises:
+            PeerTimeoutError: It still runs after ``timeout_s``.
+            CommunicationError: A rank died or gave up.
+        """
+        if timeout_s is not None:
+            self._transport.wait(self._event, timeout_s)
+        self._transport.follow(self._event)
+        return self._value
+
+    def synchronize(self) -> Any:
+        """Waits on the host until the operation has ended; returns and raises as ``wait`` does."""
+        self._transport.wait(self._event)
+        return self._value

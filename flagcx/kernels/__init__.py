@@ -1,0 +1,1 @@
+"""CUDA kernels: their source, what one launch of them does, and their compilation at run time."""

@@ -1,0 +1,150 @@
+"""Launches of the fused kernel on the current device, compiled by NVRTC through CuPy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from flagcx.dtypes import DType, ReduceOp
+from flagcx.errors import OperationError
+from flagcx.kernels.fuse import Chain, Finish, Phase
+from flagcx.kernels.source import NAME, OPTIONS, THREADS, base_name, has_kernel, kernel_source
+
+Memories = tuple[int, int, int, int]
+"""Addresses of the memories that chains name by number."""
+
+Launch = Callable[[Memories, Any], None]
+"""Enqueues one phase: (addresses of the memories, stream)."""
+
+_MAX_CHAINS = 65535
+_BLOCKS_PER_PROCESSOR = 16
+
+
+class Kernels:
+    """The kernels of one device that have been needed so far.
+
+    CuPy keeps what NVRTC made in its cache on disk, so only the first process compiles.
+
+    Args:
+        cupy: The CuPy module.
+        device: Number of the device.
+    """
+
+    def __init__(self, cupy: Any, device: int) -> None:
+        self._cupy = cupy
+        self._functions: dict[tuple[str, str], Any] = {}
+        attributes = cupy.cuda.Device(device).attributes
+        self._blocks = _BLOCKS_PER_PROCESSOR * attributes["MultiProcessorCount"]
+
+    def compile(
+        self, phases: Sequence[Phase], dtype: DType, op: ReduceOp | None, factor: float, stream: Any
+    ) -> list[Launch]:
+        """Makes the launches of one step.
+
+        Args:
+            phases: As ``flagcx.kernels.fuse`` makes them.
+            dtype: The element type.
+            op: How sources are combined.
+            factor: What chains with a ``Finish`` multiply or divide by.
+            stream: A stream on which nothing is captured; the tables are copied on it.
+
+        Raises:
+            OperationError: The operation is a ufunc that CuPy lacks.
+        """
+        if not has_kernel(dtype, op):
+            assert op is not None
+            return [_Generic(self._cupy, phase, dtype, op, factor) for phase in phases]
+        function = self._function(dtype, op)
+        parts = [p[i : i + _MAX_CHAINS] for p in phases for i in range(0, len(p), _MAX_CHAINS)]
+        return [self._fused(function, part, dtype, factor, stream) for part in parts]
+
+    def _function(self, dtype: DType, op: ReduceOp | None) -> Any:
+        key = dtype.name, base_name(op)
+        if key not in self._functions:
+            raw = self._cupy.RawKernel(kernel_source(dtype, op), NAME, options=OPTIONS)
+            self._functions[key] = raw.kernel
+        return self._functions[key]
+
+    def _fused(self, function: Any, chains: Phase, dtype: DType, factor: float, stream: Any) -> Launch:
+        rows: list[tuple[int, ...]] = []
+        sources: list[tuple[int, int]] = []
+        for chain in chains:
+            rows.append((*chain.to, chain.count, len(sources), len(chain.sources), int(chain.finish)))
+            sources += chain.sources
+        numbers = np.array([*(n for row in rows for n in row), *(n for s in sources for n in s)], np.int64)
+        with stream:
+            table = self._cupy.asarray(numbers)
+        stream.synchronize()
+        pack = THREADS * max(1, 16 // dtype.numpy.itemsize)
+        wanted = -(-max(c.count for c in chains) // pack)
+        grid = max(1, min(wanted, self._blocks // len(chains))), len(chains)
+        return _Fused(function, grid, table, 6 * len(rows) * 8, factor)
+
+
+class _Fused:
+    """One launch of a compiled kernel."""
+
+    __slots__ = ("_at", "_factor", "_function", "_grid", "_table")
+
+    def __init__(self, function: Any, grid: tuple[int, int], table: Any, sources: int, factor: float) -> None:
+        self._function, self._grid, self._table, self._factor = function, grid, table, factor
+        self._at = table.data.ptr, table.data.ptr + sources
+
+    def __call__(self, memories: Memories, stream: Any) -> None:
+        self._function(self._grid, (THREADS,), (*self._at, *memories, self._factor), stream=stream)
+
+
+class _Generic:
+    """One phase of an operation of the caller's own: CuPy's kernel of it, once for each source."""
+
+    __slots__ = ("_chains", "_combine", "_cupy", "_dtype", "_factor")
+
+    def __init__(self, cupy: Any, chains: Phase, dtype: DType, op: ReduceOp, factor: float) -> None:
+        self._cupy, self._chains, self._dtype, self._factor = cupy, chains, dtype.numpy, factor
+        self._combine = cupy_function(cupy, op)
+
+    def __call__(self, memories: Memories, stream: Any) -> None:
+        with stream:
+            for chain in self._chains:
+                self._run(chain, memories)
+
+    def _run(self, chain: Chain, memories: Memories) -> None:
+        to = self._view(memories, chain.to, chain.count)
+        first, *others = (self._view(memories, source, chain.count) for source in chain.sources)
+        for other in others:
+            self._combine(first, other, to)
+            first = to
+        if chain.finish is Finish.SCALE:
+            self._cupy.multiply(first, self._factor, to)
+        elif not others:
+            to[...] = first
+
+    def _view(self, memories: Memories, place: tuple[int, int], count: int) -> Any:
+        nbytes = count * self._dtype.itemsize
+        start = memories[place[0]] + place[1] * self._dtype.itemsize
+        memory = self._cupy.cuda.UnownedMemory(start, nbytes, None)
+        return self._cupy.ndarray((count,), self._dtype, self._cupy.cuda.MemoryPointer(memory, 0))
+
+
+def cupy_function(cupy: Any, op: ReduceOp) -> Callable:
+    """What combines two CuPy arrays for an operation that has no kernel of its own.
+
+    Args:
+        cupy: The CuPy module.
+        op: With a NumPy ufunc, whose namesake CuPy must have, or with a CuPy ufunc or
+            ``ElementwiseKernel`` of two inputs and one output in place of it.
+
+    Raises:
+        OperationError: CuPy has no function of that name.
+    """
+    if not isinstance(op.ufunc, np.ufunc):
+        return op.ufunc
+    found = getattr(cupy, op.ufunc.__name__, None)
+    if found is None:
+        raise OperationError(
+            f"op={op.name!r} is a NumPy ufunc that CuPy has not; expected a ufunc that both have, such as "
+            f"np.hypot, or ReduceOp(name, kernel, kinds) with a cupy.ElementwiseKernel of two inputs"
+        )
+    return found

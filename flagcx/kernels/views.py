@@ -1,0 +1,111 @@
+"""Callers' arrays on a GPU as CuPy arrays, without a copy: CuPy's, torch's, JAX's and Numba's.
+
+CuPy has no fp8 dtypes of its own: it takes memory as one, and refuses to allocate or to compute.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+import numpy as np
+
+from flagcx.dtypes import DTYPES
+from flagcx.errors import ArrayError
+
+_CARRIERS = {"bfloat16": "int16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
+
+
+def device_array(cupy: Any, array: Any, what: str, writable: bool) -> Any:
+    """Takes an array of a GPU without a copy.
+
+    Args:
+        cupy: The CuPy module.
+        array: A CuPy array, or anything on a GPU that offers ``__cuda_array_interface__`` or DLPack.
+        what: What the array is called in messages.
+        writable: Whether it will be written.
+
+    Returns:
+        A C-contiguous CuPy array over the same memory.
+
+    Raises:
+        ArrayError: It is no array on a GPU, not C-contiguous, or immutable and to be written.
+    """
+    view = array if isinstance(array, cupy.ndarray) else _viewed(cupy, array, what, writable)
+    if not view.flags.c_contiguous:
+        raise ArrayError(
+            f"{what} is not C-contiguous (shape {view.shape}, strides {view.strides} bytes); pass "
+            f"cupy.ascontiguousarray({what}), or a contiguous part of the array"
+        )
+    return view
+
+
+def device_result(cupy: Any, out: Any, what: str, shape: tuple[int, ...], dtype: Any) -> Any:
+    """Checks an ``out=`` array on a GPU, or makes one.
+
+    Raises:
+        ArrayError: It has another dtype or number of elements, or cannot be written in place.
+    """
+    if out is None:
+        return empty(cupy, shape, dtype)
+    view = device_array(cupy, out, what, True)
+    if view.dtype != dtype:
+        raise ArrayError(f"{what} has dtype {view.dtype}, expected {dtype}")
+    if view.size != math.prod(shape):
+        raise ArrayError(
+            f"{what} has {view.size} elements (shape {view.shape}), expected {math.prod(shape)}: "
+            f"shape {shape}"
+        )
+    return view
+
+
+def empty(cupy: Any, shape: tuple[int, ...] | int, dtype: Any) -> Any:
+    """An uninitialised array on the current device; of fp8 too, which ``cupy.empty`` refuses."""
+    dtype = np.dtype(dtype)
+    shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    memory = cupy.cuda.alloc(max(1, math.prod(shape) * dtype.itemsize))
+    return cupy.ndarray(shape, dtype, memory)
+
+
+def _viewed(cupy: Any, array: Any, what: str, writable: bool) -> Any:
+    library = type(array).__module__.partition(".")[0]
+    if library == "torch":
+        return _from_torch(cupy, array, what)
+    if library in ("jax", "jaxlib") and writable:
+        raise ArrayError(
+            f"{what} is a JAX array, which nothing may write to; pass "
+            f"out=cupy.empty_like(cupy.asarray({what})), or a CuPy array"
+        )
+    if not hasattr(array, "__dlpack__") and not hasattr(array, "__cuda_array_interface__"):
+        raise ArrayError(
+            f"{what} is a {type(array).__module__}.{type(array).__qualname__}, and another array of the call "
+            f"is on a GPU; expected an array on that GPU too, such as cupy.asarray({what})"
+        )
+    try:
+        return cupy.asarray(array) if hasattr(array, "__cuda_array_interface__") else cupy.from_dlpack(array)
+    except (AttributeError, BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise ArrayError(f"{what} cannot be taken as a CuPy array: {error}") from error
+
+
+def _from_torch(cupy: Any, tensor: Any, what: str) -> Any:
+    """A torch tensor's memory; dtypes that the exchange of tensors lacks travel as integers."""
+    if not tensor.is_cuda:
+        raise ArrayError(
+            f"{what} is a tensor on {tensor.device}; expected one on a GPU, such as {what}.cuda()"
+        )
+    plain = tensor.detach()
+    if not plain.is_contiguous():
+        raise ArrayError(
+            f"{what} is not C-contiguous (shape {tuple(plain.shape)}, strides {tuple(plain.stride())} "
+            f"elements); pass {what}.contiguous(), or a contiguous part of the tensor"
+        )
+    name = str(plain.dtype).rpartition(".")[2]
+    if name not in _CARRIERS:
+        return cupy.from_dlpack(plain)
+    carrier = getattr(sys.modules["torch"], _CARRIERS[name])
+    return cupy.from_dlpack(plain.view(carrier)).view(_numpy_dtype(name))
+
+
+def _numpy_dtype(name: str) -> np.dtype:
+    return next(d.numpy for d in DTYPES.values() if d.name == name)

@@ -1,0 +1,68 @@
+"""The debug mode: before each call, the ranks tell each other what they are about to do."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from flagcx.bootstrap.store import Store
+from flagcx.collectives import COLLECTIVES
+from flagcx.config import Config
+from flagcx.errors import MismatchError
+from flagcx.transport.base import Call, Plan
+
+
+class Compared:
+    """A plan that runs only if all ranks are about to run the like. It waits for them, so it is slow.
+
+    Args:
+        plan: The plan.
+        store: The communicator's part of the store.
+        call: What it does.
+        config: Settings.
+    """
+
+    def __init__(self, plan: Plan, store: Store, call: Call, config: Config) -> None:
+        self._plan, self._store, self._timeout_s = plan, store, config.timeout_s
+        self._own = signature(call)
+
+    def run(self, given: Any, result: Any) -> None:
+        """See ``Plan.run``.
+
+        Raises:
+            MismatchError: On every rank, if they differ.
+            PeerTimeoutError: A rank makes no call. Named.
+        """
+        told = self._store.exchange("nccl/check", self._own.encode(), self._timeout_s)
+        check_alike([t.decode() for t in told])
+        self._plan.run(given, result)
+
+
+def signature(call: Call) -> str:
+    """A call in words that must be the same on every rank."""
+    s = call.schedule
+    blocks = COLLECTIVES[s.collective].blocks
+    if isinstance(call.counts, int):
+        count = f"{call.counts}" + (" a rank" if blocks else "")
+    else:
+        count = "uneven" if s.collective == "alltoall" else f"{call.counts}"
+    words = f"{s.collective} of {count} {call.dtype.name}"
+    if call.op is not None:
+        words += f" by {call.op.name}" + ("" if call.op.scale is None else f" x {call.op.scale!r}")
+    if s.root is not None:
+        words += f" with root {s.root}"
+    return f"{words} ({s.algorithm})"
+
+
+def check_alike(told: list[str]) -> None:
+    """Raises MismatchError that names every rank's call, unless all are alike."""
+    counts = Counter(told)
+    if len(counts) == 1:
+        return
+    usual = counts.most_common(1)[0][0]
+    odd = next(rank for rank, what in enumerate(told) if what != usual)
+    lines = "\n".join(f"  rank {rank}: {what}" for rank, what in enumerate(told))
+    raise MismatchError(
+        f"the ranks call different operations, first rank {odd}; all must make the same call:\n{lines}",
+        peer=odd,
+    )

@@ -1,0 +1,165 @@
+"""The order of all that one communicator enqueues on a GPU, over whatever streams the caller uses.
+
+NCCL wants the operations of a communicator one after the other, and plans share scratch memory. So when a
+call comes on another stream than the last one, the new stream waits on the GPU for the old; the host never
+waits. The lane also knows whether all is done, keeps buffers alive until then, and carries the error of a
+communicator that failed.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from typing import Any
+
+from flagcx.errors import CommunicationError, CommunicatorError, FlagcxError, PeerTimeoutError
+
+_SPIN_S = 100e-6
+_SLEEP_S = 200e-6
+
+
+class Lane:
+    """What was enqueued by one communicator.
+
+    Args:
+        cupy: The CuPy module.
+        device: Number of the device that everything runs on.
+        rank: This rank, for messages.
+
+    Attributes:
+        issued: Operations enqueued so far.
+        what: The last of them: something whose ``str()`` describes it.
+        inside: Whether a thread is inside a call into NCCL.
+        failure: The error that ended the communicator, or None.
+        device: The device's number.
+    """
+
+    def __init__(self, cupy: Any, device: int, rank: int) -> None:
+        self._cupy, self.device, self.rank = cupy, device, rank
+        self._runtime = cupy.cuda.runtime
+        self._current = cupy.cuda.get_current_stream
+        self.issued, self.inside = 0, False
+        self.what: object = "nothing yet"
+        self.failure: FlagcxError | None = None
+        self._last: Any = None
+        self._last_ptr = -1
+        self._marker: tuple[Any, int, float] | None = None
+        self._done = 0
+        self._kept: deque[tuple[Any, tuple]] = deque()
+        self._keeping = threading.Lock()
+
+    def enter(self, what: object) -> Any:
+        """Begins an operation on the current stream, and returns that stream.
+
+        Raises:
+            FlagcxError: The communicator failed before, or the current device is not its own.
+        """
+        if self.failure is not None:
+            raise again(self.failure)
+        current = self._runtime.getDevice()
+        if current != self.device:
+            raise CommunicatorError(
+                f"the current device is {current}, but rank {self.rank} uses device {self.device}; call it "
+                f"under cupy.cuda.Device({self.device})"
+            )
+        stream = self._current()
+        if stream.ptr != self._last_ptr:
+            self._follow(stream)
+        self.issued += 1
+        self.what = what
+        return stream
+
+    def leave(self, stream: Any) -> None:
+        """Ends what ``enter`` began: the operation has been enqueued."""
+        if self._marker is None and not self.is_capturing(stream):
+            self._mark(stream)
+
+    def is_capturing(self, stream: Any) -> bool:
+        """Whether what is enqueued on the stream goes into a graph that is being captured."""
+        return stream.ptr > 2 and self._runtime.streamIsCapturing(stream.ptr) != 0
+
+    def event(self) -> Any:
+        """A new event without time stamps."""
+        return self._cupy.cuda.Event(disable_timing=True)
+
+    def _follow(self, stream: Any) -> None:
+        """Makes a stream wait for the one that was used before it."""
+        before = self._last
+        if self.is_capturing(stream):
+            return  # A graph cannot wait for what lies outside; its owner orders its launches.
+        if before is not None and not self.is_capturing(before):
+            stream.wait_event(before.record(self.event()))
+        self._last, self._last_ptr = stream, stream.ptr
+
+    def keep(self, stream: Any, *arrays: object) -> Any:
+        """Keeps arrays alive until the stream has done what is enqueued on it now.
+
+        Returns:
+            The event at that point of the stream.
+        """
+        event = stream.record(self.event())
+        with self._keeping:
+            self._kept.append((event, arrays))
+        self._release()
+        return event
+
+    def _release(self) -> None:
+        with self._keeping:
+            while self._kept and self._kept[0][0].done:
+                self._kept.popleft()
+
+    def _mark(self, stream: Any) -> None:
+        self._marker = stream.record(self.event()), self.issued, time.monotonic()
+
+    def pending_since(self) -> float | None:
+        """When the oldest operation that is known to be unfinished was seen first; None if all are done.
+
+        Called by the watchdog, which thereby releases arrays too. An operation gets a marker only when the
+        last marker has been reached, so a busy loop of calls pays for no events.
+        """
+        self._runtime.setDevice(self.device)
+        marker = self._marker
+        self._release()
+        try:
+            if marker is not None and marker[0].done:
+                self._done, self._marker, marker = marker[1], None, None
+            if marker is None and self.issued > self._done and self._last is not None:
+                if self.is_capturing(self._last):
+                    return None
+                self._mark(self._last)
+        except self._runtime.CUDARuntimeError:
+            self._done, self._marker, marker = self.issued, None, None  # The stream is gone, or was captured.
+        return None if marker is None else marker[2]
+
+    def wait(self, event: Any, timeout_s: float) -> None:
+        """Waits on the host until an event is reached.
+
+        Raises:
+            FlagcxError: The communicator failed meanwhile.
+            PeerTimeoutError: The event was not reached in time.
+        """
+        start = time.monotonic()
+        while not event.done:
+            waited = time.monotonic() - start
+            if self.failure is not None:
+                raise again(self.failure)
+            if waited > timeout_s:
+                raise PeerTimeoutError(f"rank {self.rank}: {self.what} is not done after {timeout_s:g} s")
+            if waited > _SPIN_S:
+                time.sleep(_SLEEP_S)
+        if self.failure is not None:
+            raise again(self.failure)
+
+    def drain(self, timeout_s: float) -> None:
+        """Waits on the host until everything that was enqueued is done; raises as ``wait`` does."""
+        if self._last is not None and not self.is_capturing(self._last):
+            self.wait(self._last.record(self.event()), timeout_s)
+        self._kept.clear()
+
+
+def again(error: FlagcxError) -> FlagcxError:
+    """A fresh exception like ``error``, so that each raise has a traceback of its own."""
+    if isinstance(error, CommunicationError):
+        return type(error)(str(error), peer=error.peer)
+    return type(error)(str(error))

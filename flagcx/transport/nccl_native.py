@@ -1,0 +1,78 @@
+"""What NCCL's own collectives can carry, as NCCL's numbers: pure tables, without NCCL."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flagcx.collectives import COLLECTIVES
+from flagcx.dtypes import DType, ReduceOp
+from flagcx.schedule.model import Program, Schedule
+
+NATIVE = "native"
+"""Name of the algorithm that is NCCL's own."""
+
+UINT8 = 1
+"""NCCL's number of the type in which bytes travel."""
+
+_TYPES = {
+    "int8": 0, "uint8": UINT8, "bool": UINT8, "int32": 2, "uint32": 3, "int64": 4, "uint64": 5,
+    "float16": 6, "float32": 7, "float64": 8, "bfloat16": 9, "float8_e4m3fn": 10, "float8_e5m2": 11,
+    "complex64": 7, "complex128": 8,
+}  # fmt: skip
+_OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
+_BOOL_OPS = {"sum": 2, "max": 2, "lor": 2, "bor": 2, "prod": 3, "min": 3, "land": 3, "band": 3}
+_FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+_FLOAT8_SINCE = 22400
+
+
+@dataclass(frozen=True, slots=True)
+class NativeForm:
+    """How NCCL is told of elements and of the operation.
+
+    Attributes:
+        type: NCCL's number of the type that it sees.
+        op: NCCL's number of the operation.
+        per_element: How many of NCCL's elements one element is.
+    """
+
+    type: int
+    op: int
+    per_element: int
+
+
+def native_form(collective: str, dtype: DType, op: ReduceOp | None, nccl_version: int) -> NativeForm | None:
+    """How NCCL's own collective does this, or None if it cannot.
+
+    Args:
+        collective: Name of the collective.
+        dtype: The element type.
+        op: The operation, or None.
+        nccl_version: As NCCL counts: 23007 is 2.30.7.
+
+    Example:
+        >>> from flagcx.dtypes import OPS, dtype_of
+        >>> native_form("allreduce", dtype_of("complex64"), OPS["sum"], 22809)
+        NativeForm(type=7, op=0, per_element=2)
+    """
+    if not COLLECTIVES[collective].reduces or collective == "barrier":
+        return NativeForm(UINT8, 0, dtype.numpy.itemsize)
+    if op is None or op.code == 0 or op.scale is not None or dtype.name not in _TYPES:
+        return None
+    if dtype.name in _FLOAT8 and nccl_version < _FLOAT8_SINCE:
+        return None
+    if dtype.kind == "complex" and op.name not in ("sum", "avg"):
+        return None
+    known = _BOOL_OPS if dtype.kind == "bool" else _OPS
+    if op.name not in known:
+        return None
+    return NativeForm(_TYPES[dtype.name], known[op.name], 2 if dtype.kind == "complex" else 1)
+
+
+def native_schedule(collective: str, size: int, root: int | None = None) -> Schedule:
+    """Stands for NCCL's own collective in a ``Call``: NCCL decides the steps, so it has none."""
+    chunks = size if COLLECTIVES[collective].blocks else 1
+    return Schedule(collective, NATIVE, size, chunks, _no_steps, root, aligned=True)
+
+
+def _no_steps(rank: int) -> Program:
+    return Program(rank, ())

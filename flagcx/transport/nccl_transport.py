@@ -1,0 +1,302 @@
+"""GPU arrays over NCCL: any schedule, any dtype, any operation.
+
+A schedule's step becomes one NCCL group of sends and receives and, behind it on the same stream, one launch
+of the fused kernel that adds up all that arrived. Everything is enqueued and nothing waits on the host. A
+plan that comes back with the same arrays is captured into a CUDA graph and then replayed with one launch.
+
+Reductions are ours, so NCCL carries bytes, of any dtype. Its own collectives are the algorithm "native".
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from flagcx.bootstrap.environment import host_name
+from flagcx.bootstrap.store import Store
+from flagcx.config import Config, set_default
+from flagcx.errors import CommunicationError, CommunicatorError, FlagcxError, OperationError
+from flagcx.kernels.cuda import load_cupy
+from flagcx.kernels.launch import Kernels
+from flagcx.kernels.views import device_array, device_result, empty
+from flagcx.schedule.lower import levels
+from flagcx.transport.base import Call, Plan
+from flagcx.transport.compared import Compared
+from flagcx.transport.device import DeviceIdentity, check_devices, identify_device
+from flagcx.transport.device_plans import NativePlan, SchedulePlan, Scratch, address, grouped
+from flagcx.transport.device_steps import device_program
+from flagcx.transport.lane import Lane, again
+from flagcx.transport.nccl import Communicator, hints, load_nccl, make_unique_id, told
+from flagcx.transport.nccl_native import NATIVE, native_form
+from flagcx.transport.watchdog import Watchdog
+
+logger = logging.getLogger("flagcx")
+
+_STUCK_EXIT_CODE = 75
+_MULTI_RANK_SINCE = 23000
+
+
+class NcclTransport:
+    """Carries CuPy arrays between the ranks of one communicator, which is made at once.
+
+    Works on the device that is current when it is made.
+
+    Args:
+        store: The communicator's part of the store; its ranks are the transport's.
+        config: The settings; ``timeout_s``, ``init_timeout_s`` and ``share_gpu`` matter here.
+
+    Raises:
+        MissingDependencyError: CuPy, NCCL, a driver or a GPU is missing.
+        ResourceError: Ranks share a GPU without ``share_gpu``.
+        PeerTimeoutError: A rank did not come within ``init_timeout_s``.
+
+    Attributes:
+        device: Number of the device.
+        identities: Every rank's process and GPU.
+        nccl_version: As NCCL counts: 23007 is 2.30.7.
+        array_class: The class of CuPy's arrays.
+    """
+
+    name = "nccl"
+
+    def __init__(self, store: Store, config: Config) -> None:
+        self._cupy = cupy = load_cupy()
+        # What one rank captures into a graph another may enqueue plainly, and registered buffers would tell.
+        set_default("NCCL_GRAPH_REGISTER", "0")
+        self._config, self._store = config, store
+        self.rank, self.size = store.rank, store.size
+        self.device = cupy.cuda.runtime.getDevice()
+        self.nccl_version = load_nccl(cupy).get_version()
+        limit = config.init_timeout_s
+        if config.share_gpu:
+            self._prepare_sharing()
+        own = identify_device(cupy, self.device, host_name(), self.nccl_version).pack()
+        self.identities = [DeviceIdentity.unpack(i) for i in store.exchange("nccl/devices", own, limit)]
+        check_devices(self.identities, config.share_gpu)
+        own = make_unique_id(cupy) if self.rank == 0 else b""
+        unique_id = store.exchange("nccl/id", own, limit)[0]
+        self._communicator = Communicator(cupy, self.rank, self.size, unique_id, limit)
+        self.array_class = cupy.ndarray
+        self._kernels = Kernels(cupy, self.device)
+        self._lane = Lane(cupy, self.device, self.rank)
+        self._scratch = Scratch(cupy)
+        self._side = cupy.cuda.Stream(non_blocking=True)
+        self._plans: weakref.WeakSet[SchedulePlan] = weakref.WeakSet()
+        self._closed = False
+        self._watchdog = Watchdog(self, store, config.timeout_s, _leave) if self.size > 1 else None
+
+    def _prepare_sharing(self) -> None:
+        """Tells NCCL that ranks may share a GPU, before it looks."""
+        if self.nccl_version >= _MULTI_RANK_SINCE:
+            set_default("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+        else:
+            # Ranks that seem to be on hosts of their own are allowed; they talk through sockets.
+            set_default("NCCL_HOSTID", f"rank-{self.rank}")
+            set_default("NCCL_SOCKET_IFNAME", "lo")
+        # The kernels of all ranks wait for each other, so they must find room on the GPU together.
+        processors = self._cupy.cuda.Device(self.device).attributes["MultiProcessorCount"]
+        set_default("NCCL_MAX_CTAS", str(max(1, processors // (2 * self.size))))
+
+    def compile(self, call: Call) -> Plan:
+        """Compiles ``call``; see ``Transport.compile``.
+
+        A schedule that is not aligned is lowered to levels, so that each step is one group.
+
+        Raises:
+            OperationError: NCCL's own collective was asked for, which does not do this dtype or operation,
+                or CuPy has no such ufunc.
+        """
+        if self._closed:
+            raise CommunicatorError(f"the communicator of rank {self.rank} is closed")
+        plan = self._native(call) if call.schedule.algorithm == NATIVE else self._scheduled(call)
+        return Compared(plan, self._store, call, self._config) if self._config.debug == "check" else plan
+
+    def _scheduled(self, call: Call) -> SchedulePlan:
+        lowered = replace(call, schedule=levels(call.schedule))
+        program = device_program(lowered)
+        size = call.dtype.numpy.itemsize
+        steps = [
+            (
+                grouped(step.moves, call.dtype),
+                self._kernels.compile(step.phases, call.dtype, call.op, program.factor, self._side),
+            )
+            for step in program.steps
+        ]
+        plan = SchedulePlan(
+            lowered, steps, program.scratch_count * size, program.scaled_count * size, self._lane,
+            self._communicator, self._scratch, self._guarded,
+        )  # fmt: skip
+        self._plans.add(plan)
+        return plan
+
+    def _native(self, call: Call) -> NativePlan:
+        form = native_form(call.schedule.collective, call.dtype, call.op, self.nccl_version)
+        if form is None:
+            op = "" if call.op is None else f" with op={call.op.name!r}"
+            raise OperationError(
+                f"NCCL's own {call.schedule.collective} does not do {call.dtype.name} arrays{op}; expected "
+                f"another algorithm, such as algorithm='ring'"
+            )
+        return NativePlan(call, self._communicator.issuer(call, form), self._lane, self._fault)
+
+    def submit(self, plan: Plan, given: Any, result: Any) -> Any:
+        """Enqueues a plan on the communicator's own stream, behind what the current stream has so far.
+
+        Returns:
+            The event that ends it, until which the arrays are kept.
+        """
+        stream = self._cupy.cuda.get_current_stream()
+        self._side.wait_event(stream.record(self._lane.event()))
+        with self._side:
+            plan.run(given, result)
+        return self._lane.keep(self._side, given, result)
+
+    def follow(self, event: Any) -> None:
+        """Makes the current stream wait for an event of ``submit``; the host goes on at once."""
+        self._cupy.cuda.get_current_stream().wait_event(event)
+
+    def wait(self, event: Any, timeout_s: float = math.inf) -> None:
+        """Waits on the host for an event of ``submit``.
+
+        Raises:
+            PeerTimeoutError: It was not reached in time.
+            CommunicationError: A rank died, gave up or did not come within the settings' time-out.
+        """
+        self._lane.wait(event, timeout_s)
+
+    def keep(self, stream: Any, *arrays: object) -> None:
+        """Keeps arrays alive until a stream has done what is enqueued on it now."""
+        if not self._lane.is_capturing(stream):
+            self._lane.keep(stream, *arrays)
+
+    def transfer(self, sends: Sequence[tuple[Any, int]], receives: Sequence[tuple[Any, int]]) -> None:
+        """Sends arrays to ranks and receives arrays from ranks, all at once; see ``Transport.transfer``."""
+        moves = [(True, 0, address(a, self._lane), a.nbytes, peer) for a, peer in sends]
+        moves += [(False, 0, address(a, self._lane), a.nbytes, peer) for a, peer in receives]
+        wanted = [m for m in moves if m[3]]
+        stream = self._lane.enter(f"send and receive of {sum(m[3] for m in moves)} bytes")
+        if wanted:
+            self._guarded(lambda: self._communicator.group(wanted, (0, 0, 0, 0), stream.ptr))
+        self._lane.leave(stream)
+
+    def take(self, array: Any, what: str, writable: bool) -> Any:
+        """Takes a caller's array as a CuPy array, without a copy; see ``Transport.take``."""
+        return device_array(self._cupy, array, what, writable)
+
+    def result(self, out: Any, what: str, shape: tuple[int, ...], dtype: Any) -> Any:
+        """Takes the array of a result, or makes one; see ``Transport.result``."""
+        return device_result(self._cupy, out, what, shape, dtype)
+
+    def empty(self, shape: tuple[int, ...] | int, dtype: Any) -> Any:
+        """An uninitialised array on the rank's device."""
+        return empty(self._cupy, shape, dtype)
+
+    def _guarded(self, enqueue: Callable[[], None]) -> None:
+        lane = self._lane
+        lane.inside = True
+        try:
+            enqueue()
+        except BaseException as error:
+            raise self._fault(error) from error
+        finally:
+            lane.inside = False
+
+    def _fault(self, error: BaseException) -> BaseException:
+        """What to raise for an exception that came while an operation was enqueued.
+
+        Part of it may be under way, so the communicator is done for, and the other ranks are told.
+        """
+        if self._lane.failure is not None:
+            return again(self._lane.failure)
+        failure = CommunicationError(
+            f"rank {self.rank}: {self._lane.what} could not be enqueued: "
+            f"{told(error) or type(error).__name__}; {hints()}"
+        )
+        self.fail(failure)
+        if self._watchdog is not None:
+            self._watchdog.tell(failure)
+        ours = self._cupy.cuda.runtime.CUDARuntimeError, RuntimeError, KeyError
+        return failure if isinstance(error, ours) else error
+
+    def abort(self, reason: str, culprit: int | None) -> None:
+        """Tells the peers that this rank cannot go on; see ``Transport.abort``."""
+        failure = CommunicationError(f"rank {self.rank} gave up: {reason}", peer=culprit)
+        if self._lane.failure is None:
+            self.fail(failure)
+            if self._watchdog is not None:
+                self._watchdog.tell(failure)
+
+    # What the watchdog asks; see flagcx.transport.watchdog.Watched.
+
+    @property
+    def issued(self) -> int:
+        """Operations enqueued so far."""
+        return self._lane.issued
+
+    def describe(self) -> str:
+        """The last operation that was enqueued."""
+        return str(self._lane.what)
+
+    def pending_since(self) -> float | None:
+        """When the oldest operation that is known to be unfinished was seen first."""
+        return self._lane.pending_since()
+
+    def fail(self, error: FlagcxError) -> None:
+        """Every later call, and everybody who waits on the host, gets this error."""
+        if self._lane.failure is None:
+            self._lane.failure = error
+
+    def abort_enqueued(self) -> None:
+        """Aborts NCCL's operations, which frees the streams that wait for them. May take long."""
+        self._cupy.cuda.runtime.setDevice(self.device)
+        self._communicator.abort()
+
+    def is_stuck(self) -> bool:
+        """Whether a thread of the rank is inside a call into NCCL."""
+        return self._lane.inside
+
+    def synchronize(self) -> None:
+        """Waits on the host until everything that was enqueued is done.
+
+        Raises:
+            CommunicationError: A rank died, gave up or did not come in time.
+        """
+        self._lane.drain(math.inf if self._watchdog is not None else self._config.timeout_s)
+
+    def close(self) -> None:
+        """Waits for what was enqueued and gives everything back. Idempotent; collective."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self._lane.failure is None:
+                self.synchronize()
+        finally:
+            if self._watchdog is not None:
+                self._watchdog.close()
+            for plan in self._plans:
+                plan.close()
+            self._scratch.close()
+        if self._lane.failure is None:
+            self._communicator.destroy()
+
+    def __enter__(self) -> NcclTransport:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "failed" if self._lane.failure else "open"
+        return f"<NcclTransport rank={self.rank} size={self.size} device={self.device} {state}>"
+
+
+def _leave(reason: str) -> None:
+    """Ends a process that NCCL does not let go of."""
+    logger.critical("%s; the process ends", reason)
+    os._exit(_STUCK_EXIT_CODE)

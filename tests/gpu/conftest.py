@@ -1,0 +1,53 @@
+"""Ranks that share this machine's GPU: a private MPS daemon for the whole session of tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+
+import flagcx as fc
+from flagcx._launch.share_gpu import shared_gpu
+from flagcx.config import environment
+from flagcx.errors import MissingDependencyError
+from flagcx.kernels.cuda import load_cupy
+
+SIZES = tuple(int(n) for n in environment().get("FLAGCX_TEST_RANKS", "2,3,4,8").split(","))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks everything here, and skips it where there is no GPU."""
+    here = [item for item in items if os.path.dirname(__file__) in str(item.path)]
+    reason = _why_not() if here else ""
+    for item in here:
+        item.add_marker(pytest.mark.gpu)
+        if reason:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _why_not() -> str:
+    if not os.path.exists("/dev/nvidiactl"):
+        return "no NVIDIA GPU on this machine"
+    try:
+        load_cupy()
+    except MissingDependencyError as error:
+        return str(error)
+    return ""
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable]:
+    """``ranks(n, function, *args)``: what each of n ranks on one GPU returns."""
+    with shared_gpu(environment()) as variables:
+        before = dict(os.environ)
+        os.environ.update(variables)
+
+        def run(size: int, function: Callable, *args: object, timeout_s: float = 100.0) -> list:
+            return fc.launch(function, ranks=size, args=args, timeout_s=timeout_s)
+
+        try:
+            yield run
+        finally:
+            os.environ.clear()
+            os.environ.update(before)

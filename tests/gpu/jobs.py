@@ -1,0 +1,129 @@
+"""What the ranks of the GPU tests do. Each returns the list of what went wrong on its rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+import flagcx as fc
+from flagcx.algorithms import entries
+from flagcx.collectives import COLLECTIVES
+from flagcx.dtypes import DTYPES, OPS, dtype_of
+from flagcx.transport.nccl_native import NATIVE
+from tests.gpu import oracle
+
+
+def algorithms_and_collectives(counts: list[int]) -> list[str]:
+    """Every algorithm of every collective, for each count, out of place, against the oracle."""
+    comm = fc.init()
+    faults: list[str] = []
+    for collective in COLLECTIVES:
+        if collective == "barrier":
+            continue
+        names = [str(e.algorithm) for e in entries(collective) if e.allows(comm.size)] + [NATIVE, None]
+        for algorithm in names:
+            for count in counts:
+                faults += one_call(comm, collective, algorithm, count, dtype_of("float32"))
+    return faults
+
+
+def one_call(
+    comm: Any, collective: str, algorithm: str | None, count: int, dtype: Any, op="sum"
+) -> list[str]:
+    """One call, with arrays that begin at an offset, and with every way of giving the result."""
+    import cupy
+
+    kind = COLLECTIVES[collective]
+    root = comm.size - 1 if kind.rooted else None
+    inputs = [
+        oracle.data(q, count * kind.input_blocks(comm.size), dtype, op) if kind.has_input(q, root) else None
+        for q in range(comm.size)
+    ]
+    want = oracle.expected(collective, comm.rank, comm.size, root, inputs, OPS[op], dtype)
+    x = None if inputs[comm.rank] is None else with_offset(cupy, inputs[comm.rank])
+    out = None if want is None else with_offset(cupy, np.zeros_like(want))
+    options: dict[str, Any] = {"algorithm": algorithm}
+    if kind.rooted:
+        options["root"] = root
+    if kind.reduces:
+        options["op"] = op
+    if collective == "broadcast":
+        got = comm.broadcast(x if x is not None else out, **options)
+    else:
+        got = getattr(comm, collective)(x, out=out, **options)
+    where = f"rank {comm.rank} of {comm.size}: {collective} {algorithm} {count} {dtype.name} {op}"
+    faults = compare(where, got, want)
+    if x is not None and collective != "broadcast":
+        faults += compare(f"{where}: INPUT was written", x, inputs[comm.rank])
+    if collective == "allreduce":
+        y = with_offset(cupy, inputs[comm.rank])
+        faults += compare(f"{where} in place", comm.allreduce(y, **options), want)
+    return faults
+
+
+def with_offset(cupy: Any, array: np.ndarray) -> Any:
+    """The array on the GPU, beginning one element behind the start of its memory."""
+    size = array.itemsize
+    memory = cupy.empty((len(array) + 1) * size, np.uint8)[size:]
+    memory.set(array.view(np.uint8))
+    return memory.view(array.dtype)
+
+
+def compare(where: str, got: Any, want: np.ndarray | None) -> list[str]:
+    """What is wrong with a result: bit for bit, but for the sign of zero and the kind of NaN."""
+    if want is None:
+        return []
+    found = got.reshape(-1).view(np.uint8).get().view(got.dtype)
+    want = want.reshape(-1)
+    wide = (
+        np.float32 if want.dtype.kind == "V" or want.dtype.name.startswith(("float8", "bf")) else want.dtype
+    )
+    same = np.array_equal(found.astype(wide), want.astype(wide), equal_nan=want.dtype.kind != "b")
+    if same and found.dtype == want.dtype:
+        return []
+    bad = np.flatnonzero(found.astype(wide) != want.astype(wide))[:3]
+    return [f"{where}: at {bad.tolist()} got {found[bad].tolist()}, expected {want[bad].tolist()}"]
+
+
+def dtypes_and_ops(algorithms: list[str], counts: list[int]) -> list[str]:
+    """Every dtype with every operation that it has."""
+    comm = fc.init()
+    faults: list[str] = []
+    for dtype in DTYPES.values():
+        for op in OPS.values():
+            if dtype.kind not in op.kinds:
+                continue
+            for algorithm in algorithms:
+                for count in counts:
+                    faults += one_call(comm, "allreduce", algorithm, count, dtype, op.name)
+    return faults
+
+
+def native_dtypes() -> list[str]:
+    """NCCL's own all-reduce for what it knows; a clear refusal for the rest."""
+    from flagcx.errors import OperationError
+
+    comm = fc.init()
+    faults: list[str] = []
+    for dtype in DTYPES.values():
+        for op in OPS.values():
+            if dtype.kind not in op.kinds:
+                continue
+            try:
+                found = one_call(comm, "allreduce", NATIVE, 77, dtype, op.name)
+                faults += [] if dtype.accumulate is not None else found
+            except OperationError as error:
+                if "NCCL's own allreduce does not do" not in str(error):
+                    faults.append(str(error))
+    return faults
+
+
+def large(count: int) -> list[str]:
+    """All-reduces of many elements."""
+    comm = fc.init()
+    faults: list[str] = []
+    for algorithm in ("ring", "one_shot", "two_shot", "double_binary_tree", "halving_doubling", NATIVE):
+        faults += one_call(comm, "allreduce", algorithm, count, dtype_of("float32"))
+    faults += one_call(comm, "allreduce", "two_shot", count, dtype_of("bfloat16"))
+    return faults

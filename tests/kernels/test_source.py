@@ -1,0 +1,72 @@
+"""Every kernel compiles without a warning, for each architecture, on a machine without a GPU."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from flagcx.dtypes import DTYPES, OPS, ReduceOp, dtype_of, scaled_sum
+from flagcx.errors import OperationError
+from flagcx.kernels import source
+from tests.kernels import nvrtc
+
+needs_nvrtc = pytest.mark.skipif(
+    nvrtc.library() is None, reason="NVRTC is not installed: pip install nvidia-cuda-nvrtc-cu12"
+)
+ARCHITECTURES = ("sm_80", "sm_90")
+
+
+@needs_nvrtc
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_kernel_compiles_without_a_warning(architecture):
+    kernels = source.all_kernels()
+
+    def compiled(kernel):
+        return nvrtc.compile_for(source.kernel_source(*kernel), architecture, source.OPTIONS)
+
+    with ThreadPoolExecutor(2) as pool:
+        for (dtype, op), made in zip(kernels, pool.map(compiled, kernels), strict=True):
+            assert made.status == 0, f"{dtype.name} {op.name}: {made.log}"
+            assert made.log == "", f"{dtype.name} {op.name} warns: {made.log}"
+            assert source.NAME.encode() in made.code
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [("void f() { unknown_name(); }", "error"), ("void f() { int unused = 0; }", "warning")],
+)
+def test_a_faulty_source_is_noticed(fault, said):
+    text = source.kernel_source(dtype_of("float32"), OPS["sum"]) + "\n__device__ " + fault + "\n"
+    compiled = nvrtc.compile_for(text, "sm_90", source.OPTIONS)
+    assert said in compiled.log
+
+
+def test_every_dtype_has_a_kernel_for_every_operation_of_its_kind():
+    made = {(dtype.name, op.name) for dtype, op in source.all_kernels()}
+    expected = {
+        (dtype.name, op.name)
+        for dtype in DTYPES.values()
+        for op in OPS.values()
+        if dtype.kind in op.kinds and not op.average
+    }
+    assert made == expected
+
+
+def test_average_and_scaled_sum_share_the_kernel_of_the_sum():
+    dtype = dtype_of("bfloat16")
+    assert source.kernel_source(dtype, OPS["avg"]) == source.kernel_source(dtype, OPS["sum"])
+    assert source.kernel_source(dtype, scaled_sum(0.5)) == source.kernel_source(dtype, OPS["sum"])
+
+
+def test_an_operation_that_has_no_kernel_is_named():
+    with pytest.raises(OperationError, match=r"no kernel for op='band' of float32.*max, min, prod, sum"):
+        source.kernel_source(dtype_of("float32"), OPS["band"])
+
+
+def test_a_ufunc_of_the_callers_own_has_no_kernel():
+    import numpy as np
+
+    assert not source.has_kernel(dtype_of("float32"), ReduceOp("hypot", np.hypot, ("float",)))

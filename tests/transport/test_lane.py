@@ -1,0 +1,139 @@
+"""The order of what is enqueued, on fakes of CuPy's streams and events."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from flagcx.errors import CommunicatorError, PeerDiedError, PeerTimeoutError
+from flagcx.transport.lane import Lane
+
+
+class FakeEvent:
+    def __init__(self, **_: object) -> None:
+        self.done = False
+        self.stream: FakeStream | None = None
+
+
+class FakeStream:
+    def __init__(self, ptr: int) -> None:
+        self.ptr, self.capturing = ptr, False
+        self.waited: list[FakeEvent] = []
+
+    def record(self, event: FakeEvent) -> FakeEvent:
+        event.stream = self
+        return event
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.waited.append(event)
+
+
+class FakeCuda:
+    """Stands for CuPy: one current stream, one current device."""
+
+    def __init__(self) -> None:
+        self.streams = {ptr: FakeStream(ptr) for ptr in (0, 100, 200)}
+        self.stream, self.device = self.streams[100], 0
+        runtime = SimpleNamespace(
+            getDevice=lambda: self.device,
+            setDevice=lambda device: None,
+            streamIsCapturing=lambda ptr: int(self.streams[ptr].capturing),
+            CUDARuntimeError=RuntimeError,
+        )
+        self.cuda = SimpleNamespace(
+            runtime=runtime, get_current_stream=lambda: self.stream, Event=lambda **k: FakeEvent(**k)
+        )
+
+
+@pytest.fixture
+def fake() -> FakeCuda:
+    return FakeCuda()
+
+
+@pytest.fixture
+def lane(fake) -> Lane:
+    return Lane(fake, 0, rank=3)
+
+
+def operation(lane: Lane) -> None:
+    lane.leave(lane.enter("allreduce"))
+
+
+def test_one_stream_waits_for_nothing(fake, lane):
+    operation(lane)
+    operation(lane)
+    assert fake.streams[100].waited == []
+
+
+def test_a_second_stream_waits_for_the_first_and_back(fake, lane):
+    operation(lane)
+    fake.stream = fake.streams[200]
+    operation(lane)
+    assert [e.stream.ptr for e in fake.streams[200].waited] == [100]
+    fake.stream = fake.streams[100]
+    operation(lane)
+    assert [e.stream.ptr for e in fake.streams[100].waited] == [200]
+
+
+def test_a_stream_that_is_captured_waits_for_nothing_outside_its_graph(fake, lane):
+    operation(lane)
+    fake.stream = fake.streams[200]
+    fake.streams[200].capturing = True
+    operation(lane)
+    assert fake.streams[200].waited == []
+
+
+def test_another_device_is_refused(fake, lane):
+    fake.device = 1
+    with pytest.raises(CommunicatorError, match=r"current device is 1, but rank 3 uses device 0"):
+        lane.enter("allreduce")
+
+
+def test_a_failure_is_raised_anew_by_every_call(lane):
+    lane.failure = PeerDiedError("rank 1 died", peer=1)
+    raised = []
+    for _ in range(2):
+        with pytest.raises(PeerDiedError, match="rank 1 died") as caught:
+            lane.enter("allreduce")
+        assert caught.value.peer == 1
+        raised.append(caught.value)
+    assert raised[0] is not raised[1]
+
+
+def test_what_is_unfinished_shows_and_ends(fake, lane):
+    assert lane.pending_since() is None
+    operation(lane)
+    assert lane.pending_since() is not None
+    lane._marker[0].done = True
+    assert lane.pending_since() is None
+
+
+def test_an_operation_behind_the_marker_gets_one_of_its_own(fake, lane):
+    operation(lane)
+    operation(lane)
+    lane._marker[0].done = True
+    since = lane.pending_since()
+    lane._marker[0].done = False
+    assert since is None
+    assert lane._marker[1] == 2
+    assert lane.pending_since() is not None
+
+
+def test_arrays_are_kept_until_their_event(fake, lane):
+    first = lane.keep(fake.stream, "x", "y")
+    assert len(lane._kept) == 1
+    first.done = True
+    second = lane.keep(fake.stream, "z")
+    assert [event for event, _ in lane._kept] == [second]
+
+
+def test_waiting_ends_with_the_event_the_time_or_the_failure(lane):
+    event = FakeEvent()
+    with pytest.raises(PeerTimeoutError, match=r"rank 3: nothing yet is not done after 0.01 s"):
+        lane.wait(event, 0.01)
+    lane.failure = PeerDiedError("rank 1 died", peer=1)
+    with pytest.raises(PeerDiedError, match="rank 1 died"):
+        lane.wait(event, 10.0)
+    lane.failure, event.done = None, True
+    lane.wait(event, 10.0)

@@ -80,7 +80,7 @@ class Dispatch:
         async_op: bool = False,
     ) -> Any:
         """Makes a call now, later, or at the end of the group; ``value`` is what its caller gets."""
-        given, in_place = untangle(collective, self.rank, given, result)
+        given, in_place = untangle(collective, self.rank, given, result, counts)
         dtype = dtype_of((result if given is None else given).dtype)
 
         def find():
@@ -104,8 +104,15 @@ class Dispatch:
         return value
 
 
-def untangle(collective: str, rank: int, given: Any, result: Any) -> tuple[Any, bool]:
+def untangle(collective: str, rank: int, given: Any, result: Any, counts: Counts = 0) -> tuple[Any, bool]:
     """Finds out how INPUT and OUTPUT lie to each other.
+
+    Args:
+        collective: Name of the collective.
+        rank: This rank.
+        given: INPUT, or None.
+        result: OUTPUT, or None.
+        counts: Elements of each rank's block where they differ; else any number.
 
     Returns:
         The INPUT to use, and whether the call is in place. Where the two overlap in any other way than
@@ -118,10 +125,12 @@ def untangle(collective: str, rank: int, given: Any, result: Any) -> tuple[Any, 
     if not np.may_share_memory(given, result):
         return given, False
     at, to = _address(given), _address(result)
-    if collective == "allgather" or collective == "gather":
-        fits = at - to == rank * given.nbytes and given.nbytes < result.nbytes
+    block = min(given.nbytes, result.nbytes)
+    before = rank * block if isinstance(counts, int) else sum(counts[:rank]) * given.itemsize
+    if collective in ("allgather", "gather"):
+        fits = at - to == before and given.nbytes < result.nbytes
     elif collective in ("reduce_scatter", "scatter"):
-        fits = to - at == rank * result.nbytes and result.nbytes < given.nbytes
+        fits = to - at == before and result.nbytes < given.nbytes
     else:
         fits = at == to and given.nbytes == result.nbytes and collective != "alltoall"
     return (given, True) if fits else (_copy(given), False)

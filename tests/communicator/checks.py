@@ -205,6 +205,12 @@ def check_uneven() -> int:
             x = contribution(rank, sizes[rank], np.int32)
             assert_same(comm.allgatherv(x, sizes, algorithm=entry.algorithm), whole, "allgatherv")
             assert_same(comm.allgatherv(x), whole, "allgatherv without counts")
+            for at in (start, min(rank * sizes[rank], sum(sizes) - sizes[rank])):  # its block, and another
+                out = _poisoned(sum(sizes), np.int32)
+                own = out[at : at + sizes[rank]]
+                own[...] = x
+                comm.allgatherv(own, sizes, out=out, algorithm=entry.algorithm)
+                assert_same(out, whole, f"allgatherv from {at} of its own result")
             done += 1
         for entry in (e for e in entries("reduce_scatter") if e.uneven and e.allows(size)):
             x = contribution(rank, sum(sizes), np.int32)

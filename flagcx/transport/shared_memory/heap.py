@@ -95,6 +95,7 @@ class Heap:
         """Gives the memory back as soon as no array views it."""
         with self._lock:
             segments, self._segments = self._segments, []
+            self._words = memoryview(b"")
             for segment, _, memory in segments:
                 del memory
                 segment.close()
@@ -122,6 +123,7 @@ class PeerHeaps:
 
     def close(self) -> None:
         """Unmaps all."""
+        self._words = []
         mapped, self._mapped = self._mapped, {}
         for segment, memory in mapped.values():
             del memory

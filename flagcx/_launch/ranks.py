@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from flagcx._launch.alike import laid_out_alike
 from flagcx._launch.groups import sweep
 from flagcx._launch.guard import guard
 from flagcx._launch.output import Tail, is_consequence
@@ -224,16 +225,17 @@ class Ranks:
         pipe, held = os.pipe()
         self._guards.append(held)
         try:
-            process = subprocess.Popen(
-                [*command.arguments, str(pipe)] if command.guards_itself else command.arguments,
-                env=environ,
-                stdin=streams.stdin,
-                stdout=streams.stdout,
-                stderr=streams.stderr,
-                pass_fds=[pipe, *command.pass_fds],
-                **_apart(rank),
-                preexec_fn=None if command.guards_itself else lambda: guard(pipe),
-            )
+            with laid_out_alike(self.size):
+                process = subprocess.Popen(
+                    [*command.arguments, str(pipe)] if command.guards_itself else command.arguments,
+                    env=environ,
+                    stdin=streams.stdin,
+                    stdout=streams.stdout,
+                    stderr=streams.stderr,
+                    pass_fds=[pipe, *command.pass_fds],
+                    **_apart(rank),
+                    preexec_fn=None if command.guards_itself else lambda: guard(pipe),
+                )
         except OSError as error:
             raise LaunchError(f"rank {rank} of {self.size} cannot be started: {error}", rank=rank) from error
         finally:

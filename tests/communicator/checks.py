@@ -240,6 +240,32 @@ def check_uneven() -> int:
     return done
 
 
+def check_back_to_back(calls: int = 1500) -> int:
+    """Calls of all sizes and ways, one after the other, with ranks out of step: slots are used again and
+    again, and none may be written before all have read it."""
+    import time
+
+    comm = fc.init()
+    same = np.random.default_rng(5)  # the same draws on every rank
+    own = np.random.default_rng(100 + comm.rank)
+    counts = (3, 1_000, 9_000, 20_000, 60_000, 65_536, 70_000, 200_000)
+    shared = comm.empty(max(counts), np.float32)
+    private = np.empty(max(counts), np.float32)
+    for i in range(calls):
+        count = int(same.choice(counts, p=(0.2, 0.2, 0.15, 0.15, 0.1, 0.1, 0.05, 0.05)))
+        x = (shared if same.random() < 0.3 else private)[:count]
+        algorithm = same.choice(["two_shot", "two_shot", "ring", None])
+        x[...] = (comm.rank + 1) * (i + 1) % 1000
+        x[-1] = comm.rank + i % 7
+        if own.random() < 0.05:
+            time.sleep(own.random() * 2e-3)
+        comm.allreduce(x, algorithm=algorithm)
+        value = sum((q + 1) * (i + 1) % 1000 for q in range(comm.size))
+        assert (x[:-1] == value).all(), f"call {i} of {count} by {algorithm}"
+        assert x[-1] == sum(q + i % 7 for q in range(comm.size)), f"call {i} of {count} by {algorithm}"
+    return calls
+
+
 def check_bits() -> str:
     """Sums that round: the same bits on every rank. Returns a digest of them."""
     import hashlib

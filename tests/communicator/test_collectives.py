@@ -30,6 +30,14 @@ def test_collectives(check, size):
     assert len(set(done)) == 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("cross_memory", ["1", "0"])
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_calls_back_to_back_with_ranks_out_of_step(size, cross_memory, monkeypatch):
+    monkeypatch.setenv("FLAGCX_CROSS_MEMORY", cross_memory)
+    run_ranks(checks.check_back_to_back, size)
+
+
 @pytest.mark.parametrize("size", [2, 3, 4, 7])
 def test_sums_have_the_same_bits_on_every_rank(size):
     digests = run_ranks(checks.check_bits, size)

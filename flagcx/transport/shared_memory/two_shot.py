@@ -2,7 +2,8 @@
 
 Each piece has one stripe a rank. Three stages work on three successive pieces: leave the other ranks'
 stripes in my slot; reduce my stripe from everybody's slot; gather the reduced stripes. A slot is
-written again four pieces later, when the signals already waited for prove that all have read it.
+written again four pieces later, when the signals already waited for prove that all have read it. (A
+call of one piece has waited for the same signals when it ends, so the next may use the same slot.)
 """
 
 from __future__ import annotations
@@ -99,6 +100,8 @@ class TwoShotSlots:
                 self._gather(turn - 2, first, result)
 
     def _at(self, piece: int, first: int) -> tuple[int, _Stage]:
+        if self._pieces == 1:  # nobody is behind, so one slot does, and stays in the cache
+            return 0, self._final[0]
         stages = self._final if piece == self._pieces - 1 else self._whole
         return piece * self._piece, stages[(first + piece) % STAGES]
 

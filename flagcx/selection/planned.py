@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from flagcx.algorithms import Algorithm, build
 from flagcx.bootstrap.store import Store
-from flagcx.errors import TopologyError
+from flagcx.errors import FlagcxError, TopologyError
 from flagcx.schedule.compose import relabel
 from flagcx.schedule.model import Schedule
 
@@ -77,7 +78,10 @@ def agree_on_order(
     store: Store, detect: Callable[[], Topology], bus_ids: Sequence[str], timeout_s: float
 ) -> Order | None:
     """Rank 0 looks at the machine and plans; all ranks take its order, so that they run one schedule."""
-    order = plan_order(detect(), bus_ids) if store.rank == 0 else None
+    order = None
+    if store.rank == 0:
+        with contextlib.suppress(FlagcxError):  # a machine that cannot be read has no order
+            order = plan_order(detect(), bus_ids)
     told = store.exchange("planned order", json.dumps(order).encode(), timeout_s)[0]
     agreed = json.loads(told)
     return None if agreed is None else tuple(agreed)

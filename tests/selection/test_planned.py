@@ -90,6 +90,15 @@ def test_all_ranks_take_the_order_of_rank_0():
     assert orders[0] == orders[1] == orders[2] == plan_order(machine, _bus_ids(machine)[:3])
 
 
+def test_a_machine_that_cannot_be_read_has_no_order():
+    from flagcx.bootstrap.store import LocalStore
+
+    def broken():
+        raise fc.TopologyError("no /sys here")
+
+    assert agree_on_order(LocalStore(), broken, ["0000:0c:00.0"], 1) is None
+
+
 def _along():
     comm = fc.init()
     comm._engine.order = (0, 2, 3, 1)

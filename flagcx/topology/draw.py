@@ -5,6 +5,7 @@ Sockets stand on top, PCIe below them, GPUs in ring order at the foot, NVSwitche
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,18 @@ _RING = "#c2185b"
 _MOST_LISTED = 5
 
 
+def _shown_figure(matplotlib: Any) -> type[Figure]:
+    """A kind of figure that a notebook shows by itself, without pyplot."""
+
+    class ShownFigure(matplotlib.figure.Figure):
+        def _repr_png_(self) -> bytes:
+            picture = io.BytesIO()
+            self.savefig(picture, format="png", dpi=100)
+            return picture.getvalue()
+
+    return ShownFigure
+
+
 def plot_topology(
     topology: Topology, path: str | Path | None = None, *, plan: Plan | None = None, ax: Axes | None = None
 ) -> Figure:
@@ -80,7 +93,7 @@ def plot_topology(
     if not scene.place:
         raise TopologyError(f"{topology!r} has no device that can be drawn")
     if ax is None:
-        figure = matplotlib.figure.Figure(
+        figure = _shown_figure(matplotlib)(
             figsize=(max(6.0, 0.78 * scene.width + 1.2), 6.6), layout="constrained"
         )
         ax = figure.subplots()

@@ -149,3 +149,8 @@ def test_without_matplotlib_the_pip_command_is_told(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MissingDependencyError, match=r"needs matplotlib.*pip install 'flagcx\[plot\]'"):
         plot_topology(preset("4xpcie"))
+
+
+def test_a_notebook_shows_the_picture():
+    figure = plot_topology(preset("dgx-1v"))
+    assert figure._repr_png_().startswith(b"\x89PNG")

@@ -37,7 +37,7 @@ class DType:
 
 def _table() -> dict[np.dtype, DType]:
     single = np.dtype(np.float32)
-    rows = [(np.dtype(np.bool_), "bool", None)]
+    rows: list[tuple[np.dtype, str, np.dtype | None]] = [(np.dtype(np.bool_), "bool", None)]
     rows += [(np.dtype(f"{sign}int{bits}"), "int", None) for sign in ("", "u") for bits in (8, 16, 32, 64)]
     rows += [(np.dtype(np.float16), "float", single)]
     rows += [(np.dtype(np.float32), "float", None), (np.dtype(np.float64), "float", None)]

@@ -63,13 +63,14 @@ def plan_order(topology: Topology, bus_ids: Sequence[str]) -> Order | None:
 
     gpus = {_plain(g.pci_bus_id): g.index for g in topology.gpus}
     numbers = [gpus.get(_plain(bus_id)) for bus_id in bus_ids]
-    if len(numbers) < 3 or None in numbers or len(set(numbers)) < len(numbers):
+    known = [gpu for gpu in numbers if gpu is not None]
+    if len(known) < 3 or len(set(known)) < len(numbers):
         return None
     try:
-        order = best_order(topology, numbers)
+        order = best_order(topology, known)
     except TopologyError:
         return None
-    ranks = [numbers.index(gpu) for gpu in order]
+    ranks = [known.index(gpu) for gpu in order]
     first = ranks.index(0)
     return tuple(ranks[first:] + ranks[:first])
 

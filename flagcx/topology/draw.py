@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from flagcx.errors import MissingDependencyError, TopologyError
 from flagcx.topology.graph import Device, DeviceKind, Link, LinkKind, Topology
@@ -98,7 +98,7 @@ def plot_topology(
         )
         ax = figure.subplots()
     else:
-        figure = ax.figure
+        figure = cast("Figure", ax.figure)
     _paint(ax, scene)
     if path is not None:
         try:

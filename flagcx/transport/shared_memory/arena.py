@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -132,7 +133,8 @@ class Arena:
         signals.own[READY] = 2 if allowed else 1
         for words in signals.others:
             if not words[READY]:
-                signals.wait_for(words, lambda w=words: w[READY] > 0, self.config.init_timeout_s, True)
+                ready = partial(_is_ready, words)
+                signals.wait_for(words, ready, self.config.init_timeout_s, True)
         return all(words[READY] == 2 for words in signals.words)
 
     def view(self, rank: int, offset: int, count: int, dtype: np.dtype) -> np.ndarray:
@@ -148,6 +150,10 @@ class Arena:
         segments, self._segments = self._segments, []
         for segment in segments:
             segment.close()
+
+
+def _is_ready(words: memoryview) -> bool:
+    return words[READY] > 0
 
 
 def _attach(peer: int, handle: Handle) -> Segment:

@@ -206,4 +206,4 @@ def _address(array: np.ndarray) -> int:
 
 def _unowned(address: int, count: int, dtype: np.dtype) -> np.ndarray:
     memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
-    return np.frombuffer(memory, dtype)
+    return np.frombuffer(memoryview(memory), dtype)

@@ -177,6 +177,25 @@ def test_operations(size):
     assert all(run_ranks(_operations, size))
 
 
+def _half(dtype):
+    """How far sums of half precision lie from those of float64, in units in the last place."""
+    comm = fc.init()
+    worst = 0.0
+    for count in (500, 300_000):
+        parts = [np.random.default_rng(q).random(count).astype(dtype) for q in range(comm.size)]
+        exact = np.sum([p.astype(np.float64) for p in parts], axis=0)
+        got = comm.allreduce(parts[comm.rank].copy())
+        worst = max(
+            worst, float(np.max(np.abs(got.astype(np.float64) - exact) / np.spacing(got).astype(float)))
+        )
+    return worst
+
+
+def test_half_precision_is_rounded_once():
+    for worst in run_ranks(_half, 6, np.float16):
+        assert 0.4 < worst <= 0.501
+
+
 def _own_algorithm():
     from flagcx.algorithms import build
     from flagcx.schedule.compose import then

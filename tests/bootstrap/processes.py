@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -109,8 +110,15 @@ def line(process: subprocess.Popen) -> str:
 
 
 def rest(process: subprocess.Popen, timeout_s: float = 20) -> str:
-    """All that a process prints until it ends."""
-    return process.communicate(timeout=timeout_s)[0]
+    """All that a process still prints until it ends; one that takes too long is killed."""
+    killer = threading.Timer(timeout_s, process.kill)
+    killer.start()
+    try:  # (communicate() would miss what readline() has taken from the pipe already)
+        text = process.stdout.read()
+        process.wait()
+    finally:
+        killer.cancel()
+    return text
 
 
 def wait_until(holds: Callable[[], bool], timeout_s: float = 10) -> None:

@@ -38,8 +38,9 @@ from flagcx.transport.shared_memory.reduction import Scaled
 from flagcx.transport.shared_memory.steps import Steps
 from flagcx.transport.shared_memory.two_shot import TwoShotSlots
 
-CROSS_MEMORY_STRIPE_NBYTES = 40 << 10
-"""From a stripe of this size on, one copy by a system call beats two through slots."""
+CROSS_MEMORY_PAIR_NBYTES = 32 << 10
+"""What each rank must move for each peer, times their number, before one copy by a system call for each of
+them beats two through slots."""
 SHARED_NBYTES = 8 << 10
 """From here on arrays that peers map are worked on where they lie."""
 
@@ -106,7 +107,9 @@ class SharedMemoryTransport:
             return OneShot(self._arena, call, signature)
         if call.schedule.algorithm == "two_shot":
             if nbytes >= SHARED_NBYTES:
-                cross_memory = self.cross_memory and nbytes >= CROSS_MEMORY_STRIPE_NBYTES * self.size
+                cross_memory = self.cross_memory and nbytes >= CROSS_MEMORY_PAIR_NBYTES * self.size * (
+                    self.size - 1
+                )
                 return Direct(self._arena, call, signature, cross_memory)
             return TwoShotSlots(self._arena, call, signature)
         return None

@@ -32,6 +32,11 @@ class Config:
         cross_memory: Whether large messages may go straight from one process's memory to another's.
         topology_detection: Whether to look at the machine's links when they are first needed.
         share_gpu: Whether several ranks may use one GPU, as ``flagcx run --share-gpu`` arranges.
+        tuning: Whether tables that ``flagcx tune`` measured choose the algorithms. Rank 0's word counts.
+        tuning_file: The table to use; by default the one in the user's cache directory.
+        live_tuning: Whether a job that has a table tries alternatives now and then, and corrects it.
+        profile: Whether operations are recorded; see ``Communicator.profiler``.
+        deterministic: Whether the rule alone chooses, so that a call gives the same bits in every run.
         debug: "check" compares every call between ranks before it runs; "" does not.
     """
 
@@ -41,6 +46,11 @@ class Config:
     cross_memory: bool = True
     topology_detection: bool = True
     share_gpu: bool = False
+    tuning: bool = True
+    tuning_file: str = ""
+    live_tuning: bool = True
+    profile: bool = True
+    deterministic: bool = False
     debug: str = ""
 
     def __post_init__(self) -> None:

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from time import perf_counter_ns
 from typing import Any
 
-from flagcx.algorithms import entries, entry
+import numpy as np
+
+from flagcx.algorithms import Algorithm, entries, entry
 from flagcx.collectives import Counts
-from flagcx.dtypes import DType, ReduceOp
+from flagcx.dtypes import OPS, DType, ReduceOp, dtype_of, resolve_op
 from flagcx.errors import ArgumentError, CommunicationError, CommunicatorError
+from flagcx.profiler import Operation, Progress, Recorded, Ring
+from flagcx.profiler.records import Uncounted
+from flagcx.selection.live import Exploration, Explored
 from flagcx.selection.planned import Order, build_along
 from flagcx.selection.selector import Choice, pieces_for
 from flagcx.transport.base import Call, Plan, Transport
 from flagcx.work import Work
 
 _MOST_PLANS = 4096
+_MOST_EXPLORED = 1024
 TWO_THREADS = (
     "two threads use one communicator at the same time; give each thread its own, from comm.split(), or let "
     "one thread make all calls"
@@ -32,6 +40,9 @@ class Engine:
         transport: What carries the arrays.
         choose: ``choose(collective, nbytes, size, uneven)``: the algorithm where the caller names none.
         pieces: ``pieces(collective, algorithm, nbytes)``: the pieces for an algorithm that he names.
+        alternatives: ``alternatives(collective, nbytes, size)``: the choice, then what is nearly as fast, to
+            be tried while the job runs; None where nothing is tried.
+        ring: Where runs are recorded, if they are.
 
     Attributes:
         order: The ranks along the machine's links, for rings and trees; None where all are equally close.
@@ -46,12 +57,17 @@ class Engine:
         transport: Transport,
         choose: Callable[[str, int, int, bool], Choice],
         pieces: Callable[[str, str, int], int] = pieces_for,
+        alternatives: Callable[[str, int, int], Sequence[Choice]] | None = None,
+        ring: Ring | None = None,
     ) -> None:
         self.rank, self.size, self.transport = rank, size, transport
         self.turn = threading.Lock()
         self._straight: dict[tuple, Plan] = {}
         self.quick = self._straight
-        self._choose, self._pieces = choose, pieces
+        self._choose, self._pieces, self._alternatives = choose, pieces, alternatives
+        self.ring = ring
+        self._progress: Progress = getattr(transport, "progress", None) or Uncounted()
+        self._explorations: dict[tuple, Exploration] = {}
         self.order: Order | None = None
         self._plans: dict[tuple, Plan] = {}
         self.over = ""
@@ -81,6 +97,9 @@ class Engine:
         if plan is None:
             self.check()
             plan = self._compile(collective, counts, dtype, op, root, algorithm, in_place)
+            if self.ring is not None and not isinstance(plan, Recorded):
+                what = self._describe(collective, counts, dtype, Choice(algorithm or Algorithm.NATIVE, 1, ""))
+                plan = Recorded(plan, what, self.ring, self._progress)
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
                 self._straight.clear()
@@ -89,20 +108,72 @@ class Engine:
 
     def _compile(self, collective, counts, dtype, op, root, algorithm, in_place) -> Plan:
         uneven = not isinstance(counts, int)
-        nbytes = (_largest(counts) if uneven else counts) * dtype.numpy.itemsize
+        nbytes = _nbytes(counts, dtype)
+        make = partial(self._make, collective, counts, dtype, op, root, in_place)
+        describe = partial(self._describe, collective, counts, dtype)
         if algorithm is None:
             choice = self._choose(collective, nbytes, self.size, uneven)
-            algorithm, pieces = choice.algorithm, choice.pieces
+            # An operation of the user's own need not compare equal to itself on every rank.
+            known = op is None or OPS.get(op.name) == op
+            key = (collective, counts, dtype.code, op, root)
+            exploration = self._explore(key, nbytes) if known and not uneven else None
+            if exploration is not None:
+                return Explored(exploration, make, describe, self.ring or Ring(1), self._progress)
         else:
-            pieces = self._pieces(collective, algorithm, nbytes)
-        if uneven and not entry(collective, algorithm).uneven:
+            choice = Choice(algorithm, self._pieces(collective, algorithm, nbytes), "named by the caller")
+        if uneven and not entry(collective, choice.algorithm).uneven:
             serving = ", ".join(str(e.algorithm) for e in entries(collective) if e.uneven)
             raise ArgumentError(
-                f"algorithm={str(algorithm)!r} of {collective} needs blocks of one size; for blocks of "
-                f"different sizes use one of {serving}"
+                f"algorithm={str(choice.algorithm)!r} of {collective} needs blocks of one size; for blocks "
+                f"of different sizes use one of {serving}"
             )
-        schedule = build_along(self.order, collective, str(algorithm), self.size, root, pieces)
-        return self.transport.compile(Call(schedule, self.rank, counts, dtype, op, in_place))
+        plan = make(choice)
+        return plan if self.ring is None else Recorded(plan, describe(choice), self.ring, self._progress)
+
+    def _make(self, collective, counts, dtype, op, root, in_place, choice: Choice) -> Plan:
+        """Builds the schedule of a choice, and compiles it."""
+        algorithm = str(choice.algorithm)
+        schedule = build_along(self.order, collective, algorithm, self.size, root, choice.pieces)
+        call = Call(schedule, self.rank, counts, dtype, op, in_place, choice.protocol)
+        return self.transport.compile(call)
+
+    def _describe(self, collective: str, counts: Counts, dtype: DType, choice: Choice) -> Operation:
+        return Operation(
+            collective,
+            _nbytes(counts, dtype),
+            dtype.name,
+            str(choice.algorithm),
+            choice.pieces,
+            choice.protocol,
+            self.transport.name,
+        )
+
+    def _explore(self, key: tuple, nbytes: int) -> Exploration | None:
+        """The trials for a kind of call; every rank makes and counts them alike."""
+        if self._alternatives is None:
+            return None
+        found = self._explorations.get(key)
+        if found is None and len(self._explorations) < _MOST_EXPLORED:
+            choices = self._alternatives(key[0], nbytes, self.size)
+            if len(choices) > 1:
+                found = self._explorations[key] = Exploration(choices, self._agree)
+        return found
+
+    def _agree(self, values: Sequence[int]) -> list[int]:
+        """The largest of each value over the ranks; called in the middle of a call, by all of them."""
+        largest = np.array(values, np.int64)
+        whole = dtype_of(largest.dtype)
+        op = resolve_op("max", whole)
+        plan = self._make("allreduce", largest.size, whole, op, None, True, Choice("one_shot", 1, ""))
+        plan.run(largest, largest)
+        return [int(value) for value in largest]
+
+    def recorded_transfer(self, plan: Plan, nbytes: int) -> Plan:
+        """Wraps messages between some of the ranks, so that they are recorded."""
+        if self.ring is None:
+            return plan
+        what = Operation("transfer", nbytes, "bytes", "direct", 1, "", self.transport.name)
+        return Recorded(plan, what, self.ring, self._progress, shared=False)
 
     def remember(self, key: tuple, plan: Plan) -> None:
         """Lets calls with this key go straight to their plan from now on."""
@@ -129,14 +200,14 @@ class Engine:
         if not self.turn.acquire(blocking=False):
             raise CommunicatorError(TWO_THREADS)
         try:
-            self._run(plan, given, result)
+            self._run(plan.run, given, result)
         finally:
             self.turn.release()
 
-    def _run(self, plan: Plan, given: Any, result: Any) -> None:
+    def _run(self, run: Callable[[Any, Any], object], given: Any, result: Any) -> None:
         self.check()
         try:
-            plan.run(given, result)
+            run(given, result)
         except BaseException as error:
             self.broke(error)
             raise
@@ -151,9 +222,13 @@ class Engine:
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="flagcx")
 
+        run: Callable[[Any, Any], object] = plan.run
+        if isinstance(plan, Recorded):
+            run = partial(plan.run_queued, queued_at_ns=perf_counter_ns())
+
         def call() -> Any:
             with self.turn:
-                self._run(plan, given, result)
+                self._run(run, given, result)
             return value
 
         self.hold()
@@ -206,6 +281,11 @@ class Engine:
             self._worker = None
         self.end("this communicator is closed")
         self.transport.close()
+
+
+def _nbytes(counts: Counts, dtype: DType) -> int:
+    """Bytes of a message, or of the largest block."""
+    return (counts if isinstance(counts, int) else _largest(counts)) * dtype.numpy.itemsize
 
 
 def _largest(counts: tuple) -> int:

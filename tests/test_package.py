@@ -53,6 +53,7 @@ LAYERS = [
     ["algorithms", "topology", "bootstrap", "memory"],
     ["kernels", "arguments"],
     ["transport"],
+    ["profiler"],
     ["selection", "_launch"],
     ["work", "group", "engine", "device_engine"],
     ["communicator"],
@@ -65,9 +66,9 @@ OPTIONAL = {
     "mpi4py": {"bootstrap", "cli"},
     "torch": set(),
     "networkx": {"topology", "schedule"},
-    "matplotlib": {"topology", "schedule"},
+    "matplotlib": {"topology", "schedule", "profiler"},
     "typer": {"cli"},
-    "rich": {"cli", "topology"},
+    "rich": {"cli", "topology", "profiler"},
 }
 
 

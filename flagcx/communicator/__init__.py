@@ -6,19 +6,22 @@ import contextlib
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from flagcx.communicator import objects
 from flagcx.communicator.transfers import Transfers
-from flagcx.config import Config
+from flagcx.config import Config, environment
 from flagcx.dtypes import dtype_of
 from flagcx.engine import Engine
 from flagcx.errors import ArgumentError, BootstrapError
 from flagcx.group import Pending, run_group
+from flagcx.profiler import Profiler
+from flagcx.selection.measured import Rider, Selector, Told, look_for_table
 from flagcx.selection.selector import choose_on_host
+from flagcx.selection.table import fit_here
 from flagcx.transport.shared_memory import SharedMemoryTransport
 
 if TYPE_CHECKING:
@@ -55,6 +58,7 @@ class Communicator(Transfers):
         size: Number of ranks.
         hosts: The host of each rank.
         config: Settings.
+        profiler: The records of what the ranks did together; see ``flagcx.profiler.Profiler``.
 
     Raises:
         BootstrapError: The ranks are not on one host.
@@ -75,14 +79,32 @@ class Communicator(Transfers):
                 f"the ranks run on {len(set(hosts))} hosts: {', '.join(sorted(set(hosts)))}; NumPy arrays "
                 f"travel through shared memory, which joins the ranks of one host only"
             )
-        self._transport = SharedMemoryTransport(rank, size, exchange, config)
-        self._engine = Engine(rank, size, self._transport, choose_on_host)
+        rider = Rider(exchange, self._look_for_table() if rank == 0 else None)
+        self._transport = SharedMemoryTransport(rank, size, rider, config)
+        self.profiler = Profiler(rank, size, self.allgather_object, self.barrier)
+        rule = partial(choose_on_host, attached=self._transport.cross_memory)
+        self._selector = Selector(rider.told or Told(None, ""), rule, self._transport.protocols)
+        self._engine = Engine(
+            rank,
+            size,
+            self._transport,
+            self._selector.choose,
+            alternatives=self._selector.alternatives if self._selector.live else None,
+            ring=self.profiler.ring if config.profile else None,
+        )
         self._device: DeviceEngine | None = None
         self._store, self._splits = store, 0
         self._group: list[Pending] | None = None
         self._children: weakref.WeakSet[Communicator] = weakref.WeakSet()
         self._at_close: list[Callable[[], object]] = []
         _alive().add(self._engine)
+
+    def _look_for_table(self) -> Told:
+        """On rank 0: the measured times that choose for all ranks."""
+        settings = SharedMemoryTransport.settings(self.config)
+        return look_for_table(
+            self.config, fit_here(self.size, SharedMemoryTransport.name, settings), environment()
+        )
 
     def empty(self, shape: tuple[int, ...] | int, dtype: Any = np.float32) -> np.ndarray:
         """Makes an uninitialised array that the peers reach without a copy.

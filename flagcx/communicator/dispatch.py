@@ -58,6 +58,7 @@ class Dispatch:
         self._engine.check()
         transport = NcclTransport(self._store, self.config)
         made = DeviceEngine(transport)
+        made.ring = self._engine.ring
         if self.config.topology_detection and self.size > 1:
             bus_ids = [identity.pci_bus_id for identity in transport.identities]
             made.order = agree_on_order(self._store, detect, bus_ids, self.config.init_timeout_s)

@@ -12,6 +12,7 @@ from flagcx.communicator.streams import on_stream
 from flagcx.communicator.uneven import UnevenCollectives
 from flagcx.engine import Engine
 from flagcx.group import Pending
+from flagcx.transport.base import Plan
 
 Messages = list[tuple[np.ndarray, int]]
 
@@ -73,19 +74,24 @@ class Transfers(UnevenCollectives):
     def _transfer(
         self, engine: Engine, sends: Messages, receives: Messages, value: Any, async_op: bool
     ) -> Any:
-        plan = _Transfer(engine.transport, sends, receives)
+        plan = _plan(engine, sends, receives)
         if self._group is None:
             return self._go(engine, plan, None, None, value, async_op, "send and receive")
 
         def together(items: list[tuple[Messages, Messages]]) -> None:
             sent = [message for item in items for message in item[0]]
             received = [message for item in items for message in item[1]]
-            engine.run(_Transfer(engine.transport, sent, received), None, None)
+            engine.run(_plan(engine, sent, received), None, None)
 
         call = Pending(
             lambda: engine.run(plan, None, None), ("transfer", id(engine)), together, (sends, receives)
         )
         return self._put_off(call, async_op, value)
+
+
+def _plan(engine: Engine, sends: Messages, receives: Messages) -> Plan:
+    nbytes = sum(array.nbytes for array, _ in (*sends, *receives))
+    return engine.recorded_transfer(_Transfer(engine.transport, sends, receives), nbytes)
 
 
 @dataclass(frozen=True, slots=True)

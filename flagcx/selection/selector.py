@@ -8,6 +8,7 @@ from flagcx.algorithms import Algorithm, entry
 
 ONE_SHOT_NBYTES = 64 << 10
 _PIPELINE_NBYTES = 256 << 10
+_ATTACH_NBYTES = 128 << 10
 _MOST_PIECES = 64
 _DEVICE_PIECE_NBYTES = 4 << 20
 _MOST_DEVICE_PIECES = 8
@@ -22,14 +23,18 @@ class Choice:
         algorithm: Name of the algorithm.
         pieces: How many pieces each block is cut into, so that they flow behind one another.
         reason: Why, in a sentence.
+        protocol: How the transport moves the data; empty for its own rule.
     """
 
     algorithm: str
     pieces: int
     reason: str
+    protocol: str = ""
 
 
-def choose_on_host(collective: str, nbytes: int, size: int, uneven: bool = False) -> Choice:
+def choose_on_host(
+    collective: str, nbytes: int, size: int, uneven: bool = False, attached: bool = True
+) -> Choice:
     """Chooses for NumPy arrays between processes of one host.
 
     Args:
@@ -37,6 +42,7 @@ def choose_on_host(collective: str, nbytes: int, size: int, uneven: bool = False
         nbytes: Bytes of the message (of one block, where there is one a rank).
         size: Number of ranks.
         uneven: Whether the blocks differ in size.
+        attached: Whether ranks may read each other's private memory.
     """
     if collective == "allreduce":
         if nbytes <= ONE_SHOT_NBYTES:
@@ -44,10 +50,10 @@ def choose_on_host(collective: str, nbytes: int, size: int, uneven: bool = False
         return Choice(Algorithm.TWO_SHOT, 1, "large: each rank reduces one stripe in the shared memory")
     if collective == "barrier":
         return Choice(Algorithm.DISSEMINATION, 1, "fewest steps")
+    if collective == "broadcast" and attached and size > 2 and nbytes >= _ATTACH_NBYTES:
+        return Choice(Algorithm.DIRECT, 1, "large: all read the root's memory at once", "cross_memory")
     if collective in ("broadcast", "reduce"):
         return _rooted(nbytes, size)
-    if collective == "alltoall":
-        return Choice(Algorithm.PAIRWISE, 1, "each block moves once, pair by pair")
     return Choice(Algorithm.DIRECT, 1, "one host: every pair of ranks is one hop apart")
 
 

@@ -22,6 +22,7 @@ class Call:
         dtype: The element type.
         op: How contributions are combined, or None where nothing is.
         in_place: Whether INPUT and OUTPUT lie over each other as ``Collective.in_place_shift`` says.
+        protocol: One of the transport's ways to move the data; its own choice if empty.
     """
 
     schedule: Schedule
@@ -30,6 +31,7 @@ class Call:
     dtype: DType
     op: ReduceOp | None
     in_place: bool
+    protocol: str = ""
 
     def program(self) -> Program:
         """This rank's program."""

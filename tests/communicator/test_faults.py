@@ -19,7 +19,7 @@ CALLS = {
     "slots": ALLREDUCE.format(count=10_000, more=', algorithm="two_shot"'),
     "cross_memory": ALLREDUCE.format(count=3_000_000, more=""),
     "ring": ALLREDUCE.format(count=100_000, more=', algorithm="ring"'),
-    "broadcast": "lambda: comm.broadcast(np.ones(3_000_000))",
+    "broadcast": 'lambda: comm.broadcast(np.ones(3_000_000), algorithm="chain")',
     "barrier": "lambda: comm.barrier()",
     "recv": "lambda: comm.recv(np.ones(10), 1)",
 }
@@ -58,6 +58,32 @@ outcome({CALLS[name]})
             told, _, _, text = outcome_of(line(processes[rank]))
             assert told == "CommunicatorError"
             assert "PeerDiedError" in text
+
+
+def test_a_rank_that_does_not_need_the_dead_one_may_be_done():
+    """Here every rank reads the root's memory, and the root gives up: no rank gets anything but its data."""
+    body = """
+x = np.full(3_000_000, float(rank == 0))
+if rank == 1:
+    time.sleep(1000)
+outcome(lambda: comm.broadcast(x, algorithm="direct"))
+tell(rank == 0 or bool((x == 1).all()))
+outcome(lambda: comm.broadcast(x, algorithm="direct"))
+"""
+    with job(3, _start(body)) as processes:
+        _ready(processes)
+        processes[1].kill()
+        told, culprit, _, text = outcome_of(line(processes[0]))
+        assert (told, culprit) == ("PeerDiedError", 1), text
+        told, culprit, seconds, text = outcome_of(line(processes[2]))
+        assert (told, culprit) in (("fine", None), ("PeerDiedError", 1)), text
+        assert seconds < DEATH_S
+        arrived = line(processes[2])
+        assert told != "fine" or arrived.strip() == "True", "a call that is fine brought the data"
+        later, culprit, seconds, text = outcome_of(line(processes[2]))
+        wanted = ("PeerDiedError", 1) if told == "fine" else ("CommunicatorError", None)
+        assert (later, culprit) == wanted, text
+        assert seconds < DEATH_S
 
 
 @pytest.mark.parametrize("name", ["one_shot", "slots", "cross_memory", "ring"])

@@ -20,8 +20,10 @@ Ways through it
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 import numpy as np
 
@@ -31,10 +33,11 @@ from flagcx.config import Config
 from flagcx.schedule.model import Buffer
 from flagcx.transport.base import Call, Plan
 from flagcx.transport.shared_memory.arena import ONE_SHOT_NBYTES, Arena
-from flagcx.transport.shared_memory.channel import Arrival, Exchange, run_exchange
+from flagcx.transport.shared_memory.channel import RENDEZVOUS_NBYTES, Arrival, Exchange, run_exchange
 from flagcx.transport.shared_memory.direct import Direct
 from flagcx.transport.shared_memory.one_shot import Barrier, OneShot
 from flagcx.transport.shared_memory.reduction import Scaled
+from flagcx.transport.shared_memory.signals import Signals
 from flagcx.transport.shared_memory.steps import Steps
 from flagcx.transport.shared_memory.two_shot import TwoShotSlots
 
@@ -43,6 +46,13 @@ CROSS_MEMORY_PAIR_NBYTES = 32 << 10
 them beats two through slots."""
 SHARED_NBYTES = 8 << 10
 """From here on arrays that peers map are worked on where they lie."""
+SLOTS, CROSS_MEMORY = "slots", "cross_memory"
+"""The protocols: through slots of the shared memory, or by a system call between private memories."""
+_NEVER = 1 << 62
+_LEAST_ATTACHED_NBYTES = 4 << 10
+_ATTACH_NBYTES = MappingProxyType(
+    {"": RENDEZVOUS_NBYTES, SLOTS: _NEVER, CROSS_MEMORY: _LEAST_ATTACHED_NBYTES}
+)
 
 
 class SharedMemoryTransport:
@@ -67,6 +77,12 @@ class SharedMemoryTransport:
     ) -> None:
         self.rank, self.size = rank, size
         self._arena = Arena(rank, size, exchange, config)
+        self._compiling = threading.Lock()
+
+    @staticmethod
+    def settings(config: Config) -> dict[str, object]:
+        """The settings that change how fast it is."""
+        return {"slot_nbytes": config.slot_nbytes, "cross_memory": config.cross_memory}
 
     @property
     def cross_memory(self) -> bool:
@@ -81,8 +97,31 @@ class SharedMemoryTransport:
         """Bytes in living arrays of ``empty``."""
         return self._arena.heap.used_nbytes()
 
+    @property
+    def progress(self) -> Signals:
+        """Counts the calls (``sequence``) and the time spent waiting for peers (``waited_ns``)."""
+        return self._arena.signals
+
+    def protocols(self, collective: str, algorithm: str, nbytes: int) -> tuple[str, ...]:
+        """The ways in which a call's data may move; one empty word where there is no choice.
+
+        Args:
+            collective: Name of the collective.
+            algorithm: Name of the algorithm.
+            nbytes: Bytes of the message, or of one block where the collective has blocks.
+        """
+        small = nbytes < 2 * _LEAST_ATTACHED_NBYTES
+        one_exchange = collective == "allreduce" and algorithm == "one_shot" and nbytes <= ONE_SHOT_NBYTES
+        if small or one_exchange or not self.cross_memory or self.size == 1:
+            return ("",)
+        return SLOTS, CROSS_MEMORY
+
     def compile(self, call: Call) -> Plan:
         """See ``transport.base.Transport``."""
+        with self._compiling:
+            return self._compile_scaled(call)
+
+    def _compile_scaled(self, call: Call) -> Plan:
         if call.op is None or call.op.scale is None:
             return self._compile(call)
         whole = call.in_place and not COLLECTIVES[call.schedule.collective].blocks
@@ -98,7 +137,14 @@ class SharedMemoryTransport:
                 return special
         program = call.program()
         return Steps(
-            self._arena, program, call.layout(program), call.dtype, call.op, _overlay(call), signature
+            self._arena,
+            program,
+            call.layout(program),
+            call.dtype,
+            call.op,
+            _overlay(call),
+            signature,
+            _ATTACH_NBYTES[call.protocol],
         )
 
     def _compile_allreduce(self, call: Call, signature: int) -> Plan | None:
@@ -107,8 +153,9 @@ class SharedMemoryTransport:
             return OneShot(self._arena, call, signature)
         if call.schedule.algorithm == "two_shot":
             if nbytes >= SHARED_NBYTES:
-                cross_memory = self.cross_memory and nbytes >= CROSS_MEMORY_PAIR_NBYTES * self.size * (
-                    self.size - 1
+                long = nbytes >= CROSS_MEMORY_PAIR_NBYTES * self.size * (self.size - 1)
+                cross_memory = self.cross_memory and (
+                    call.protocol == CROSS_MEMORY if call.protocol else long
                 )
                 return Direct(self._arena, call, signature, cross_memory)
             return TwoShotSlots(self._arena, call, signature)
@@ -164,7 +211,8 @@ def describe(call: Call) -> str:
         words += f" by {call.op.name}" + ("" if call.op.scale is None else f" x {call.op.scale!r}")
     if schedule.root is not None:
         words += f" with root {schedule.root}"
-    return f"{words} ({schedule.algorithm}, {schedule.chunks} chunks)"
+    way = f", {call.protocol}" if call.protocol else ""
+    return f"{words} ({schedule.algorithm}, {schedule.chunks} chunks{way})"
 
 
 def _overlay(call: Call) -> int | None:

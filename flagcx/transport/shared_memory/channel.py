@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from time import perf_counter_ns as now
 
 import numpy as np
 
-from flagcx.errors import MismatchError
+from flagcx.errors import CommunicationError, MismatchError
 from flagcx.transport.shared_memory.arena import PIECE_NBYTES, PIECES, Arena
 from flagcx.transport.shared_memory.heap import SHARED
-from flagcx.transport.shared_memory.signals import header_index, sent_index, taken_index
+from flagcx.transport.shared_memory.signals import ABORTED, header_index, sent_index, taken_index
 
 RENDEZVOUS_NBYTES = 256 << 10
 _READ_NBYTES = 256 << 10
@@ -48,8 +49,17 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
+    """The messages of one step.
+
+    Attributes:
+        departures: The rank each goes to, and what it is.
+        arrivals: What comes.
+        attach_nbytes: Messages of this size on are read where they lie, in the sender's private memory.
+    """
+
     departures: tuple[tuple[int, Part], ...]
     arrivals: tuple[Arrival, ...]
+    attach_nbytes: int = RENDEZVOUS_NBYTES
 
 
 def run_exchange(
@@ -68,8 +78,11 @@ def run_exchange(
         ufunc: What combines an arrival with what is there.
         point_to_point: Whether only the ranks named take part.
     """
-    departures = [_Outgoing(arena, peer, arrays[a][start:stop]) for peer, (a, start, stop) in step.departures]
-    arrivals = [_Incoming(arena, plan, arrays, ufunc) for plan in step.arrivals]
+    departures = [
+        _Outgoing(arena, peer, arrays[a][start:stop], step.attach_nbytes)
+        for peer, (a, start, stop) in step.departures
+    ]
+    arrivals = [_Incoming(arena, plan, arrays, ufunc, point_to_point) for plan in step.arrivals]
     leaving, coming = _advance_in_order(departures), arrivals
     while leaving or coming:
         before = _moves(departures, arrivals)
@@ -104,11 +117,14 @@ def _pause(arena: Arena, leaving: list[_Outgoing], coming: list[_Incoming], poin
     def ready() -> bool:
         return any(w.ready() for w in waiting)
 
-    for _ in arena.signals.spins:
+    signals, start = arena.signals, now()
+    for _ in signals.spins:
         if ready():
+            signals.waited_ns += now() - start
             return
-    words = arena.signals.words[(coming or leaving)[0].peer]
-    arena.signals.wait_for(words, ready, point_to_point=point_to_point)
+    words = signals.words[(coming or leaving)[0].peer]
+    signals.wait_for(words, ready, point_to_point=point_to_point)
+    signals.waited_ns += now() - start
 
 
 def _advance_in_order(leaving: list[_Outgoing]) -> list[_Outgoing]:
@@ -125,10 +141,11 @@ def _advance_in_order(leaving: list[_Outgoing]) -> list[_Outgoing]:
 class _Outgoing:
     """A message on its way out."""
 
-    __slots__ = ("_arena", "_message", "_piece", "_posted", "_start", "moved", "peer")
+    __slots__ = ("_arena", "_attach_nbytes", "_message", "_piece", "_posted", "_start", "moved", "peer")
 
-    def __init__(self, arena: Arena, peer: int, message: np.ndarray) -> None:
+    def __init__(self, arena: Arena, peer: int, message: np.ndarray, attach_nbytes: int) -> None:
         self._arena, self.peer, self._message = arena, peer, message
+        self._attach_nbytes = attach_nbytes
         self._piece = PIECE_NBYTES // message.itemsize
         self._start = 0
         self._posted = -1
@@ -150,7 +167,7 @@ class _Outgoing:
         if self._posted >= 0:
             return self.ready()
         while self._free():
-            location = self._location() if self._message.nbytes >= RENDEZVOUS_NBYTES else None
+            location = self._location()
             if location is not None:
                 self._posted = self._arena.sent[self.peer]
                 self._post(self._message.nbytes | _IN_PLACE, location)
@@ -168,8 +185,12 @@ class _Outgoing:
         return False
 
     def _location(self) -> int | None:
+        """Where the receiver may read the message itself; None for one that goes through slots."""
+        nbytes = self._message.nbytes
+        if nbytes < min(RENDEZVOUS_NBYTES, self._attach_nbytes):
+            return None
         location = self._arena.heap.locate(self._message)
-        if location is None and self._arena.cross_memory:
+        if location is None and self._arena.cross_memory and nbytes >= self._attach_nbytes:
             location = self._message.__array_interface__["data"][0]
         return location
 
@@ -193,6 +214,7 @@ class _Incoming:
         "_arena",
         "_combines",
         "_dst",
+        "_point_to_point",
         "_start",
         "_target",
         "_ufunc",
@@ -203,9 +225,15 @@ class _Incoming:
     )
 
     def __init__(
-        self, arena: Arena, plan: Arrival, arrays: Sequence[np.ndarray], ufunc: np.ufunc | None
+        self,
+        arena: Arena,
+        plan: Arrival,
+        arrays: Sequence[np.ndarray],
+        ufunc: np.ufunc | None,
+        point_to_point: bool,
     ) -> None:
         buffer, start, stop = plan.part
+        self._point_to_point = point_to_point
         self._arena, self.plan, self.peer = arena, plan, plan.peer
         self._target = arrays[buffer][start:stop]
         self._dst = np.empty_like(self._target) if plan.staged else self._target
@@ -264,6 +292,17 @@ class _Incoming:
             part[...] = arrived
 
     def _read_in_place(self, location: int) -> None:
+        """Reads the message where it lies, unless its sender gave up meanwhile: then it may be gone."""
+        signals = self._arena.signals
+        try:
+            self._read(location)
+        except CommunicationError:
+            signals.blame(self.peer, self._point_to_point)
+            raise
+        if signals.words[self.peer][ABORTED]:
+            signals.blame(self.peer, self._point_to_point)
+
+    def _read(self, location: int) -> None:
         arena, dst = self._arena, self._dst
         if location & SHARED:
             self._put(arena.peer_heaps.view(self.peer, location, dst.nbytes).view(dst.dtype), len(dst))

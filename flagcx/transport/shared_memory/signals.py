@@ -24,6 +24,7 @@ import select
 import time
 import zlib
 from collections.abc import Callable
+from time import perf_counter_ns as now
 
 from flagcx.errors import AbortedError, MismatchError, PeerDiedError, PeerTimeoutError
 from flagcx.transport.shared_memory.fence import memory_fence
@@ -45,6 +46,7 @@ _PAIR_WORDS = 24
 _TEXT_NBYTES, _TEXTS, _REASON_NBYTES = 160, 128, 1024
 
 _SPINS = 50
+_LOOK_NS = 40  # about; reading the clock would take longer than most of the short waits
 _SPINS_CROWDED = 20
 _GIVE_WAY = range(200)
 _YIELDS = 32
@@ -83,6 +85,7 @@ class Signals:
         words: Every rank's words, by rank.
         others: Those of the peers, in rank order.
         sequence: Number of collective calls made so far.
+        waited_ns: Time spent waiting for peers so far, in ns.
         fence: Memory fence, or None where the hardware keeps the order.
     """
 
@@ -93,6 +96,7 @@ class Signals:
         self.own = self.words[rank]
         self.others = [w for q, w in enumerate(self.words) if q != rank]
         self.sequence = 0
+        self.waited_ns = 0
         self.timeout_s = timeout_s
         self.fence = memory_fence()
         crowded = self.size > (os.cpu_count() or 1)
@@ -165,27 +169,35 @@ class Signals:
     def wait_ledger(self, words: memoryview, index: int, value: int) -> None:
         """Waits until ledger word ``index`` of a peer is ``value``, the ``shared`` bit aside."""
         wanted = value | SHARED_BIT
-        for _ in self.spins:
+        for looks in self.spins:
             if words[index] | SHARED_BIT == wanted:
+                self.waited_ns += looks * _LOOK_NS
                 return
+        start = now()
         give_way = os.sched_yield
         for _ in _GIVE_WAY:
             give_way()
             if words[index] | SHARED_BIT == wanted:
+                self.waited_ns += now() - start
                 return
         self.wait_for(words, lambda: words[index] | SHARED_BIT == wanted)
+        self.waited_ns += now() - start
 
     def wait_count(self, words: memoryview, index: int, value: int) -> None:
         """Waits until counter ``index`` of a peer is at least ``value``."""
-        for _ in self.spins:
+        for looks in self.spins:
             if words[index] >= value:
+                self.waited_ns += looks * _LOOK_NS
                 return
+        start = now()
         give_way = os.sched_yield
         for _ in _GIVE_WAY:
             give_way()
             if words[index] >= value:
+                self.waited_ns += now() - start
                 return
         self.wait_for(words, lambda: words[index] >= value)
+        self.waited_ns += now() - start
 
     def wait_for(
         self,
@@ -222,6 +234,15 @@ class Signals:
                 yields = range(1)
                 time.sleep(min((now - start) / 16e9, _LONGEST_SLEEP_S))
         self.own[WAITING_FOR] = 0  # not after an error: a rank that gives up is not the one at fault
+
+    def blame(self, peer: int, point_to_point: bool) -> None:
+        """Raises the error that ends the call, where a rank is known to have died or given up.
+
+        Args:
+            peer: The rank whose message came to nothing.
+            point_to_point: Whether only the two ranks take part.
+        """
+        self._examine(peer, lambda: False, False, point_to_point, 0.0)
 
     @staticmethod
     def _looked(ready: Callable[[], bool], yields: range) -> bool:

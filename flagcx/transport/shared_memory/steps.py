@@ -38,6 +38,7 @@ class Steps:
         op: The operation, or None.
         overlay: Where OUTPUT lies over INPUT in a call in place: INPUT element minus OUTPUT element; or None.
         signature: Entry for the ledger.
+        attach_nbytes: See ``channel.Exchange``.
     """
 
     def __init__(
@@ -49,7 +50,9 @@ class Steps:
         op: ReduceOp | None,
         overlay: int | None,
         signature: int,
+        attach_nbytes: int = RENDEZVOUS_NBYTES,
     ) -> None:
+        self._attach_nbytes = attach_nbytes
         self._arena, self._signature = arena, signature
         self._dtype, self._layout = dtype.numpy, layout
         self._ufunc = op.ufunc if op is not None else None
@@ -77,7 +80,8 @@ class Steps:
             staged = long or any(arrivals[i].staged for i in after)
             arrivals.append(Arrival(t.peer, part, reduce, staged, sent_too and not long, after))
         local = tuple(self._compile_local(w) for w in step.local)
-        return _CompiledStep(Exchange(departures, tuple(arrivals)), tuple(w for w in local if w is not None))
+        exchange = Exchange(departures, tuple(arrivals), self._attach_nbytes)
+        return _CompiledStep(exchange, tuple(w for w in local if w is not None))
 
     def _compile_local(self, work: Local) -> tuple[bool, Part, Part] | None:
         src, dst = self._part(work.src), self._part(work.dst)
@@ -104,7 +108,7 @@ class Steps:
         for peer, (_, start, stop) in departures:
             nbytes = (stop - start) * self._dtype.itemsize
             pieces[peer] = pieces.get(peer, 0) + max(-(-nbytes // PIECE_NBYTES), 1)
-            if nbytes >= RENDEZVOUS_NBYTES:
+            if nbytes >= min(RENDEZVOUS_NBYTES, self._attach_nbytes):
                 return True
         return any(n > PIECES for n in pieces.values())
 

@@ -1,0 +1,180 @@
+"""Records: what is kept of every operation, at the least cost.
+
+A plan that is recorded is wrapped. The wrapper reads the clock twice and puts one tuple into a ring buffer,
+which drops its oldest; everything else is done when somebody asks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter_ns as now
+from typing import Any, Protocol
+
+from flagcx.transport.base import Plan
+
+CAPACITY = 1024
+"""Records that are kept. More would not stay in the processor's cache, and cost more to replace."""
+NO_CALL = -1
+"""The sequence number of an operation that not all ranks take part in."""
+
+Raw = tuple["Operation", int, int, int, int, int]
+"""Operation, sequence, start, end, waited, queued: times in ns."""
+
+
+class Progress(Protocol):
+    """What a transport counts while it works.
+
+    Attributes:
+        sequence: Number of calls that all ranks made together.
+        waited_ns: Time spent waiting for peers.
+    """
+
+    sequence: int
+    waited_ns: int
+
+
+@dataclass(slots=True)
+class Uncounted:
+    """The progress of a transport that counts nothing: work on a GPU goes on after the call."""
+
+    sequence: int = NO_CALL
+    waited_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """What a plan does; shared by the records of all its runs.
+
+    Attributes:
+        collective: Name of the collective, or "transfer".
+        nbytes: Bytes of the message, or of one block where the collective has blocks.
+        dtype: Name of the dtype.
+        algorithm: Name of the algorithm.
+        pieces: Pieces that each block is cut into.
+        protocol: How the transport moves the data; empty for its own choice.
+        transport: Name of the transport.
+    """
+
+    collective: str
+    nbytes: int
+    dtype: str
+    algorithm: str
+    pieces: int
+    protocol: str
+    transport: str
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One run of an operation on one rank.
+
+    Attributes:
+        operation: What ran.
+        sequence: Number of the call, the same on all ranks; -1 where only some take part.
+        start_ns: When it began, on the machine's monotonic clock.
+        end_ns: When it ended. On a GPU: when it was enqueued.
+        waiting_ns: Time that it waited for peers.
+        queued_ns: Time that it waited behind other work of this rank before it began.
+    """
+
+    operation: Operation
+    sequence: int
+    start_ns: int
+    end_ns: int
+    waiting_ns: int
+    queued_ns: int
+
+    @property
+    def elapsed_ns(self) -> int:
+        """Time from begin to end."""
+        return self.end_ns - self.start_ns
+
+    @property
+    def moving_ns(self) -> int:
+        """Time not spent waiting: copies and sums."""
+        return self.elapsed_ns - self.waiting_ns
+
+
+class Ring:
+    """The last records of one communicator.
+
+    Attributes:
+        append: Adds a record, as a ``Raw``.
+    """
+
+    __slots__ = ("_records", "append")
+
+    def __init__(self, capacity: int = CAPACITY) -> None:
+        self._records: deque[Raw] = deque(maxlen=capacity)
+        self.append = self._records.append
+
+    def records(self) -> list[Record]:
+        """The records, oldest first."""
+        return [Record(*raw) for raw in self._records.copy()]
+
+    def mark_queued(self, queued_ns: int) -> None:
+        """Says of the last record how long its call waited for its turn."""
+        self._records.append((*self._records.pop()[:5], queued_ns))
+
+    def clear(self) -> None:
+        """Forgets all records."""
+        self._records.clear()
+
+
+class Recorded:
+    """A plan whose runs are recorded.
+
+    Args:
+        plan: The plan.
+        operation: What it does.
+        ring: Where the records go.
+        progress: What its transport counts.
+        shared: Whether all ranks make this call together.
+
+    Attributes:
+        run: See ``transport.base.Plan``. A function, not a method: it costs a third less.
+    """
+
+    __slots__ = ("_ring", "operation", "plan", "run")
+
+    def __init__(
+        self, plan: Plan, operation: Operation, ring: Ring, progress: Progress, shared: bool = True
+    ) -> None:
+        self.plan, self.operation, self._ring = plan, operation, ring
+        self.run = _recording(plan.run, operation, ring, progress if shared else _Apart(progress))
+
+    def run_queued(self, given: Any, result: Any, queued_at_ns: int) -> None:
+        """Runs the plan of a call that was made at ``queued_at_ns`` and had to wait for its turn."""
+        queued_ns = now() - queued_at_ns
+        self.run(given, result)
+        self._ring.mark_queued(queued_ns)
+
+
+class _Apart:
+    """The progress of a transport, for operations that are no calls of all ranks."""
+
+    __slots__ = ("_progress", "sequence")
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress, self.sequence = progress, NO_CALL
+
+    @property
+    def waited_ns(self) -> int:
+        return self._progress.waited_ns
+
+
+def _recording(
+    run: Callable[[Any, Any], object], operation: Operation, ring: Ring, progress: Any
+) -> Callable[[Any, Any], None]:
+    """A function that does what ``run`` does, and adds a record."""
+    append, clock = ring.append, now
+
+    def recorded(given: Any, result: Any) -> None:
+        waited = progress.waited_ns
+        start = clock()
+        run(given, result)
+        append((operation, progress.sequence, start, clock(), progress.waited_ns - waited, 0))
+
+    return recorded

@@ -1,0 +1,113 @@
+"""Who is late: ranks compared call by call, on one clock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+from flagcx.profiler.records import NO_CALL, Record
+
+LATE_NS = 100_000
+"""A rank that begins a call less than this behind the first is not late: schedulers do as much."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lateness:
+    """One rank's part in the calls that all ranks' records hold.
+
+    Attributes:
+        rank: The rank.
+        calls: Calls compared.
+        late: Those in which it was the last to begin, and late.
+        typical_us: By how much it then was behind the first rank: the median, in us.
+        worst_us: The most.
+        caused_us: Time that all others together waited for it.
+    """
+
+    rank: int
+    calls: int
+    late: int
+    typical_us: float
+    worst_us: float
+    caused_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class StragglerReport:
+    """Who is late, how often, by how much.
+
+    Attributes:
+        ranks: One entry a rank, the most often late first.
+    """
+
+    ranks: tuple[Lateness, ...]
+
+    @property
+    def worst(self) -> int | None:
+        """The rank that held the others up longest, or None where nobody was late."""
+        held_up = max(self.ranks, key=lambda entry: entry.caused_us, default=None)
+        return held_up.rank if held_up is not None and held_up.late else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The figures as plain data."""
+        return {"worst": self.worst, "ranks": [asdict(entry) for entry in self.ranks]}
+
+    def __str__(self) -> str:
+        if not self.ranks or not self.ranks[0].calls:
+            return "no call is in the records of all ranks"
+        late = [entry for entry in self.ranks if entry.late]
+        if not late:
+            return f"no rank was late in {self.ranks[0].calls} calls"
+        return "\n".join(
+            f"rank {e.rank} was last in {e.late} of {e.calls} calls, by {_time(e.typical_us)} (median; at "
+            f"worst {_time(e.worst_us)}); the others waited {_time(e.caused_us)} for it in all"
+            for e in late
+        )
+
+
+def find_stragglers(records: Sequence[Sequence[Record]], offsets_ns: Sequence[int]) -> StragglerReport:
+    """Compares when the ranks began each call.
+
+    Args:
+        records: Each rank's records.
+        offsets_ns: For each rank, how far its clock is ahead of rank 0's.
+    """
+    behind: dict[int, list[int]] = {rank: [] for rank in range(len(records))}
+    caused = dict.fromkeys(behind, 0)
+    calls = 0
+    for starts in _meetings(records, offsets_ns):
+        calls += 1
+        last = max(range(len(starts)), key=starts.__getitem__)
+        late_ns = starts[last] - min(starts)
+        if late_ns >= LATE_NS:
+            behind[last].append(late_ns)
+            caused[last] += sum(starts[last] - start for start in starts)
+    entries = (
+        Lateness(
+            rank,
+            calls,
+            len(times),
+            median(times) / 1e3 if times else 0.0,
+            max(times, default=0) / 1e3,
+            caused[rank] / 1e3,
+        )
+        for rank, times in behind.items()
+    )
+    return StragglerReport(tuple(sorted(entries, key=lambda entry: (-entry.late, entry.rank))))
+
+
+def _meetings(records: Sequence[Sequence[Record]], offsets_ns: Sequence[int]) -> Iterator[list[int]]:
+    """For each call that all ranks recorded: when each began it, on rank 0's clock."""
+    by_call: list[Mapping[int, int]] = [
+        {r.sequence: r.start_ns - offset for r in mine if r.sequence != NO_CALL}
+        for mine, offset in zip(records, offsets_ns, strict=True)
+    ]
+    common = set(by_call[0]).intersection(*by_call[1:])
+    for sequence in sorted(common):
+        yield [starts[sequence] for starts in by_call]
+
+
+def _time(time_us: float) -> str:
+    return f"{time_us / 1e3:.2f} ms" if time_us >= 1e3 else f"{time_us:.0f} us"

@@ -1,0 +1,95 @@
+"""Traces for Perfetto and chrome://tracing: every rank a process, on one clock.
+
+Source: "Trace Event Format", the JSON object form with complete ("X") and metadata ("M") events.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from flagcx.profiler.records import Record
+
+RUNNING, QUEUED = 0, 1
+"""The threads of a rank in the trace: what it runs, and what stands in its queue."""
+
+
+def trace_events(records: Sequence[Sequence[Record]], offsets_ns: Sequence[int]) -> dict[str, Any]:
+    """The trace of all ranks, as an object for JSON.
+
+    Args:
+        records: Each rank's records.
+        offsets_ns: For each rank, how far its clock is ahead of rank 0's.
+
+    Returns:
+        An object with "traceEvents"; times are in us from the first event.
+    """
+    starts = [
+        r.start_ns - r.queued_ns - offset
+        for mine, offset in zip(records, offsets_ns, strict=True)
+        for r in mine
+    ]
+    origin_ns = min(starts, default=0)
+    events: list[dict[str, Any]] = []
+    for rank, (mine, offset) in enumerate(zip(records, offsets_ns, strict=True)):
+        events += _names(rank, any(r.queued_ns for r in mine))
+        for record in mine:
+            events += _events(rank, record, origin_ns + offset)
+    return {"traceEvents": events, "displayTimeUnit": "ns"}
+
+
+def _names(rank: int, queues: bool) -> Iterator[dict[str, Any]]:
+    def named(kind: str, thread: int, value: dict[str, Any]) -> dict[str, Any]:
+        return {"ph": "M", "name": kind, "pid": rank, "tid": thread, "args": value}
+
+    yield named("process_name", RUNNING, {"name": f"rank {rank}"})
+    yield named("process_sort_index", RUNNING, {"sort_index": rank})
+    yield named("thread_name", RUNNING, {"name": "running"})
+    if queues:
+        yield named("thread_name", QUEUED, {"name": "queued"})
+
+
+def _events(rank: int, record: Record, origin_ns: int) -> Iterator[dict[str, Any]]:
+    what = record.operation
+    details = {
+        "bytes": what.nbytes,
+        "dtype": what.dtype,
+        "algorithm": what.algorithm,
+        "pieces": what.pieces,
+        "protocol": what.protocol or "by rule",
+        "transport": what.transport,
+        "call": record.sequence,
+        "waiting_us": record.waiting_ns / 1e3,
+        "moving_us": record.moving_ns / 1e3,
+        "queued_us": record.queued_ns / 1e3,
+    }
+
+    def event(thread: int, start_ns: int, elapsed_ns: int) -> dict[str, Any]:
+        return {
+            "ph": "X",
+            "name": what.collective,
+            "cat": what.transport,
+            "ts": (start_ns - origin_ns) / 1e3,
+            "dur": elapsed_ns / 1e3,
+            "pid": rank,
+            "tid": thread,
+            "args": details,
+        }
+
+    yield event(RUNNING, record.start_ns, record.elapsed_ns)
+    if record.queued_ns:
+        yield event(QUEUED, record.start_ns - record.queued_ns, record.queued_ns)
+
+
+def write_trace(path: str | os.PathLike, trace: dict[str, Any]) -> None:
+    """Writes a trace; a file that was there is replaced at once, never half written."""
+    path = Path(path)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        beside.write_text(json.dumps(trace, allow_nan=False))
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)

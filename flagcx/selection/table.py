@@ -1,0 +1,320 @@
+"""Measured times of candidates on one machine: the table, its file, and what it must fit.
+
+A file is one JSON object: ``format``, ``fits`` (machine, ranks, transport, versions, settings) and
+``measured``, which has a list of sizes for each collective, each with the times of the candidates.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import zlib
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flagcx.collectives import COLLECTIVES
+from flagcx.errors import ArgumentError
+
+FORMAT = 1
+MOST_PIECES = 64
+"""A message is cut into at most so many pieces."""
+_MOST_FILE_NBYTES = 16 << 20
+_REACH = 4
+"""How far beyond the measured sizes the table still speaks, as a factor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way to carry out a collective.
+
+    Attributes:
+        algorithm: Name of the algorithm.
+        piece_nbytes: Bytes of a piece that blocks are cut into; 0 for whole blocks.
+        protocol: How the transport moves the data; empty where it has no choice.
+    """
+
+    algorithm: str
+    piece_nbytes: int = 0
+    protocol: str = ""
+
+    def pieces(self, nbytes: int) -> int:
+        """How many pieces a message (or block) of ``nbytes`` is cut into."""
+        if not self.piece_nbytes:
+            return 1
+        return max(min(-(-nbytes // self.piece_nbytes), MOST_PIECES), 1)
+
+    def __str__(self) -> str:
+        pieces = f" in pieces of {self.piece_nbytes:,} B" if self.piece_nbytes else ""
+        return f"{self.algorithm}{pieces}" + (f" ({self.protocol})" if self.protocol else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Where a table holds.
+
+    Attributes:
+        machine: The processor, and how many cores this process may use.
+        ranks: Number of ranks.
+        transport: Name of the transport.
+        versions: Of flagcx, NumPy and Python.
+        settings: Those of the transport that change its speed.
+    """
+
+    machine: Mapping[str, Any]
+    ranks: int
+    transport: str
+    versions: Mapping[str, str]
+    settings: Mapping[str, Any]
+
+    def difference(self, other: Fit) -> str:
+        """Says in what ``other`` differs; empty if in nothing."""
+        for name, mine, theirs in (
+            ("ranks", self.ranks, other.ranks),
+            ("transport", self.transport, other.transport),
+            ("machine", dict(self.machine), dict(other.machine)),
+            ("versions", dict(self.versions), dict(other.versions)),
+            ("settings", dict(self.settings), dict(other.settings)),
+        ):
+            if mine != theirs:
+                return f"it was measured with {name} {mine}, here it is {theirs}"
+        return ""
+
+
+def fit_here(ranks: int, transport: str, settings: Mapping[str, Any]) -> Fit:
+    """What a table must fit in this process."""
+    machine = {
+        "architecture": platform.machine(),
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+    }
+    return Fit(machine, ranks, transport, _versions(), dict(settings))
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor()
+
+
+def _versions() -> dict[str, str]:
+    from flagcx import __version__
+
+    python = ".".join(platform.python_version_tuple()[:2])
+    return {"flagcx": __version__, "numpy": np.__version__, "python": python}
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """The candidates' times at one size.
+
+    Attributes:
+        nbytes: Bytes of the message, or of one block where the collective has blocks.
+        times_us: Time of each candidate that was measured, in us.
+    """
+
+    nbytes: int
+    times_us: Mapping[Candidate, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Measured times.
+
+    Attributes:
+        fit: Where they hold.
+        measured: For each collective its points, smallest first.
+    """
+
+    fit: Fit
+    measured: Mapping[str, tuple[Point, ...]]
+
+    def times(self, collective: str, nbytes: int) -> dict[Candidate, float]:
+        """The time of each candidate at a size, in us; empty where the table says nothing.
+
+        Between two measured sizes a time lies on the straight line between the two in a plot with
+        logarithmic axes. Candidates that were measured on one side alone are left out there.
+
+        Args:
+            collective: Name of the collective.
+            nbytes: Bytes of the message or block.
+        """
+        points = self.measured.get(collective, ())
+        if not points or not points[0].nbytes / _REACH <= nbytes <= points[-1].nbytes * _REACH:
+            return {}
+        right = bisect_left([point.nbytes for point in points], nbytes)
+        if right == 0 or right == len(points):
+            return dict(points[min(right, len(points) - 1)].times_us)
+        low, high = points[right - 1], points[right]
+        share = math.log(nbytes / low.nbytes) / math.log(high.nbytes / low.nbytes)
+        between = {
+            candidate: time_us ** (1 - share) * high.times_us[candidate] ** share
+            for candidate, time_us in low.times_us.items()
+            if candidate in high.times_us
+        }
+        return between or dict(high.times_us if share > 0.5 else low.times_us)
+
+    def to_json(self) -> str:
+        """The table as the text of its file."""
+        measured = {
+            collective: [
+                {
+                    "nbytes": point.nbytes,
+                    "times": [asdict(c) | {"time_us": round(t, 3)} for c, t in point.times_us.items()],
+                }
+                for point in points
+            ]
+            for collective, points in self.measured.items()
+        }
+        return json.dumps({"format": FORMAT, "fits": asdict(self.fit), "measured": measured}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Table:
+        """Reads the text of a file.
+
+        Raises:
+            ArgumentError: It is no table; the message says what is wrong.
+        """
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ArgumentError(f"it is not JSON: {error}") from None
+        read = _Reader()
+        data = read.object(data, "the file")
+        if data.get("format") != FORMAT:
+            raise ArgumentError(f"its format is {data.get('format')!r}, expected {FORMAT}")
+        measured = read.object(data.get("measured"), "measured")
+        return cls(
+            read.fit(data.get("fits")),
+            {name: read.points(name, points) for name, points in measured.items()},
+        )
+
+
+class _Reader:
+    """Takes apart what a file says, and trusts none of it."""
+
+    def object(self, value: Any, what: str) -> dict:
+        if not isinstance(value, dict):
+            raise ArgumentError(f"{what} is {_short(value)}, expected an object")
+        return value
+
+    def list(self, value: Any, what: str) -> list:
+        if not isinstance(value, list):
+            raise ArgumentError(f"{what} is {_short(value)}, expected a list")
+        return value
+
+    def number(self, value: Any, what: str, whole: bool, least: float) -> Any:
+        kinds = int if whole else (int, float)
+        good = isinstance(value, kinds) and not isinstance(value, bool)
+        if not good or not math.isfinite(value) or value < least:
+            kind = "a whole number" if whole else "a number"
+            raise ArgumentError(f"{what} is {_short(value)}, expected {kind} from {least:g} up")
+        return value
+
+    def text(self, value: Any, what: str) -> str:
+        if not isinstance(value, str) or len(value) > 200:
+            raise ArgumentError(f"{what} is {_short(value)}, expected a short text")
+        return value
+
+    def fit(self, value: Any) -> Fit:
+        fits = self.object(value, "fits")
+        return Fit(
+            self.object(fits.get("machine"), "machine"),
+            self.number(fits.get("ranks"), "ranks", True, 1),
+            self.text(fits.get("transport"), "transport"),
+            self.object(fits.get("versions"), "versions"),
+            self.object(fits.get("settings"), "settings"),
+        )
+
+    def points(self, collective: str, value: Any) -> tuple[Point, ...]:
+        if collective not in COLLECTIVES:
+            raise ArgumentError(f"{_short(collective)} is no collective; expected {', '.join(COLLECTIVES)}")
+        points = [self.point(collective, entry) for entry in self.list(value, collective)]
+        sizes = [point.nbytes for point in points]
+        if sizes != sorted(set(sizes)):
+            raise ArgumentError(f"the sizes of {collective} do not grow from one to the next")
+        return tuple(points)
+
+    def point(self, collective: str, value: Any) -> Point:
+        entry = self.object(value, f"a size of {collective}")
+        nbytes = self.number(entry.get("nbytes"), f"nbytes of {collective}", True, 1)
+        what = f"{collective} of {nbytes:,} bytes"
+        times = {}
+        for time in self.list(entry.get("times"), f"times of {what}"):
+            time = self.object(time, f"a time of {what}")
+            candidate = Candidate(
+                self.text(time.get("algorithm"), f"algorithm of {what}"),
+                self.number(time.get("piece_nbytes"), f"piece_nbytes of {what}", True, 0),
+                self.text(time.get("protocol"), f"protocol of {what}"),
+            )
+            times[candidate] = self.number(time.get("time_us"), f"time_us of {what}", False, 1e-3)
+        if not times:
+            raise ArgumentError(f"{what} has no times")
+        return Point(nbytes, times)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+# -- files ----------------------------------------------------------------------------------------
+
+
+def table_path(fit: Fit, environ: Mapping[str, str]) -> Path:
+    """Where the table of a machine, transport and number of ranks lies in the user's cache directory."""
+    base = environ.get("XDG_CACHE_HOME", "")
+    cache = Path(base) if os.path.isabs(base) else Path(environ.get("HOME") or Path.home()) / ".cache"
+    machine = zlib.crc32(json.dumps(dict(fit.machine), sort_keys=True).encode())
+    return cache / "flagcx" / "tuning" / f"{machine:08x}-{fit.transport}-{fit.ranks}.json"
+
+
+def save_table(table: Table, path: Path) -> None:
+    """Writes a table; who reads meanwhile sees the old one or the new one, whole.
+
+    Raises:
+        ArgumentError: It cannot be written there.
+    """
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            beside.write_text(table.to_json())
+            os.replace(beside, path)
+        finally:
+            beside.unlink(missing_ok=True)
+    except OSError as error:
+        raise ArgumentError(f"the tuning table cannot be written to {path}: {error}") from None
+
+
+def load_table(path: Path, here: Fit) -> Table:
+    """Reads a table that fits.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ArgumentError: It is no table, or does not fit; the message says why.
+    """
+    try:
+        with open(path, "rb") as file:
+            raw = file.read(_MOST_FILE_NBYTES + 1)
+        if len(raw) > _MOST_FILE_NBYTES:
+            raise ArgumentError(f"it has over {_MOST_FILE_NBYTES >> 20} MiB")
+        table = Table.from_json(raw.decode())
+    except FileNotFoundError:
+        raise
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArgumentError(f"it cannot be read: {error}") from None
+    if difference := table.fit.difference(here):
+        raise ArgumentError(difference)
+    return table

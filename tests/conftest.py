@@ -1,0 +1,15 @@
+"""What holds for every test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _as_on_a_fresh_machine() -> Iterator[None]:
+    """Algorithms are chosen by rule, whatever ``flagcx tune`` has left for this user."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FLAGCX_TUNING", "0")
+        yield

@@ -1,0 +1,169 @@
+"""Tables of measured times: what is read, what is refused and why, and what lies between two sizes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flagcx.errors import ArgumentError
+from flagcx.selection.table import (
+    Candidate,
+    Fit,
+    Point,
+    Table,
+    fit_here,
+    load_table,
+    save_table,
+    table_path,
+)
+
+FIT = Fit({"processor": "x", "cores": 2}, 2, "shared_memory", {"flagcx": "1"}, {"slot_nbytes": 1})
+RING, TREE = Candidate("ring", 65536, "slots"), Candidate("tree")
+TABLE = Table(
+    FIT,
+    {"allreduce": (Point(100, {RING: 10.0, TREE: 20.0}), Point(10_000, {RING: 1000.0, TREE: 80.0}))},
+)
+
+
+def test_what_is_written_is_read(tmp_path):
+    path = tmp_path / "deep" / "er" / "t.json"
+    save_table(TABLE, path)
+    assert load_table(path, FIT) == TABLE
+    assert [p.name for p in path.parent.iterdir()] == ["t.json"]
+
+
+def test_times_between_two_sizes_lie_on_a_line_in_log_log():
+    assert TABLE.times("allreduce", 100) == {RING: 10.0, TREE: 20.0}
+    between = TABLE.times("allreduce", 1000)
+    assert between == pytest.approx({RING: 100.0, TREE: 40.0})
+    near_the_first = TABLE.times("allreduce", 200)  # linear there: the time of RING grows as the size
+    assert near_the_first == pytest.approx({RING: 20.0, TREE: 20.0 * 2**0.30103}, rel=1e-3)
+    assert TABLE.times("allreduce", 25) == {RING: 10.0, TREE: 20.0}
+    assert TABLE.times("allreduce", 40_000) == {RING: 1000.0, TREE: 80.0}
+    assert TABLE.times("allreduce", 24) == {}, "nothing is known so far below"
+    assert TABLE.times("allreduce", 40_001) == {}
+    assert TABLE.times("broadcast", 100) == {}
+
+
+def test_a_candidate_known_on_one_side_alone():
+    first, last = Point(100, {RING: 10.0, TREE: 20.0}), Point(400, {TREE: 30.0})
+    assert set(Table(FIT, {"reduce": (first, last)}).times("reduce", 200)) == {TREE}
+    apart = Table(FIT, {"reduce": (Point(100, {RING: 10.0}), last)})
+    assert set(apart.times("reduce", 110)) == {RING}
+    assert set(apart.times("reduce", 390)) == {TREE}
+
+
+def test_pieces():
+    assert [RING.pieces(n) for n in (1, 65536, 65537, 1 << 40)] == [1, 1, 2, 64]
+    assert TREE.pieces(1 << 30) == 1
+
+
+def _spoilt(change) -> str:
+    data = json.loads(TABLE.to_json())
+    return json.dumps(change(data) or data)
+
+
+POINT = "allreduce of 100 bytes"
+MALFORMED = {
+    "": "not JSON",
+    "{": "not JSON",
+    "[" * 100_000: "not JSON",
+    "[]": "the file is \\[\\], expected an object",
+    "null": "the file is None",
+    '{"format": 2}': "its format is 2, expected 1",
+    _spoilt(lambda d: d.pop("measured") and None): "measured is None, expected an object",
+    _spoilt(lambda d: d.pop("fits") and None): "fits is None",
+    _spoilt(lambda d: d["fits"].update(ranks="2")): "ranks is '2', expected a whole number from 1 up",
+    _spoilt(lambda d: d["fits"].update(ranks=True)): "ranks is True",
+    _spoilt(lambda d: d["measured"].update(x=[])): "'x' is no collective; expected allreduce, ",
+    _spoilt(lambda d: d["measured"].update(allreduce={})): "allreduce is {}, expected a list",
+    _spoilt(lambda d: d["measured"]["allreduce"].reverse()): "sizes of allreduce do not grow",
+    _spoilt(lambda d: d["measured"]["allreduce"][0].update(nbytes=0)): "nbytes of allreduce is 0",
+    _spoilt(lambda d: d["measured"]["allreduce"][0].update(times=[])): f"{POINT} has no times",
+    _spoilt(lambda d: d["measured"]["allreduce"][0]["times"][0].update(time_us=0)): "time_us of .* is 0",
+    _spoilt(lambda d: d["measured"]["allreduce"][0]["times"][0].update(time_us=float("nan"))): "is nan",
+    _spoilt(lambda d: d["measured"]["allreduce"][0]["times"][0].update(time_us=float("inf"))): "is inf",
+    _spoilt(lambda d: d["measured"]["allreduce"][0]["times"][0].update(algorithm=3)): "is 3, expected",
+    _spoilt(lambda d: d["measured"]["allreduce"][0]["times"][0].pop("protocol") and None): "protocol of",
+    _spoilt(lambda d: d["measured"]["allreduce"][0]["times"].append(7)): "a time of .* is 7",
+}
+
+
+@pytest.mark.parametrize(("text", "message"), MALFORMED.items(), ids=range(len(MALFORMED)))
+def test_malformed_tables_are_refused(text, message, tmp_path):
+    with pytest.raises(ArgumentError, match=message):
+        Table.from_json(text)
+    (tmp_path / "t.json").write_text(text)
+    with pytest.raises(ArgumentError, match=message):
+        load_table(tmp_path / "t.json", FIT)
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        load_table(tmp_path / "none.json", FIT)
+    with pytest.raises(ArgumentError, match="cannot be read"):
+        load_table(tmp_path, FIT)
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ArgumentError, match="cannot be read"):
+        load_table(tmp_path / "binary", FIT)
+    (tmp_path / "large").write_bytes(b" " * (16 << 20) + b"{}")
+    with pytest.raises(ArgumentError, match="over 16 MiB"):
+        load_table(tmp_path / "large", FIT)
+    with pytest.raises(ArgumentError, match="cannot be written to"):
+        save_table(TABLE, tmp_path / "binary" / "t.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ranks": 4}, "measured with ranks 2, here it is 4"),
+        ({"transport": "mpi"}, "transport shared_memory, here it is mpi"),
+        ({"machine": {"processor": "y", "cores": 2}}, "with machine .*'x'.*, here it is .*'y'"),
+        ({"versions": {"flagcx": "2"}}, "versions {'flagcx': '1'}, here it is {'flagcx': '2'}"),
+        ({"settings": {}}, "settings"),
+    ],
+)
+def test_a_table_that_does_not_fit_is_refused(change, message, tmp_path):
+    save_table(TABLE, tmp_path / "t.json")
+    with pytest.raises(ArgumentError, match=message):
+        load_table(tmp_path / "t.json", replace(FIT, **change))
+
+
+def test_where_tables_lie(tmp_path):
+    here = fit_here(4, "shared_memory", {})
+    path = table_path(here, {"XDG_CACHE_HOME": str(tmp_path)})
+    assert path.parent == tmp_path / "flagcx" / "tuning"
+    assert path.name.endswith("-shared_memory-4.json")
+    assert table_path(here, {"HOME": "/home/me"}).parts[:4] == ("/", "home", "me", ".cache")
+    relative = table_path(here, {"HOME": "/home/me", "XDG_CACHE_HOME": "not/absolute"})
+    assert relative.parts[:4] == ("/", "home", "me", ".cache"), "the specification says to ignore it"
+    other = replace(here, machine={"processor": "another"})
+    assert table_path(other, {"HOME": "/"}).name != path.name
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=10,
+)
+
+
+@given(_JSON, st.sampled_from(["fits", "measured", "format"]), st.integers(0, 2))
+@settings(max_examples=150, deadline=None)
+def test_any_json_is_a_table_or_an_error_of_our_own(value, where, depth):
+    data = json.loads(TABLE.to_json())
+    if depth == 0:
+        data[where] = value
+    elif depth == 1:
+        data["fits"]["machine" if where == "fits" else "ranks"] = value
+    else:
+        data["measured"]["allreduce"][0]["times"][0][where if where != "fits" else "time_us"] = value
+    try:
+        table = Table.from_json(json.dumps(data))
+    except ArgumentError:
+        return
+    assert Table.from_json(table.to_json()).measured.keys() == table.measured.keys()

@@ -1,0 +1,301 @@
+"""The model of NCCL's all-reduce against published tables: constants fitted on all machines but one.
+
+    python bench/model_vs_measured.py [--tables FOLDER] [--json] [--fit]
+
+For each machine, the constants of ``flagcx.selection.native`` are fitted on the tables of all others, and its
+own table is predicted from its topology alone. The fit minimises the mean absolute error of log time, drawn
+towards ``PRIOR`` where no other machine has links of a kind. It uses no clock and no chance.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from flagcx.selection.native import PRIOR, Way, predict_us, ways
+from flagcx.topology import LinkKind, Topology, cluster, files, preset
+from flagcx.topology.graph import DeviceKind, Link
+
+SHARED = Path(__file__).resolve().parents[2] / "shared" / "machines"
+MIB = 1 << 20
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_ROUNDED = {"65K": 64 << 10, "132K": 128 << 10}
+
+
+@dataclass(frozen=True)
+class Points:
+    """Measured times of one group of ranks of a machine.
+
+    Attributes:
+        ways: What NCCL can choose from there.
+        nbytes: Sizes, float64 of shape (points,).
+        time_us: Times, of the same shape.
+        driven: How many GPUs each process of the benchmark drove, where its table says so; else 1.
+    """
+
+    ways: tuple[Way, ...]
+    nbytes: np.ndarray
+    time_us: np.ndarray
+    driven: int = 1
+
+
+# -- reading tables
+
+
+def rows_of(text: str) -> list[tuple[int, float]]:
+    """(bytes, us) of every row of nccl-tests' output, first the out-of-place columns."""
+    found = []
+    for line in text.splitlines():
+        words = line.split()
+        if len(words) >= 8 and words[0].isdigit() and words[2] in ("float", "half"):
+            numbers = [word for word in words[4:] if re.fullmatch(r"-?\d+(\.\d+)?", word)]
+            numbers = numbers[1:] if numbers[0] == "-1" else numbers
+            found.append((int(words[0]), float(numbers[0])))
+        elif len(words) == 4 and words[0].isdigit():
+            found.append((int(words[0]), float(words[1])))
+    return found
+
+
+def driven_of(text: str) -> int:
+    """How many GPUs a process drove, by the table's header: ``8 threads`` or ``-g 8``; 1 if it is silent."""
+    match = re.search(r"^#.*?(?:(\d+) threads|-g (\d+))", text, re.MULTILINE)
+    return int(match.group(1) or match.group(2)) if match else 1
+
+
+def bus_rows_of(text: str, size: int) -> list[tuple[int, float]]:
+    """(bytes, us) of rows ``| size | busbw | ... |``; sizes are powers of two, some written rounded."""
+    found = []
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        match = re.fullmatch(r"([\d.]+)([KMG]?)(?:iB)?", cells[0]) if len(cells) > 1 else None
+        speed = re.fullmatch(r"([\d.]+)(?:GBps)?", cells[1]) if match else None
+        if match and speed:
+            nbytes = _ROUNDED.get(cells[0]) or _power(float(match.group(1)) * _UNITS[match.group(2)])
+            found.append((nbytes, nbytes / (float(speed.group(1)) * 1000) * 2 * (size - 1) / size))
+    return found
+
+
+def _power(nbytes: float) -> int:
+    return 1 << round(float(np.log2(nbytes)))
+
+
+def medians(rows: Sequence[tuple[int, float]]) -> tuple[np.ndarray, np.ndarray]:
+    """Each size once, with the median of its times."""
+    sizes = sorted({nbytes for nbytes, _ in rows})
+    times = [float(np.median([t for nbytes, t in rows if nbytes == size])) for size in sizes]
+    return np.array(sizes, np.float64), np.array(times)
+
+
+# -- the machines
+
+
+def machines(folder: Path) -> dict[str, list[Points]]:
+    """Each machine's points, by its name."""
+    h100, a100 = preset("dgx-h100"), preset("dgx-a100")
+    xml = folder.parent / "nccl-topology-xml"
+    simple: dict[str, tuple[str, Callable[[], Topology]]] = {
+        "V100 SXM2 x 8": ("8xv100_sxm2_32g", lambda: preset("dgx-1v")),
+        "A100 PCIe x 8": ("8xa100_pcie_40g", lambda: _without_nvlink(preset("8xa100-pcie"))),
+        "RTX 4090 x 8": ("8x4090_epyc_fast", lambda: _without_nvlink(preset("8xa100-pcie"))),
+        "A100 SXM x 8": ("8xa100_sxm_80g_nvswitch", lambda: a100),
+        "RTX 3090 x 32, IB": (
+            "4node_32x3090_ib56",
+            lambda: cluster(files.read(xml / "8x3090_switch_ib.xml"), 4),
+        ),
+        "H100 x 16, NDR": ("2node_16xh100_ndr", lambda: cluster(h100, 2)),
+        "H100 x 16, TCPXO": ("2node_16xh100_gcp_a3mega_tcpxo", lambda: _slower_nics(cluster(h100, 2), 25.0)),
+        "H200 x 16, RoCE": ("2node_16xh200_roce", lambda: cluster(preset("dgx-h200"), 2)),
+        "H100 x 96, IB": ("12node_96xh100_ib_coreweave", lambda: cluster(h100, 12)),
+    }
+    texts = {name: (folder / f"{file}.txt").read_text() for name, (file, _) in simple.items()}
+    found = {
+        name: [
+            replace(
+                _points(make(), rows_of(texts[name]), rdma="TCP" not in texts[name]),
+                driven=driven_of(texts[name]),
+            )
+        ]
+        for name, (_, make) in simple.items()
+    }
+    for name, file, machine in (
+        ("A100 Azure x 8", "8xa100_azure_ndv4", a100),
+        ("H100 Azure x 8", "8xh100_azure_ndv5", h100),
+        ("H200 x 8", "8xh200_sxm_nvls", preset("dgx-h200")),
+    ):
+        found[name] = [_points(machine, bus_rows_of((folder / f"{file}.txt").read_text(), 8))]
+    found["H200 x 8"] += _by_count((folder / "h200_by_gpu_count_8gib.txt").read_text())
+    found["MI300X"] = _mi300x(folder, files.read(xml / "amd-rccl" / "topo_8p_940.xml"))
+    return found
+
+
+def _points(
+    machine: Topology, rows: Sequence[tuple[int, float]], gpus=None, nvls: bool = True, rdma: bool = True
+) -> Points:
+    return Points(ways(machine, gpus, nvls=nvls, rdma=rdma), *medians(rows))
+
+
+def _by_count(text: str) -> list[Points]:
+    machine, found = preset("dgx-h200"), []
+    for line in text.splitlines():
+        match = re.fullmatch(r"\|\s*(\d)\s*\|\s*\w+\s*\|\s*([\d.]+)GBps\s*\|\s*([\d.]+)GBps.*", line)
+        if match:
+            size = int(match.group(1))
+            for speed, nvls in ((match.group(2), True), (match.group(3), False)):
+                time_us = (8 << 30) / (float(speed) * 1000) * 2 * (size - 1) / size
+                found.append(_points(machine, [(8 << 30, time_us)], range(size), nvls))
+    return found
+
+
+def _mi300x(folder: Path, machine: Topology) -> list[Points]:
+    gpus = [gpu.index for gpu in machine.gpus]
+    found = []
+    for size in (2, 4):
+        text = (folder / f"{size}xmi300x_rccl_vs_quickreduce_us.txt").read_text()
+        cells = [[c.strip() for c in line.strip("|\n ").split("|")] for line in text.splitlines()]
+        rows = [
+            (int(c[0][:-1]) * _UNITS[c[0][-1]], float(c[1])) for c in cells if re.fullmatch(r"\d+[KMG]", c[0])
+        ]
+        found.append(_points(machine, rows, gpus[:size]))
+    for match in re.finditer(
+        r"(\d+) GPUs busbw ([\d.]+)", (folder / "mi300x_partial_node_4gib.txt").read_text()
+    ):
+        size = int(match.group(1))
+        time_us = (4 << 30) / (float(match.group(2)) * 1000) * 2 * (size - 1) / size
+        found.append(_points(machine, [(4 << 30, time_us)], gpus[:size]))
+    return found
+
+
+def _without_nvlink(machine: Topology) -> Topology:
+    links = [link for link in machine.links if link.kind is not LinkKind.NVLINK]
+    return Topology(machine.devices(), links, name=machine.name)
+
+
+def _slower_nics(machine: Topology, gb_per_s: float) -> Topology:
+    nics = {device.id for device in machine.devices(DeviceKind.NIC)}
+
+    def slower(link: Link) -> Link:
+        outside = link.kind is LinkKind.NETWORK and (link.a in nics or link.b in nics)
+        return replace(link, bandwidth_gb_per_s=gb_per_s) if outside else link
+
+    return Topology(machine.devices(), map(slower, machine.links), name=machine.name)
+
+
+# -- fitting
+
+
+def fit(points: Mapping[str, Sequence[Points]], pull: float = 0.02) -> dict[str, float]:
+    """Constants of least mean absolute log error, each machine counting alike, drawn towards the prior.
+
+    Pattern search, one constant after the other in factors that shrink: deterministic, and content with the
+    kinks that a least over several ways has.
+    """
+    names = list(PRIOR)
+    start = np.log(list(PRIOR.values()))
+
+    def loss(logs: np.ndarray) -> float:
+        constants = dict(zip(names, np.exp(logs), strict=True))
+        errors = [
+            np.mean(np.concatenate([np.abs(log_errors(part, constants)) for part in parts]))
+            for parts in points.values()
+        ]
+        return float(np.mean(errors) + pull * np.mean(np.abs(logs - start)))
+
+    best, value, stride = start.copy(), loss(start), 0.5
+    while stride > 0.01:
+        improved = False
+        for place in range(len(names)):
+            for change in (stride, -stride):
+                tried = best.copy()
+                tried[place] += change
+                if (found := loss(tried)) < value - 1e-9:
+                    best, value, improved = tried, found, True
+        stride *= 1.0 if improved else 0.5
+    return {name: float(number) for name, number in zip(names, np.exp(best), strict=True)}
+
+
+def log_errors(points: Points, constants: Mapping[str, float]) -> np.ndarray:
+    """log(predicted / measured) of each point."""
+    return np.log(predict_us(points.ways, points.nbytes, constants, points.driven) / points.time_us)
+
+
+def relative_errors(
+    points: Sequence[Points], constants: Mapping[str, float]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Sizes, and |predicted / measured - 1| of each."""
+    errors = [np.abs(np.expm1(log_errors(part, constants))) for part in points]
+    return np.concatenate([part.nbytes for part in points]), np.concatenate(errors)
+
+
+def leave_one_out(points: Mapping[str, Sequence[Points]]) -> list[dict]:
+    """For each machine its errors with constants fitted on the others."""
+    table = []
+    for name, own in points.items():
+        constants = fit({other: parts for other, parts in points.items() if other != name})
+        nbytes, errors = relative_errors(own, constants)
+        bias = np.concatenate([log_errors(part, constants) for part in own])
+        row: dict = {"machine": name}
+        for word, chosen in (("large", nbytes >= MIB), ("small", nbytes < MIB)):
+            row[word] = float(np.median(errors[chosen])) if chosen.any() else None
+            row[f"{word}_points"] = int(chosen.sum())
+            row[f"{word}_bias"] = float(np.exp(np.median(bias[chosen]))) if chosen.any() else None
+            row[f"{word}_errors"] = errors[chosen].tolist()
+        table.append(row)
+    return table
+
+
+def summary(table: Sequence[dict]) -> dict[str, float]:
+    """Medians over machines, and over all points of all of them."""
+    found = {}
+    for word in ("large", "small"):
+        own = [row[word] for row in table if row[word] is not None]
+        found[f"{word}_median_of_machines"] = float(np.median(own))
+        found[f"{word}_median_of_points"] = float(
+            np.median(np.concatenate([row[f"{word}_errors"] for row in table]))
+        )
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tables", type=Path, default=SHARED / "allreduce-tables")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--fit", action="store_true", help="fit on all machines and print the constants")
+    given = parser.parse_args(arguments)
+    if not given.tables.is_dir():
+        print(f"no folder of tables at {given.tables}; name one with --tables", file=sys.stderr)
+        return 1
+    points = machines(given.tables)
+    if given.fit:
+        print(json.dumps(fit(points), indent=1))
+        return 0
+    table = leave_one_out(points)
+    if given.json:
+        print(json.dumps({"machines": table, "summary": summary(table)}))
+        return 0
+    print("median |predicted / measured - 1| of each machine, constants fitted on all the others")
+    print(
+        f"{'machine':20} {'>= 1 MiB':>9} {'bias':>6} {'points':>6} {'< 1 MiB':>9} {'bias':>6} {'points':>6}"
+    )
+    for row in table:
+        cells = [
+            f"{row[w]:9.0%} {row[f'{w}_bias']:6.2f} {row[f'{w}_points']:6d}"
+            if row[w] is not None
+            else " " * 23
+            for w in ("large", "small")
+        ]
+        print(f"{row['machine']:20} {' '.join(cells)}")
+    for name, value in summary(table).items():
+        print(f"{name}: {value:.1%}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

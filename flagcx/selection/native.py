@@ -1,0 +1,201 @@
+"""The time of NCCL's (or RCCL's) own all-reduce: closed forms over a topology, with fitted constants.
+
+NCCL chooses among its algorithms itself; the model takes the least of
+
+* a ring over all ranks, 2(n-1) steps;
+* two levels, 2(g-1) steps in a host of g ranks and 2 log2 h between h hosts;
+* in-switch reduction (NVLS) within a host of H100 or newer behind NVSwitches, 4 steps, where each GPU sends
+  the message and a share of the result.
+
+With L us of steps and b us of bytes, a pipeline cut as well as can be takes L + b + 2 sqrt(L b): that is
+(s + k - 1)(a + b/k) at its best k. The last term is what makes messages of middle size slow, and its factor
+is fitted. Constants are of the kinds of links, not of machines.
+
+Source: the form is that of NCCL's own tuning (``graph/tuning.cc``): latency by kind of link and number of
+steps, bandwidth by the plan times an efficiency.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import ceil, log2
+from types import MappingProxyType
+
+import numpy as np
+
+from flagcx.topology.graph import DeviceKind, LinkKind, Topology
+from flagcx.topology.plan import make_plan
+from flagcx.topology.routes import Routes
+
+#: What is known before any fit: NCCL's constants for the latencies (us), a usual round trip of TCP, and plans
+#: nearly taken at their word.
+PRIOR: Mapping[str, float] = MappingProxyType(
+    {
+        "base": 7.0,
+        "driven": 3.0,
+        "latency_nvlink": 1.0,
+        "latency_xgmi": 1.0,
+        "latency_pcie": 1.5,
+        "latency_network": 5.0,
+        "latency_tcp": 30.0,
+        "efficiency_nvlink": 0.95,
+        "efficiency_xgmi": 0.95,
+        "efficiency_pcie": 0.9,
+        "efficiency_network": 0.9,
+        "efficiency_nvls": 0.85,
+        "pipeline": 1.0,
+    }
+)
+#: The constants fitted on all published tables: ``python bench/model_vs_measured.py --fit``.
+FITTED: Mapping[str, float] = MappingProxyType(
+    {
+        "base": 20.9,
+        "driven": 1.85,
+        "latency_nvlink": 1.10,
+        "latency_xgmi": 0.149,
+        "latency_pcie": 1.84,
+        "latency_network": 5.00,
+        "latency_tcp": 53.5,
+        "efficiency_nvlink": 1.06,
+        "efficiency_xgmi": 1.08,
+        "efficiency_pcie": 0.943,
+        "efficiency_network": 1.07,
+        "efficiency_nvls": 0.85,
+        "pipeline": 2.48,
+    }
+)
+_NVLS_FROM_SM = 90
+_NVLS_STEPS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One algorithm of NCCL's on a topology.
+
+    Attributes:
+        name: ``ring``, ``levels``, ``nvls``.
+        steps: How many steps over links of each kind.
+        bounds: Algorithm bandwidth in GB/s that the links of a kind allow: the efficiency's key, the value.
+    """
+
+    name: str
+    steps: tuple[tuple[str, float], ...]
+    bounds: tuple[tuple[str, float], ...]
+
+    def time_us(self, nbytes: np.ndarray, constants: Mapping[str, float]) -> np.ndarray:
+        """Time of messages of ``nbytes``, float64 of its shape."""
+        latency = sum(count * constants[f"latency_{kind}"] for kind, count in self.steps)
+        speed = min(bound * constants[f"efficiency_{kind}"] for kind, bound in self.bounds)
+        moving = np.asarray(nbytes, np.float64) / (speed * 1000)
+        return constants["base"] + latency + moving + constants["pipeline"] * np.sqrt(latency * moving)
+
+
+def ways(
+    topology: Topology, gpus: Sequence[int] | None = None, *, nvls: bool = True, rdma: bool = True
+) -> tuple[Way, ...]:
+    """What NCCL can choose from for an all-reduce.
+
+    Args:
+        topology: The machine or cluster.
+        gpus: The GPUs that take part; all by default.
+        nvls: Whether in-switch reduction is switched on, where the machine has it.
+        rdma: Whether NICs reach each other's memory (InfiniBand, RoCE); else through a stack of TCP.
+
+    Raises:
+        TopologyError: There is no GPU, or two cannot reach each other.
+    """
+    chosen = tuple(gpu.index for gpu in topology.gpus) if gpus is None else tuple(gpus)
+    size = len(chosen)
+    if size == 1:
+        return (Way("alone", (), (("nvlink", 1e6),)),)
+    hosts: dict[int, list[int]] = {}
+    for gpu in chosen:
+        hosts.setdefault(topology.gpu(gpu).host, []).append(gpu)
+    first = next(iter(hosts.values()))
+    kind = _kind(topology, first) if len(first) > 1 else ("network" if rdma else "tcp")
+    plan = make_plan(topology, chosen)
+    narrow = plan.rings[0].bottleneck
+    narrowest = _key(narrow.kind) if narrow else kind
+    far = len(hosts) if len(hosts) > 1 else 0
+    hop = "network" if rdma else "tcp"
+    in_ring = ((kind, 2.0 * (size - 1 - far)), (hop, 2.0 * far)) if far else ((kind, 2.0 * (size - 1)),)
+    found = [Way("ring", in_ring, ((narrowest, plan.rings_gb_per_s),))]
+    if not far:
+        port = _port(topology, first) if nvls else 0.0
+        if port and size > 4:
+            found.append(Way("nvls", (("nvlink", _NVLS_STEPS),), (("nvls", port / (1 + 1 / size)),)))
+        return tuple(found)
+    if plan.hierarchy is None:
+        return tuple(found)
+    across = (hop, 2.0 * ceil(log2(far)))
+    limit = plan.hierarchy.bottleneck
+    within = ((kind, 2.0 * (len(first) - 1)), across)
+    found.append(Way("levels", within, ((_key(limit.kind), plan.hierarchy.bandwidth_gb_per_s),)))
+    port = _port(topology, first) if nvls else 0.0
+    if port:
+        network = _nics_gb_per_s(topology, first) * far / (2 * (far - 1))
+        bounds = (("nvls", port / (1 + 1 / len(first))), ("network", network))
+        found.append(Way("nvls levels", (("nvlink", _NVLS_STEPS), across), bounds))
+    return tuple(found)
+
+
+def predict_us(
+    found: Sequence[Way], nbytes: np.ndarray, constants: Mapping[str, float], driven: int = 1
+) -> np.ndarray:
+    """The least time over the ways.
+
+    Args:
+        found: What NCCL can choose from.
+        nbytes: Bytes of each message.
+        constants: As ``PRIOR`` names them.
+        driven: How many GPUs one process drives: it launches for one after the other.
+
+    Returns:
+        Time in us, float64 of the shape of ``nbytes``.
+    """
+    times = np.min([way.time_us(nbytes, constants) for way in found], axis=0)
+    return times + constants["driven"] * (driven - 1)
+
+
+def _kind(topology: Topology, gpus: Sequence[int]) -> str:
+    """What the slowest hop between neighbours of the planned order goes over."""
+    order = make_plan(topology, gpus).order
+    routes = Routes(topology)
+    kinds = set()
+    for a, b in zip(order, [*order[1:], order[0]], strict=True):
+        kinds |= {_key(topology.links_of(u)[v].kind) for (u, v), _ in routes.route(a, b)}
+    return next(kind for kind in ("pcie", "xgmi", "nvlink") if kind in kinds)
+
+
+def _key(kind: LinkKind) -> str:
+    return "pcie" if kind is LinkKind.SOCKET else kind.value
+
+
+def _port(topology: Topology, gpus: Sequence[int]) -> float:
+    """GB/s between a GPU and its NVSwitches where these can add up; 0 where they cannot."""
+    device = topology.gpu(gpus[0])
+    if int(device.attribute("gpu.sm", "0") or 0) < _NVLS_FROM_SM:
+        return 0.0
+    return sum(
+        link.bandwidth_gb_per_s
+        for id, link in topology.links_of(device.id).items()
+        if topology.device(id).kind is DeviceKind.NVSWITCH
+    )
+
+
+def _nics_gb_per_s(topology: Topology, gpus: Sequence[int]) -> float:
+    """GB/s of the NICs that the GPUs of a host use, as far as their PCIe carries it."""
+    routes = Routes(topology)
+    speeds: dict[str, float] = {}
+    for gpu in gpus:
+        way = routes.to_nic(gpu)
+        inside = [topology.links_of(a)[b].bandwidth_gb_per_s for a, b in pairwise(way)]
+        outside = [
+            link.bandwidth_gb_per_s
+            for link in topology.links_of(way[-1]).values()
+            if link.kind is LinkKind.NETWORK
+        ]
+        speeds[way[-1]] = min([*inside, sum(outside)])
+    return sum(speeds.values())

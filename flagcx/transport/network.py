@@ -1,0 +1,331 @@
+"""What messages between ranks travel over: links with a latency and a bandwidth, shared by those who meet.
+
+A network numbers its directed links as messages come to need them, and gives for many messages at once which
+links each takes. ``uniform`` joins every pair of ranks alike; ``over`` follows a topology.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from flagcx.errors import ArgumentError, TopologyError
+from flagcx.topology.graph import DeviceKind, LinkKind, Topology
+from flagcx.topology.routes import Edge, Routes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Flows:
+    """The ways of some messages, one after the other.
+
+    Attributes:
+        first: Where the links of each message begin in ``link``, int64 of shape (messages + 1,).
+        link: Numbers of links.
+        share: The part of the message that goes over each of them.
+        latency_us: Of each message, one way.
+    """
+
+    first: np.ndarray
+    link: np.ndarray
+    share: np.ndarray
+    latency_us: np.ndarray
+
+
+class Network:
+    """Links between ranks.
+
+    Args:
+        size: Number of ranks.
+        find: (source, target) -> Flows, for arrays of ranks. It may number links that it had not met.
+        names: By link, the ids of its ends; ``find`` appends to it.
+        kinds: By link, what it is.
+        bandwidths: By link, GB/s.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        find: Callable[[np.ndarray, np.ndarray], Flows],
+        names: list[Edge],
+        kinds: list[str],
+        bandwidths: list[float],
+    ) -> None:
+        self.size, self.find = size, find
+        self.names, self.kinds, self._bandwidths = names, kinds, bandwidths
+
+    @property
+    def links(self) -> int:
+        """How many links have been numbered."""
+        return len(self.names)
+
+    @property
+    def bandwidth_gb_per_s(self) -> np.ndarray:
+        """Of each link, float64 of shape (links,)."""
+        return np.array(self._bandwidths, np.float64)
+
+
+def uniform(size: int, latency_us: float, bandwidth_gb_per_s: float, *, ports: bool = False) -> Network:
+    """Every rank joined to every other alike.
+
+    Args:
+        size: Number of ranks.
+        latency_us: One way.
+        bandwidth_gb_per_s: In each direction.
+        ports: Whether all that a rank sends shares one link, and all that it receives another, as behind a
+            switch; otherwise each pair of ranks has links of its own, and nothing is shared.
+
+    Raises:
+        ArgumentError: A number is out of range.
+    """
+    if size < 1 or latency_us < 0 or not bandwidth_gb_per_s > 0:
+        raise ArgumentError(
+            f"a network of {size} ranks with {latency_us} us and {bandwidth_gb_per_s} GB/s; expected at "
+            "least one rank, no negative latency and a bandwidth above 0"
+        )
+    names: list[Edge] = []
+    kinds: list[str] = []
+    speeds: list[float] = []
+    known: dict[int, int] = {}
+
+    def number(codes: np.ndarray, name: Callable[[int], Edge]) -> np.ndarray:
+        found, inverse = np.unique(codes, return_inverse=True)
+        for code in found.tolist():
+            if code not in known:
+                known[code] = len(names)
+                names.append(name(code))
+                kinds.append("link")
+                speeds.append(bandwidth_gb_per_s)
+        return np.array([known[code] for code in found.tolist()], np.int64)[inverse.ravel()]
+
+    def find(source: np.ndarray, target: np.ndarray) -> Flows:
+        count = len(source)
+        if ports:
+            out = number(source, lambda r: (f"rank{r}", "switch"))
+            back = number(target + size, lambda r: ("switch", f"rank{r - size}"))
+            link = np.stack([out, back], axis=1).ravel()
+        else:
+            link = number(source * size + target, lambda c: (f"rank{c // size}", f"rank{c % size}"))
+        width = 2 if ports else 1
+        return Flows(
+            np.arange(count + 1) * width, link, np.ones(len(link)), np.full(count, float(latency_us))
+        )
+
+    return Network(size, find, names, kinds, speeds)
+
+
+def over(
+    topology: Topology,
+    gpus: Sequence[int] | None = None,
+    *,
+    efficiency: Mapping[LinkKind, float] | None = None,
+    added_latency_us: Mapping[LinkKind, float] | None = None,
+) -> Network:
+    """The ways that a topology's messages take; see ``flagcx.topology.routes``.
+
+    Args:
+        topology: A machine or cluster.
+        gpus: The GPU of each rank; all by index by default.
+        efficiency: What part of a link's bandwidth a transfer reaches, by kind of link; 1 by default.
+        added_latency_us: What a message that goes over a link of a kind takes beyond the latency of its
+            links; of several kinds the greatest counts.
+
+    Raises:
+        ArgumentError: An efficiency is not above 0.
+        TopologyError: A GPU is unknown or named twice.
+    """
+    chosen = tuple(gpu.index for gpu in topology.gpus) if gpus is None else tuple(gpus)
+    if not chosen or len(set(chosen)) < len(chosen):
+        raise TopologyError(f"{len(chosen)} ranks on the GPUs {chosen[:16]}; expected one GPU for each rank")
+    factors = dict(efficiency or {})
+    if any(not factor > 0 for factor in factors.values()):
+        raise ArgumentError(f"efficiencies {factors}; expected numbers above 0")
+    ways = _Ways(topology, chosen, factors, dict(added_latency_us or {}))
+    return Network(len(chosen), ways.find, ways.names, ways.kinds, ways.bandwidths)
+
+
+class _Ways:
+    """Routes of many messages at once: what hosts of one build have in common is found once."""
+
+    def __init__(self, topology, gpus, efficiency, added) -> None:
+        self.topology, self.routes = topology, Routes(topology)
+        self.gpus = gpus
+        self.efficiency, self.added = efficiency, added
+        self.names: list[Edge] = []
+        self.kinds: list[str] = []
+        self.bandwidths: list[float] = []
+        self.latencies: list[float] = []
+        self.extra: list[float] = []
+        self._numbers: dict[Edge, int] = {}
+        self._columns: dict[tuple[int, int, int], np.ndarray] = {}
+        self._middles: dict[tuple[int, int], tuple[str, ...]] = {}
+        self._out: dict[tuple[int, int], tuple[int, ...]] = {}
+        self._place(topology, gpus)
+
+    def _place(self, topology: Topology, gpus: Sequence[int]) -> None:
+        devices = [topology.gpu(gpu) for gpu in gpus]
+        numbers: dict[int, int] = {}
+        self.host = np.array([numbers.setdefault(d.host, len(numbers)) for d in devices], np.int64)
+        self.position = np.array(self.routes.positions(gpus), np.int64)
+        members: dict[int, list[str]] = {host: [] for host in numbers}
+        for device in topology.devices():
+            if device.host in members:
+                members[device.host].append(device.id)
+        self.members = [members[host] for host in numbers]
+        shapes = [self.routes.shape(host) for host in numbers]
+        unique = {id(shape): shape for shape in shapes}
+        self.shapes = list(unique.values())
+        order = {key: number for number, key in enumerate(unique)}
+        self.shape_of_host = np.array([order[id(shape)] for shape in shapes], np.int64)
+        self.shape = self.shape_of_host[self.host]
+
+    def number(self, edge: Edge) -> int:
+        found = self._numbers.get(edge)
+        if found is None:
+            link = self.topology.links_of(edge[0])[edge[1]]
+            found = self._numbers[edge] = len(self.names)
+            self.names.append(edge)
+            self.kinds.append(link.kind.value)
+            self.bandwidths.append(link.bandwidth_gb_per_s * self.efficiency.get(link.kind, 1.0))
+            self.latencies.append(link.latency_us)
+            self.extra.append(self.added.get(link.kind, 0.0))
+        return found
+
+    def find(self, source: np.ndarray, target: np.ndarray) -> Flows:
+        """The flows of messages: one table of links for each kind of way, put in the messages' order."""
+        parts = [*self._inside(source, target), *self._between(source, target)]
+        length = np.zeros(len(source), np.int64)
+        for rows, links, _ in parts:
+            length[rows] = links.shape[1]
+        first = np.concatenate([[0], np.cumsum(length)])
+        link, share = np.zeros(first[-1], np.int64), np.ones(first[-1])
+        for rows, links, shares in parts:
+            at = first[rows][:, None] + np.arange(links.shape[1])
+            link[at], share[at] = links, shares
+        return Flows(first, link, share, self._latency(first, link, share))
+
+    def _latency(self, first: np.ndarray, link: np.ndarray, share: np.ndarray) -> np.ndarray:
+        """Links' latencies along the way (ways side by side count once), and the dearest kind's extra."""
+        if not len(link):
+            return np.zeros(len(first) - 1)
+        along = np.add.reduceat(np.array(self.latencies)[link] * share, first[:-1])
+        return along + np.maximum.reduceat(np.array(self.extra)[link], first[:-1])
+
+    # -- within hosts
+
+    def _inside(self, source, target):
+        here = np.flatnonzero(self.host[source] == self.host[target])
+        for rows, (shape, a, b) in _groups(
+            here, self.shape[source], self.position[source], self.position[target]
+        ):
+            steps = self.shapes[shape].route(a, b)
+            if steps is None:
+                lost = int(source[rows[0]]), int(target[rows[0]])
+                raise TopologyError(f"no way from rank {lost[0]} to rank {lost[1]} in {self.topology!r}")
+            hosts = self.host[source[rows]]
+            links = np.stack([self._column(shape, u, v)[hosts] for u, v, _ in steps], axis=1)
+            yield rows, links, np.array([part for _, _, part in steps])
+
+    def _column(self, shape: int, u: int, v: int) -> np.ndarray:
+        """The number of one link, given by position, in every host of a shape."""
+        found = self._columns.get((shape, u, v))
+        if found is None:
+            found = np.full(len(self.members), -1, np.int64)
+            for host in np.flatnonzero(self.shape_of_host == shape):
+                names = self.members[host]
+                found[host] = self.number((names[u], names[v]))
+            self._columns[shape, u, v] = found
+        return found
+
+    # -- between hosts
+
+    def _between(self, source, target):
+        far = np.flatnonzero(self.host[source] != self.host[target])
+        if not len(far):
+            return
+        switches = self._switches()
+        keys = (self.shape, self.position, switches)
+        for rows, (shape, a, near, other, b, back) in _groups(
+            far, *(key[source] for key in keys), *(key[target] for key in keys)
+        ):
+            ranks, peers = source[rows], target[rows]
+            out, into = self._to_nic(shape, a), self._to_nic(other, b)
+            columns = [self._column(shape, u, v)[self.host[ranks]] for u, v in pairwise(out)]
+            middle = self._middle(near, back, int(ranks[0]), int(peers[0]), len(out), len(into))
+            columns.append(self._ends(ranks, middle[0], True))
+            columns += [np.full(len(rows), self.number(edge)) for edge in pairwise(middle)]
+            columns.append(self._ends(peers, middle[-1], False))
+            columns += [
+                self._column(other, v, u)[self.host[peers]] for u, v in reversed(list(pairwise(into)))
+            ]
+            yield rows, np.stack(columns, axis=1), 1.0
+
+    def _switches(self) -> np.ndarray:
+        """For each rank a number for the switches that its NIC hangs on; -1 without a NIC."""
+        if not hasattr(self, "_switch_numbers"):
+            known: dict[tuple[str, ...], int] = {}
+            numbers, self.nics = [], []
+            for host, shape, position in zip(self.host, self.shape, self.position, strict=True):
+                place = self.shapes[shape].nic(int(position))
+                nic = None if place is None else self.members[host][place]
+                numbers.append(-1 if nic is None else known.setdefault(self._above(nic), len(known)))
+                self.nics.append(nic)
+            self._switch_numbers = np.array(numbers, np.int64)
+        return self._switch_numbers
+
+    def _to_nic(self, shape: int, gpu: int) -> tuple[int, ...]:
+        """Positions on the way from a GPU to its NIC; () where it has none, and ``_middle`` will say so."""
+        if (shape, gpu) not in self._out:
+            nic = self.shapes[shape].nic(gpu)
+            steps = (self.shapes[shape].route(gpu, nic) or []) if nic is not None else []
+            self._out[shape, gpu] = (gpu, *(v for _, v, _ in steps))
+        return self._out[shape, gpu]
+
+    def _middle(self, near: int, far: int, a: int, b: int, out: int, into: int) -> tuple[str, ...]:
+        """The switches between two NICs; a and b are ranks that hang on the same ones."""
+        if (near, far) not in self._middles:
+            middle = self._meeting(a, b)
+            if middle is None:
+                edges = self.routes.route(self.gpus[a], self.gpus[b])
+                ids = [edge[0] for edge, _ in edges] + [edges[-1][0][1]]
+                middle = tuple(ids[out : len(ids) - into])
+            self._middles[near, far] = middle
+        return self._middles[near, far]
+
+    def _meeting(self, a: int, b: int) -> tuple[str, ...] | None:
+        """The switches between the NICs of two ranks where there is but one short way, as in a fat tree."""
+        near, far = (self._above(self.nics[rank]) for rank in (a, b))
+        if len(near) != 1 or len(far) != 1:
+            return None
+        if near == far:
+            return (near[0],)
+        common = set(self._above(near[0])) & set(self._above(far[0]))
+        direct = self.topology.link(near[0], far[0])
+        return None if len(common) != 1 or direct is not None else (near[0], common.pop(), far[0])
+
+    def _above(self, id: str | None) -> tuple[str, ...]:
+        """The switches of the network that a NIC or a switch hangs on."""
+        around = {} if id is None else self.topology.links_of(id)
+        return tuple(
+            other
+            for other, link in around.items()
+            if link.kind is LinkKind.NETWORK and self.topology.device(other).kind is DeviceKind.NETWORK_SWITCH
+        )
+
+    def _ends(self, ranks: np.ndarray, switch: str, leaving: bool) -> np.ndarray:
+        nics = [self.nics[rank] for rank in ranks.tolist()]
+        return np.array([self.number((nic, switch) if leaving else (switch, nic)) for nic in nics], np.int64)
+
+
+def _groups(rows: np.ndarray, *keys: np.ndarray):
+    """Rows with equal keys together: yields (rows, the keys)."""
+    if not len(rows):
+        return
+    table = np.stack([key[rows] for key in keys])
+    order = np.lexsort(table)
+    rows, table = rows[order], table[:, order]
+    starts = np.flatnonzero(np.any(table[:, 1:] != table[:, :-1], axis=0)) + 1
+    for part, column in zip(np.split(rows, starts), np.split(table, starts, axis=1), strict=True):
+        yield part, tuple(int(value) for value in column[:, 0])

@@ -1,0 +1,64 @@
+"""The explanation of a choice: its table, its sentence, JSON and HTML."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from flagcx.errors import ArgumentError
+from flagcx.selection.explain import explain, format_nbytes
+from flagcx.topology import preset
+
+
+def test_the_table_has_every_candidate_and_the_chosen_one_first():
+    found = explain("allreduce", 64 << 20, 8, preset("dgx-a100"))
+    text = str(found)
+    assert text.startswith("allreduce of 64 MiB, 8 ranks on dgx-a100\n")
+    names = {row.algorithm for row in found.rows}
+    assert {"ring", "double_binary_tree", "two_shot", "hierarchical", "native"} <= names
+    assert found.chosen.predicted_us == min(row.predicted_us for row in found.rows)
+    assert text.splitlines()[2].endswith("<- chosen") and "measured" not in text
+    assert "bandwidth decides" in found.reason and "next comes" in found.reason
+    assert "latency decides" in explain("allreduce", 64, 8, preset("dgx-a100")).reason
+
+
+def test_what_was_measured_goes_before_the_model():
+    measured = {"ring": 500.0, "tree": 400.0}
+    found = explain("allreduce", 1024, 8, preset("dgx-a100"), measured=measured)
+    assert [row.name for row in found.rows[:2]] == ["tree", "ring"]
+    assert (
+        found.reason == "tree was measured to be the fastest, 400.0 us; next comes ring at 1.25 times that."
+    )
+    assert "measured us" in str(found) and "1.25 x" in str(found)
+
+
+def test_json_and_html_say_the_same():
+    found = explain("broadcast", 1 << 20, 4, preset("dgx-1v"))
+    values = json.loads(found.to_json())
+    assert values["chosen"] == values["candidates"][0]["name"] == found.chosen.name
+    for row in values["candidates"]:
+        assert row["steps"] > 0 and row["sent_nbytes"] > 0 and row["predicted_us"] > 0
+        assert len(row["bottleneck"]["link"]) == 2
+    assert all(row.name in found._repr_html_() for row in found.rows)
+    assert "-&gt;" in found._repr_html_() and "<script" not in found._repr_html_()
+
+
+def test_a_rank_alone_and_blocks():
+    alone = explain("allreduce", 100, 1, preset("dgx-1v"))
+    assert "nothing to send" in alone.reason
+    assert (
+        explain("alltoall", 2048, 3, preset("dgx-1v")).title == "alltoall of 2 KiB a block, 3 ranks on dgx-1v"
+    )
+
+
+def test_refusals():
+    with pytest.raises(ArgumentError, match="size=0 ranks and nbytes=8"):
+        explain("allreduce", 8, 0, preset("dgx-1v"))
+
+
+@pytest.mark.parametrize(
+    "nbytes, text", [(0, "0 B"), (1023, "1023 B"), (3 << 30, "3 GiB"), (1536, "1.5 KiB")]
+)
+def test_bytes_for_people(nbytes, text):
+    assert format_nbytes(nbytes) == text

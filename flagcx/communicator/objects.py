@@ -6,6 +6,7 @@ The ranks of a job trust each other: what they send is unpickled.
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +56,7 @@ def gather(comm: Communicator, value: Any, root: int) -> list[Any] | None:
     return None if gathered is None else _parts(gathered, counts)
 
 
-def scatter(comm: Communicator, values: list[Any] | None, root: int) -> Any:
+def scatter(comm: Communicator, values: Sequence[Any] | None, root: int) -> Any:
     """See ``Communicator.scatter_object``."""
     given = list(values) if comm.rank == root and values is not None else []
     right = comm.rank != root or len(given) == comm.size

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from flagcx.collectives import Counts, Layout, layout
+from flagcx.collectives import COLLECTIVES, Counts, Layout, layout
 from flagcx.dtypes import DType, ReduceOp
 from flagcx.schedule.model import Program, Schedule
 
@@ -32,6 +32,21 @@ class Call:
     op: ReduceOp | None
     in_place: bool
     protocol: str = ""
+
+    def describe(self) -> str:
+        """The call in words that must be the same on every rank."""
+        schedule = self.schedule
+        if isinstance(self.counts, int):
+            count = f"{self.counts}" + (" a rank" if COLLECTIVES[schedule.collective].blocks else "")
+        else:
+            count = "uneven" if schedule.collective == "alltoall" else f"{self.counts}"
+        words = f"{schedule.collective} of {count} {self.dtype.name}"
+        if self.op is not None:
+            words += f" by {self.op.name}" + ("" if self.op.scale is None else f" x {self.op.scale!r}")
+        if schedule.root is not None:
+            words += f" with root {schedule.root}"
+        way = f", {self.protocol}" if self.protocol else ""
+        return f"{words} ({schedule.algorithm}, {schedule.chunks} chunks{way})"
 
     def program(self) -> Program:
         """This rank's program."""

@@ -6,7 +6,6 @@ from collections import Counter
 from typing import Any
 
 from flagcx.bootstrap.store import Store
-from flagcx.collectives import COLLECTIVES
 from flagcx.config import Config
 from flagcx.errors import MismatchError
 from flagcx.transport.base import Call, Plan
@@ -24,7 +23,7 @@ class Compared:
 
     def __init__(self, plan: Plan, store: Store, call: Call, config: Config) -> None:
         self._plan, self._store, self._timeout_s = plan, store, config.timeout_s
-        self._own = signature(call)
+        self._own = call.describe()
 
     def run(self, given: Any, result: Any) -> None:
         """See ``Plan.run``.
@@ -36,22 +35,6 @@ class Compared:
         told = self._store.exchange("nccl/check", self._own.encode(), self._timeout_s)
         check_alike([t.decode() for t in told])
         self._plan.run(given, result)
-
-
-def signature(call: Call) -> str:
-    """A call in words that must be the same on every rank."""
-    s = call.schedule
-    blocks = COLLECTIVES[s.collective].blocks
-    if isinstance(call.counts, int):
-        count = f"{call.counts}" + (" a rank" if blocks else "")
-    else:
-        count = "uneven" if s.collective == "alltoall" else f"{call.counts}"
-    words = f"{s.collective} of {count} {call.dtype.name}"
-    if call.op is not None:
-        words += f" by {call.op.name}" + ("" if call.op.scale is None else f" x {call.op.scale!r}")
-    if s.root is not None:
-        words += f" with root {s.root}"
-    return f"{words} ({s.algorithm})"
 
 
 def check_alike(told: list[str]) -> None:

@@ -13,7 +13,7 @@ from flagcx.config import Config
 from flagcx.dtypes import OPS, dtype_of
 from flagcx.errors import MismatchError
 from flagcx.transport.base import Call
-from flagcx.transport.compared import Compared, check_alike, signature
+from flagcx.transport.compared import Compared, check_alike
 
 
 def call(rank: int, count: int = 10, op: str = "sum", dtype: str = "float32") -> Call:
@@ -22,8 +22,8 @@ def call(rank: int, count: int = 10, op: str = "sum", dtype: str = "float32") ->
 
 @pytest.mark.parametrize("other", [{"count": 11}, {"op": "max"}, {"dtype": "int32"}])
 def test_a_difference_shows_in_the_signature(other):
-    assert signature(call(0)) == signature(call(1))
-    assert signature(call(0)) != signature(call(1, **other))
+    assert call(0).describe() == call(1).describe()
+    assert call(0).describe() != call(1, **other).describe()
 
 
 def test_the_rank_that_differs_is_named():

@@ -128,7 +128,7 @@ class SharedMemoryTransport:
         return Scaled(self._compile(replace(call, in_place=whole)), call.op.scale, whole)
 
     def _compile(self, call: Call) -> Plan:
-        signature = self._arena.signals.signature(describe(call))
+        signature = self._arena.signals.signature(call.describe())
         if call.schedule.collective == "barrier":
             return Barrier(self._arena, call, signature)
         if call.schedule.collective == "allreduce" and call.counts and self.size > 1:
@@ -196,23 +196,6 @@ class SharedMemoryTransport:
     def close(self) -> None:
         """Gives everything back. Idempotent."""
         self._arena.close()
-
-
-def describe(call: Call) -> str:
-    """The call in words that must be the same on every rank."""
-    schedule = call.schedule
-    blocks = COLLECTIVES[schedule.collective].blocks
-    if isinstance(call.counts, int):
-        count = f"{call.counts}" + (" a rank" if blocks else "")
-    else:
-        count = "uneven" if schedule.collective == "alltoall" else f"{call.counts}"
-    words = f"{schedule.collective} of {count} {call.dtype.name}"
-    if call.op is not None:
-        words += f" by {call.op.name}" + ("" if call.op.scale is None else f" x {call.op.scale!r}")
-    if schedule.root is not None:
-        words += f" with root {schedule.root}"
-    way = f", {call.protocol}" if call.protocol else ""
-    return f"{words} ({schedule.algorithm}, {schedule.chunks} chunks{way})"
 
 
 def _overlay(call: Call) -> int | None:

@@ -112,7 +112,7 @@ def _take_in_order(coming: list[_Incoming], arrivals: list[_Incoming], leaving: 
 
 
 def _pause(arena: Arena, leaving: list[_Outgoing], coming: list[_Incoming], point_to_point: bool) -> None:
-    waiting = [*leaving, *coming]
+    waiting: list[_Outgoing | _Incoming] = [*leaving, *coming]
 
     def ready() -> bool:
         return any(w.ready() for w in waiting)

@@ -116,17 +116,3 @@ def pieces_on_device(collective: str, algorithm: str, nbytes: int) -> int:
 
 def _pieces(nbytes: int) -> int:
     return max(min(-(-nbytes // _PIPELINE_NBYTES), _MOST_PIECES), 1)
-
-
-def article_rule(nbytes: int) -> str:
-    """The rule of thumb for GPUs where nothing is measured and nothing modelled.
-
-    Args:
-        nbytes: Bytes of an all-reduce.
-
-    Returns:
-        ring above 10 MB, double binary tree in the middle, one-shot for tiny messages.
-    """
-    if nbytes > 10_000_000:
-        return Algorithm.RING
-    return Algorithm.DOUBLE_BINARY_TREE if nbytes > 16 << 10 else Algorithm.ONE_SHOT

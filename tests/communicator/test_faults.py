@@ -253,6 +253,46 @@ outcome(lambda: comm.barrier())
             assert "KeyboardInterrupt" in text
 
 
+@pytest.mark.parametrize("make", ["np.ones", "comm.empty"])
+def test_nothing_is_written_to_the_arrays_of_a_rank_that_gave_up(make):
+    """Rank 1 is interrupted in the middle of a call that works in the peers' memory, and uses its array."""
+    body = f"""
+from flagcx.transport.shared_memory.direct import Direct
+x = {make}(3_000_000, np.float32)
+x[...] = 1
+work = Direct._work
+def interrupted(self, pieces):
+    raise KeyboardInterrupt
+def late(self, pieces):
+    tell("in the call")
+    sys.stdin.readline()
+    work(self, pieces)
+Direct._work = interrupted if rank == 1 else late
+try:
+    outcome(lambda: comm.allreduce(x))
+except KeyboardInterrupt:
+    x[...] = 7
+    tell("gave up")
+    sys.stdin.readline()
+    tell(bool((x == 7).all()))
+sys.stdin.readline()
+"""
+
+    def go_on(process):
+        process.stdin.write("go\n")
+        process.stdin.flush()
+
+    with job(2, _start(body)) as processes:
+        _ready(processes)
+        assert line(processes[0]) == "in the call"
+        assert line(processes[1]) == "gave up"
+        go_on(processes[0])
+        told, culprit, _, text = outcome_of(line(processes[0]))
+        assert (told, culprit) == ("AbortedError", 1), text
+        go_on(processes[1])
+        assert line(processes[1]) == "True"
+
+
 def test_fifty_starts_leave_nothing():
     body = """
 for i in range(50):

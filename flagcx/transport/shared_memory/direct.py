@@ -18,7 +18,7 @@ from flagcx.transport.base import Call
 from flagcx.transport.shared_memory.arena import Arena
 from flagcx.transport.shared_memory.heap import SHARED
 from flagcx.transport.shared_memory.reduction import accumulator_dtype, combiner
-from flagcx.transport.shared_memory.signals import DONE, LEDGER_MASK, LOCATIONS, SHARED_BIT
+from flagcx.transport.shared_memory.signals import ABORTED, DONE, LEDGER_MASK, LOCATIONS, SHARED_BIT
 from flagcx.transport.shared_memory.two_shot import TwoShotSlots
 
 _MAPPED_PIECE_NBYTES = 256 << 10
@@ -136,10 +136,17 @@ class Direct:
                 fetch(near, far, nbytes)
             out = piece.out
             combine(piece.sources, out, piece.accumulator)
+            self._check_peers()
             for store in piece.stores:
                 store[...] = out
             for push, near, far, nbytes in piece.pushes:
                 push(near, far, nbytes)
+
+    def _check_peers(self) -> None:
+        """Ends the call where a rank has given up: it may have freed the array that would be written."""
+        for q, words in enumerate(self._signals.words):
+            if words[ABORTED]:
+                self._signals.blame(q, False)
 
     # -- preparing --------------------------------------------------------------------------------
 

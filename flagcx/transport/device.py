@@ -122,9 +122,7 @@ def check_devices(identities: Sequence[DeviceIdentity], shared: bool) -> None:
         raise ResourceError(
             f"all ranks must use one version of NCCL, got {each}; install the same one everywhere"
         )
-    users = defaultdict(list)
-    for rank, identity in enumerate(identities):
-        users[identity.host, identity.uuid].append(rank)
+    users = _users(identities)
     doubled = {gpu: ranks for gpu, ranks in users.items() if len(ranks) > 1}
     if doubled and not shared:
         (_, uuid), ranks = next(iter(doubled.items()))
@@ -133,6 +131,19 @@ def check_devices(identities: Sequence[DeviceIdentity], shared: bool) -> None:
             f"uuid {uuid}); give each its own (at most one rank a GPU; CUDA_VISIBLE_DEVICES), or let them "
             f"share it: flagcx run -n {len(identities)} --share-gpu script.py"
         )
+
+
+def most_on_one_gpu(identities: Sequence[DeviceIdentity]) -> int:
+    """How many ranks use the GPU that most ranks use."""
+    return max(map(len, _users(identities).values()))
+
+
+def _users(identities: Sequence[DeviceIdentity]) -> dict[tuple[str, str], list[int]]:
+    """The ranks of each GPU."""
+    users = defaultdict(list)
+    for rank, identity in enumerate(identities):
+        users[identity.host, identity.uuid].append(rank)
+    return users
 
 
 def check_home(array_device: int, device: int, rank: int) -> None:

@@ -27,7 +27,7 @@ from flagcx.kernels.views import device_array, device_result, empty
 from flagcx.schedule.lower import levels
 from flagcx.transport.base import Call, Plan
 from flagcx.transport.compared import Compared
-from flagcx.transport.device import DeviceIdentity, check_devices, identify_device
+from flagcx.transport.device import DeviceIdentity, check_devices, identify_device, most_on_one_gpu
 from flagcx.transport.device_plans import NativePlan, SchedulePlan, Scratch, address, grouped
 from flagcx.transport.device_steps import device_program
 from flagcx.transport.lane import Lane, again
@@ -73,11 +73,10 @@ class NcclTransport:
         self.device = cupy.cuda.runtime.getDevice()
         self.nccl_version = load_nccl(cupy).get_version()
         limit = config.init_timeout_s
-        if config.share_gpu:
-            self._prepare_sharing()
         own = identify_device(cupy, self.device, host_name(), self.nccl_version).pack()
         self.identities = [DeviceIdentity.unpack(i) for i in store.exchange("nccl/devices", own, limit)]
         check_devices(self.identities, config.share_gpu)
+        self._prepare_sharing()
         own = make_unique_id(cupy) if self.rank == 0 else b""
         unique_id = store.exchange("nccl/id", own, limit)[0]
         self._communicator = Communicator(cupy, self.rank, self.size, unique_id, limit)
@@ -91,7 +90,10 @@ class NcclTransport:
         self._watchdog = Watchdog(self, store, config.timeout_s, _leave) if self.size > 1 else None
 
     def _prepare_sharing(self) -> None:
-        """Tells NCCL that ranks may share a GPU, before it looks."""
+        """Tells NCCL that ranks share a GPU, if any do, before it looks."""
+        crowd = most_on_one_gpu(self.identities)
+        if crowd == 1:
+            return
         if self.nccl_version >= _MULTI_RANK_SINCE:
             set_default("NCCL_MULTI_RANK_GPU_ENABLE", "1")
         else:
@@ -100,7 +102,7 @@ class NcclTransport:
             set_default("NCCL_SOCKET_IFNAME", "lo")
         # The kernels of all ranks wait for each other, so they must find room on the GPU together.
         processors = self._cupy.cuda.Device(self.device).attributes["MultiProcessorCount"]
-        set_default("NCCL_MAX_CTAS", str(max(1, processors // (2 * self.size))))
+        set_default("NCCL_MAX_CTAS", str(max(1, processors // (2 * crowd))))
 
     def compile(self, call: Call) -> Plan:
         """Compiles ``call``; see ``Transport.compile``.

@@ -390,8 +390,49 @@ def unshared() -> str:
     import cupy
 
     comm = fc.init(share_gpu=False)
+    cupy.cuda.Device(0).use()
     try:
         comm.allreduce(cupy.ones(10))
+    except FlagcxError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def bound_to_its_own_gpu() -> list[str]:
+    """Ranks with a GPU each: the device that init made current, sums, and an array on another one's."""
+    import cupy
+
+    comm = fc.init()
+    device = cupy.cuda.runtime.getDevice()
+    faults = [] if device == comm.rank else [f"rank {comm.rank} is bound to device {device}"]
+    total = comm.allreduce(cupy.full(1000, comm.rank + 1.0))
+    if not (total == comm.size * (comm.size + 1) / 2).all():
+        faults.append(f"wrong sum on device {device}: {total[:3]}")
+    with cupy.cuda.Device((device + 1) % comm.size):
+        elsewhere = cupy.ones(10)
+        try:
+            comm.allreduce(elsewhere)
+            faults.append("a current device of another rank was accepted")
+        except FlagcxError as error:
+            faults += [] if f"uses device {device}" in str(error) else [f"unclear: {error}"]
+    topology = fc.get_topology()
+    peers = {*topology["nvlink_peers"][device], *topology["pcie_peers"][device]}
+    if sorted(peers) != [d for d in range(comm.size) if d != device]:
+        faults.append(f"GPU {device} has the peers {peers}")
+    return faults
+
+
+def an_array_on_another_gpu() -> str:
+    """What is raised for an array of another device than the rank's."""
+    import cupy
+
+    comm = fc.init()
+    device = cupy.cuda.runtime.getDevice()
+    comm.allreduce(cupy.ones(10))
+    with cupy.cuda.Device((device + 1) % comm.size):
+        elsewhere = cupy.ones(10)
+    try:
+        comm.allreduce(elsewhere)
     except FlagcxError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing was raised"

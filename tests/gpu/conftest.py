@@ -16,6 +16,18 @@ from flagcx.kernels.cuda import load_cupy
 SIZES = tuple(int(n) for n in environment().get("FLAGCX_TEST_RANKS", "2,3,4,8").split(","))
 
 
+def _count_gpus() -> int:
+    if not os.path.exists("/dev/nvidiactl"):
+        return 0
+    try:
+        return int(load_cupy().cuda.runtime.getDeviceCount())
+    except MissingDependencyError:
+        return 0
+
+
+GPUS = _count_gpus()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks everything here, and skips it where there is no GPU."""
     here = [item for item in items if os.path.dirname(__file__) in str(item.path)]

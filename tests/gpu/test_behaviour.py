@@ -9,9 +9,10 @@ import pytest
 
 from flagcx.errors import LaunchError
 from tests.gpu import behaviour
-from tests.gpu.conftest import SIZES
+from tests.gpu.conftest import GPUS, SIZES
 
 MOST = max(SIZES)
+several_gpus = pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, and this machine has {GPUS}")
 
 
 def faults_of(results: list[list[str]]) -> str:
@@ -108,6 +109,17 @@ def test_ranks_that_may_not_share_are_told_how_to(ranks):
     for outcome in ranks(2, behaviour.unshared):
         assert outcome.startswith("ResourceError: ranks 0, 1 use one GPU"), outcome
         assert "--share-gpu" in outcome
+
+
+@several_gpus
+def test_every_rank_gets_a_gpu_of_its_own(ranks):
+    assert faults_of(ranks(GPUS, behaviour.bound_to_its_own_gpu)) == ""
+
+
+@several_gpus
+def test_an_array_on_another_gpu_is_refused(ranks):
+    for outcome in ranks(GPUS, behaviour.an_array_on_another_gpu):
+        assert outcome.startswith(("ArrayError: the array is on device", "CommunicatorError: the current"))
 
 
 def test_the_example_learns_the_same_on_gpu_and_cpu(ranks):

@@ -63,9 +63,11 @@ class RemoteStore(Store):
         close_in_forked_child(self)
 
     def check(self) -> None:
-        if self._poller.poll(0) and self._lock.acquire(blocking=False):
+        # Whoever holds the lock reads the notices too; and a poll object serves one thread at a time.
+        if self._lock.acquire(blocking=False):
             try:
-                self._read_notices()
+                if self._poller.poll(0):
+                    self._read_notices()
             finally:
                 self._lock.release()
         if self._dead:

@@ -181,6 +181,36 @@ def test_views_have_their_own_keys_ranks_and_deaths(stores):
     assert high.get("k", 10) == b"w"
 
 
+class SlowPoller:
+    """A poll object that stays in ``poll`` until another thread has had its turn, as a busy machine makes it.
+
+    Like the real one it refuses two threads at once.
+    """
+
+    def __init__(self):
+        self.inside, self.entered, self.go_on = False, threading.Event(), threading.Event()
+
+    def poll(self, timeout_ms):
+        if self.inside:
+            raise RuntimeError("concurrent poll() invocation")
+        self.inside = True
+        self.entered.set()
+        self.go_on.wait(5)
+        self.inside = False
+        return []
+
+
+def test_two_threads_may_check_at_once(stores):
+    kept, stores[0]._poller = stores[0]._poller, SlowPoller()
+    first = threading.Thread(target=stores[0].check)
+    first.start()
+    assert stores[0]._poller.entered.wait(5)
+    stores[0].check()
+    stores[0]._poller.go_on.set()
+    first.join()
+    stores[0]._poller = kept
+
+
 @pytest.mark.parametrize(
     ("ranks", "message"),
     [([0, 0], "different ranks"), ([0, 3], "from 0 to 2"), ([1, 2], "rank 0 is not one of")],

@@ -190,10 +190,12 @@ def other_libraries() -> list[str]:
 def _jax(comm: Any, cupy: Any) -> list[str]:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     try:
+        import jax
         import jax.numpy as jnp
     except ImportError:
         return []
-    x = jnp.ones(33, jnp.float32)
+    with jax.default_device(jax.devices()[cupy.cuda.runtime.getDevice()]):
+        x = jnp.ones(33, jnp.float32)
     if "cuda" not in str(x.device).lower():
         return []
     y = cupy.zeros(33, cupy.float32)

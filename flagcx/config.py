@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 
 from flagcx.errors import ArgumentError
 
@@ -14,6 +15,13 @@ _PREFIX = "FLAGCX_"
 def environment() -> dict[str, str]:
     """A copy of the process's environment, for who must pass it on or read a launcher's part of it."""
     return dict(os.environ)
+
+
+def cache_directory(environ: Mapping[str, str]) -> Path:
+    """Where this user's tables and kernels are kept from job to job; it need not be there yet."""
+    base = environ.get("XDG_CACHE_HOME", "")
+    cache = Path(base) if os.path.isabs(base) else Path(environ.get("HOME") or Path.home()) / ".cache"
+    return cache / "flagcx"
 
 
 def set_default(name: str, value: str) -> None:
@@ -30,6 +38,7 @@ class Config:
         init_timeout_s: How long ``init`` waits for all ranks, in seconds.
         slot_nbytes: Size of one piece of a message on its way through shared memory, in bytes.
         cross_memory: Whether large messages may go straight from one process's memory to another's.
+        peer_memory: Whether GPUs of one host may work in each other's memory, past NCCL.
         topology_detection: Whether to look at the machine's links when they are first needed.
         share_gpu: Whether several ranks may use one GPU, as ``flagcx run --share-gpu`` arranges.
         tuning: Whether tables that ``flagcx tune`` measured choose the algorithms. Rank 0's word counts.
@@ -37,6 +46,8 @@ class Config:
         live_tuning: Whether a job that has a table tries alternatives now and then, and corrects it.
         profile: Whether operations are recorded; see ``Communicator.profiler``.
         deterministic: Whether the rule alone chooses, so that a call gives the same bits in every run.
+        throttle: A slow link to imitate between ranks of one host, for trials: GB/s, and perhaps us of
+            latency behind a comma, such as "0.0125,50"; no limit if empty.
         debug: "check" compares every call between ranks before it runs; "" does not.
     """
 
@@ -44,6 +55,7 @@ class Config:
     init_timeout_s: float = 120.0
     slot_nbytes: int = 256 << 10
     cross_memory: bool = True
+    peer_memory: bool = True
     topology_detection: bool = True
     share_gpu: bool = False
     tuning: bool = True
@@ -51,6 +63,7 @@ class Config:
     live_tuning: bool = True
     profile: bool = True
     deterministic: bool = False
+    throttle: str = ""
     debug: str = ""
 
     def __post_init__(self) -> None:

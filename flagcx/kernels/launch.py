@@ -9,8 +9,9 @@ import numpy as np
 
 from flagcx.dtypes import DType, ReduceOp
 from flagcx.errors import OperationError
+from flagcx.kernels.compile import compile_kernel
 from flagcx.kernels.fuse import Chain, Finish, Phase
-from flagcx.kernels.source import NAME, OPTIONS, THREADS, base_name, has_kernel, kernel_source
+from flagcx.kernels.source import NAME, THREADS, base_name, has_kernel, kernel_source
 
 Memories = tuple[int, int, int, int]
 """Addresses of the memories that chains name by number."""
@@ -63,8 +64,7 @@ class Kernels:
     def _function(self, dtype: DType, op: ReduceOp | None) -> Any:
         key = dtype.name, base_name(op)
         if key not in self._functions:
-            raw = self._cupy.RawKernel(kernel_source(dtype, op), NAME, options=OPTIONS)
-            self._functions[key] = raw.kernel
+            self._functions[key] = compile_kernel(self._cupy, kernel_source(dtype, op), NAME)
         return self._functions[key]
 
     def _fused(self, function: Any, chains: Phase, dtype: DType, factor: float, stream: Any) -> Launch:

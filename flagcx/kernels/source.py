@@ -274,6 +274,11 @@ def conversions() -> str:
     return _CONVERSIONS
 
 
+def float16_conversions() -> str:
+    """The conversions from and to float16, which are instructions of the GPU."""
+    return _FLOAT16
+
+
 def kernel_source(dtype: DType, op: ReduceOp | None) -> str:
     """The whole CUDA source of the kernel for one dtype and operation.
 
@@ -295,13 +300,19 @@ def kernel_source(dtype: DType, op: ReduceOp | None) -> str:
             f"there is no kernel for op={name!r} of {dtype.name} arrays; expected one of "
             f"{', '.join(sorted(_EXPRESSIONS[dtype.kind]))}"
         )
-    scaled, divided = _FINISHES[dtype.kind]
-    combined = _COMBINED.format(
-        expression=_EXPRESSIONS[dtype.kind][base_name(op)], scaled=scaled, divided=divided
-    )
     head = f"#define FLAGCX_DEVICE __device__ __forceinline__\n#define THREADS {THREADS}\n"
     head += f"#define MAX_SOURCES {MAX_SOURCES}\n"
-    return head + _CONVERSIONS + _FLOAT16 + _type_source(dtype) + combined + _KERNEL
+    return head + _CONVERSIONS + _FLOAT16 + element_source(dtype, op) + _KERNEL
+
+
+def element_source(dtype: DType, op: ReduceOp | None) -> str:
+    """What a kernel knows of its elements: ``T``, ``A``, ``widen``, ``narrow``, ``combine``, ``divided``.
+
+    Follows upon ``conversions()`` and ``float16_conversions()``.
+    """
+    scaled, divided = _FINISHES[dtype.kind]
+    expression = _EXPRESSIONS[dtype.kind][base_name(op)]
+    return _type_source(dtype) + _COMBINED.format(expression=expression, scaled=scaled, divided=divided)
 
 
 def _type_source(dtype: DType) -> str:

@@ -127,3 +127,25 @@ def large(count: int) -> list[str]:
         faults += one_call(comm, "allreduce", algorithm, count, dtype_of("float32"))
     faults += one_call(comm, "allreduce", "two_shot", count, dtype_of("bfloat16"))
     return faults
+
+
+def subnormals() -> list[str]:
+    """The smallest numbers of each dtype, by every algorithm of ours: none may be taken for zero."""
+    import cupy
+
+    comm, faults = fc.init(), []
+    for name in ("float32", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float16", "float64"):
+        dtype = dtype_of(name).numpy
+        bits = np.dtype(f"uint{8 * dtype.itemsize}")
+        few = 1 if comm.size > 3 else 2
+        # As whole numbers the bits of subnormal numbers add up as the numbers do.
+        mine = (np.arange(1003) + comm.rank) % few + (comm.rank == 0)
+        want = sum((np.arange(1003) + q) % few for q in range(comm.size)) + 1
+        for algorithm in [str(e.algorithm) for e in entries("allreduce") if e.allows(comm.size)] + [None]:
+            if algorithm is None and dtype.itemsize > 1:
+                continue  # This may be NCCL's own.
+            x = cupy.asarray(mine.astype(bits)).view(dtype)
+            got = cupy.asnumpy(comm.allreduce(x, algorithm=algorithm).view(bits))
+            if got.tolist() != want.tolist():
+                faults.append(f"rank {comm.rank}: {algorithm} of {name}: bits {got[:4]}, expected {want[:4]}")
+    return faults

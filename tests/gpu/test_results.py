@@ -34,3 +34,7 @@ def test_what_ncclss_own_allreduce_knows_is_right_and_the_rest_refused(ranks):
 @pytest.mark.parametrize("size", SIZES)
 def test_ten_million_elements(ranks, size):
     assert faults_of(ranks(size, jobs.large, 10_000_000)) == ""
+
+
+def test_the_smallest_numbers_are_not_taken_for_zero(ranks):
+    assert faults_of(ranks(2, jobs.subnormals)) == ""

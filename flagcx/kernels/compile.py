@@ -1,0 +1,81 @@
+"""Kernels from their CUDA source, with the arithmetic that the source says.
+
+``cupy.RawKernel`` would do, but CuPy compiles with ``-ftz=true`` behind all options that it is given, and
+then subnormal numbers count as zero: the smallest of float32, bfloat16 and fp8 would be lost from sums, and
+those of fp8 could not even be read. So the source goes to NVRTC without that, and what comes back is kept in
+the user's cache directory, where the next process finds it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from flagcx.config import cache_directory, environment
+from flagcx.kernels.source import OPTIONS
+
+logger = logging.getLogger("flagcx")
+
+
+def compile_kernel(cupy: Any, source: str, name: str) -> Any:
+    """Compiles a kernel for the current device, or finds it in the cache.
+
+    Args:
+        cupy: The CuPy module.
+        source: CUDA source that includes no header.
+        name: Name of an ``extern "C"`` kernel in it.
+
+    Returns:
+        A ``cupy.cuda.function.Function``.
+    """
+    try:
+        module = cupy.cuda.function.Module()
+        module.load(_binary(cupy, source))
+        return module.get_function(name)
+    except (AttributeError, TypeError) as error:
+        # These doors of CuPy's are not promised to stay where they are.
+        logger.warning(
+            "CuPy %s compiles kernels another way (%s): subnormal numbers may count as zero",
+            cupy.__version__,
+            error,
+        )
+        return cupy.RawKernel(source, name, options=OPTIONS).kernel
+
+
+def _binary(cupy: Any, source: str) -> bytes:
+    versions = cupy.cuda.nvrtc.getVersion(), cupy.cuda.device.get_compute_capability()
+    digest = hashlib.sha256(repr((source, OPTIONS, versions)).encode()).hexdigest()
+    path = cache_directory(environment()) / "kernels" / f"{digest}.cubin"
+    with contextlib.suppress(OSError):
+        return _intact(path.read_bytes())
+    binary, _ = cupy.cuda.compiler.compile_using_nvrtc(source, OPTIONS, filename="flagcx.cu")
+    _keep(path, binary)
+    return binary
+
+
+def _intact(kept: bytes) -> bytes:
+    """What was kept, without its checksum.
+
+    Raises:
+        OSError: It is damaged.
+    """
+    binary, checksum = kept[:-32], kept[-32:]
+    if hashlib.sha256(binary).digest() != checksum:
+        raise OSError("a kernel in the cache is damaged")
+    return binary
+
+
+def _keep(path: Path, binary: bytes) -> None:
+    """Puts a binary into the cache, whole or not at all. Without a cache it is compiled anew each time."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            beside.write_bytes(binary + hashlib.sha256(binary).digest())
+            os.replace(beside, path)
+        finally:
+            beside.unlink(missing_ok=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -74,7 +75,7 @@ class ReduceOp:
 
     Attributes:
         name: Short name: "sum", "prod", "min", ... or the ufunc's name.
-        ufunc: The binary NumPy ufunc that combines two arrays.
+        ufunc: The binary NumPy ufunc that combines two arrays; for arrays on GPUs also a CuPy kernel.
         kinds: The kinds of dtype it is defined for.
         average: Whether the result is divided by the number of ranks.
         scale: Factor that each contribution is multiplied by before, or None.
@@ -82,7 +83,7 @@ class ReduceOp:
     """
 
     name: str
-    ufunc: np.ufunc
+    ufunc: Any
     kinds: tuple[str, ...]
     average: bool = False
     scale: float | None = None
@@ -127,7 +128,8 @@ def resolve_op(op: str | ReduceOp | np.ufunc | Callable, dtype: DType) -> Reduce
     """Turns what a caller gives as ``op=`` into a ReduceOp that suits ``dtype``.
 
     Args:
-        op: A name of ``OPS``, a ReduceOp, or any binary NumPy ufunc that is associative and commutative.
+        op: A name of ``OPS``, a ReduceOp, or any binary NumPy ufunc that is associative and commutative. For
+            arrays on GPUs also such a CuPy ufunc, or ``cupy.ElementwiseKernel`` of two inputs and one output.
         dtype: The dtype of the arrays.
 
     Raises:
@@ -143,6 +145,8 @@ def resolve_op(op: str | ReduceOp | np.ufunc | Callable, dtype: DType) -> Reduce
         found = op
     elif isinstance(op, np.ufunc):
         found = _from_ufunc(op, dtype)
+    elif callable(op) and hasattr(op, "nin"):
+        found = _from_kernel(op, dtype)
     else:
         raise OperationError(
             f"op={op!r} is a {type(op).__name__}; expected one of {', '.join(OPS)}, fc.scaled_sum(factor) "
@@ -155,14 +159,20 @@ def resolve_op(op: str | ReduceOp | np.ufunc | Callable, dtype: DType) -> Reduce
     return found
 
 
+def check_for_host(op: ReduceOp | None) -> None:
+    """Raises OperationError if an operation combines arrays on GPUs alone."""
+    if op is not None and not isinstance(op.ufunc, np.ufunc):
+        raise OperationError(
+            f"op={op.name!r} is a kernel for arrays on GPUs, and the array is a NumPy one; expected a binary "
+            f"NumPy ufunc such as np.maximum"
+        )
+
+
 def _from_ufunc(ufunc: np.ufunc, dtype: DType) -> ReduceOp:
     for known in OPS.values():
         if known.ufunc is ufunc and not known.average:
             return known
-    if ufunc.nin != 2 or ufunc.nout != 1:
-        raise OperationError(
-            f"op={ufunc!r} takes {ufunc.nin} arrays and returns {ufunc.nout}; expected 2 and 1"
-        )
+    _check_binary(ufunc)
     try:
         sample = ufunc(np.ones(1, dtype.numpy), np.ones(1, dtype.numpy))
     except TypeError as error:
@@ -172,3 +182,19 @@ def _from_ufunc(ufunc: np.ufunc, dtype: DType) -> ReduceOp:
             f"op={ufunc!r} of two {dtype.name} arrays gives {sample.dtype}; expected {dtype.name} back"
         )
     return ReduceOp(ufunc.__name__, ufunc, (dtype.kind,))
+
+
+def _from_kernel(kernel: Any, dtype: DType) -> ReduceOp:
+    """A CuPy ufunc, by its NumPy namesake where it has one, or a kernel of the caller's own."""
+    namesake = getattr(np, kernel.name.removeprefix("cupy_"), None)
+    if kernel.name.startswith("cupy_") and isinstance(namesake, np.ufunc):
+        return _from_ufunc(namesake, dtype)
+    _check_binary(kernel)
+    return ReduceOp(kernel.name, kernel, (dtype.kind,))
+
+
+def _check_binary(function: Any) -> None:
+    if function.nin != 2 or function.nout != 1:
+        raise OperationError(
+            f"op={function!r} takes {function.nin} arrays and returns {function.nout}; expected 2 and 1"
+        )

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
 from flagcx.errors import MissingDependencyError
 
 OLDEST_CUPY = (13, 6)
+THREAD_LOCAL, RELAXED = 1, 2
 _INSUFFICIENT_DRIVER = 35
 
 
@@ -98,6 +101,30 @@ def pip_command(driver: int | None, flags: str = "") -> str:
     """
     major = 12 if driver is not None and driver < 13000 else 13
     return f"pip install {flags}cupy-cuda{major}x nvidia-nccl-cu{major}"
+
+
+@contextmanager
+def capture_mode(mode: int) -> Iterator[None]:
+    """Has the driver treat this thread by another rule while a graph is captured, for a ``with`` block.
+
+    By its first rule (global) no thread may allocate or ask for an event while any thread captures by that
+    rule, as torch does; if one does, the capture fails.
+
+    Args:
+        mode: ``THREAD_LOCAL``: captures of other threads are no concern of this one. ``RELAXED``: those of
+            this thread are not either.
+    """
+    try:
+        exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+    except OSError:  # Without a driver there are no captures.
+        yield
+        return
+    previous = ctypes.c_int(mode)
+    exchange(ctypes.byref(previous))
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(previous))
 
 
 def driver_cuda() -> int | None:

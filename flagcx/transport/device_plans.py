@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from flagcx.dtypes import DType
 from flagcx.errors import ArrayError
 from flagcx.kernels.launch import Launch, Memories
+from flagcx.memory import DEVICE, PoolStats, keep_figures
 from flagcx.transport.base import Call
 from flagcx.transport.device import check_home
 from flagcx.transport.lane import Lane
@@ -51,7 +52,20 @@ class Scratch:
         self._stream = cupy.cuda.Stream(non_blocking=True)
         self.captures = cupy.cuda.Stream(non_blocking=True)
         self._memory: Any = None
+        self._peak = 0
         self._pinned: list[tuple[object, ...]] = []
+        keep_figures(self)
+
+    @property
+    def kind(self) -> str:
+        """The kind of memory, for ``fc.memory_stats``."""
+        return DEVICE
+
+    def stats(self) -> PoolStats:
+        """The figures of now; memory of the callers' own graphs is not in them."""
+        nbytes = 0 if self._memory is None else self._memory.mem.size
+        blocks = 0 if self._memory is None else 1
+        return PoolStats(nbytes, nbytes, self._peak, blocks, self.version, self.version)
 
     def get(self, nbytes: int) -> Any:
         """The memory, with at least ``nbytes`` bytes.
@@ -63,6 +77,7 @@ class Scratch:
             self._memory = None
             self.version += 1
             self._memory = self.private(-(-nbytes // _GRAIN) * _GRAIN)
+            self._peak = max(self._peak, self._memory.mem.size)
         return self._memory
 
     def private(self, nbytes: int) -> Any:

@@ -14,6 +14,7 @@ from collections import deque
 from typing import Any
 
 from flagcx.errors import CommunicationError, CommunicatorError, FlagcxError, PeerTimeoutError
+from flagcx.kernels.cuda import THREAD_LOCAL, capture_mode
 
 _SPIN_S = 100e-6
 _SLEEP_S = 200e-6
@@ -118,6 +119,10 @@ class Lane:
         Called by the watchdog, which thereby releases arrays too. An operation gets a marker only when the
         last marker has been reached, so a busy loop of calls pays for no events.
         """
+        with capture_mode(THREAD_LOCAL):  # A caller may capture a graph by a rule for all threads.
+            return self._pending_since()
+
+    def _pending_since(self) -> float | None:
         self._runtime.setDevice(self.device)
         marker = self._marker
         self._release()

@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 from flagcx.bootstrap.environment import host_name
 from flagcx.bootstrap.store import Store
 from flagcx.config import Config, set_default
+from flagcx.dtypes import DType, ReduceOp
 from flagcx.errors import CommunicationError, CommunicatorError, FlagcxError, OperationError
 from flagcx.kernels.cuda import load_cupy
 from flagcx.kernels.launch import Kernels
@@ -33,6 +35,7 @@ from flagcx.transport.device_steps import device_program
 from flagcx.transport.lane import Lane, again
 from flagcx.transport.nccl import Communicator, hints, load_nccl, make_unique_id, told
 from flagcx.transport.nccl_native import NATIVE, native_form
+from flagcx.transport.peer_memory import connect
 from flagcx.transport.watchdog import Watchdog
 
 logger = logging.getLogger("flagcx")
@@ -60,6 +63,8 @@ class NcclTransport:
         identities: Every rank's process and GPU.
         nccl_version: As NCCL counts: 23007 is 2.30.7.
         array_class: The class of CuPy's arrays.
+        peers: The ranks' way through each other's memory, or None.
+        no_peers: Why there is none.
     """
 
     name = "nccl"
@@ -83,6 +88,7 @@ class NcclTransport:
         self.array_class = cupy.ndarray
         self._kernels = Kernels(cupy, self.device)
         self._lane = Lane(cupy, self.device, self.rank)
+        self.peers, self.no_peers = connect(cupy, store, self.identities, self._lane, config)
         self._scratch = Scratch(cupy)
         self._side = cupy.cuda.Stream(non_blocking=True)
         self._plans: weakref.WeakSet[SchedulePlan] = weakref.WeakSet()
@@ -104,6 +110,36 @@ class NcclTransport:
         processors = self._cupy.cuda.Device(self.device).attributes["MultiProcessorCount"]
         set_default("NCCL_MAX_CTAS", str(max(1, processors // (2 * crowd))))
 
+    def protocols(self, collective: str, nbytes: int, dtype: DType, op: ReduceOp | None) -> frozenset[str]:
+        """The ways besides NCCL in which a call's data may move, as ``Call.protocol`` names them.
+
+        Ranks choose by the answer, so it must be the same on all of them.
+
+        Args:
+            collective: Name of the collective.
+            nbytes: Bytes of the message, or of one block where the collective has blocks.
+            dtype: The element type.
+            op: The operation, or None.
+        """
+        return frozenset() if self.peers is None else self.peers.protocols(collective, nbytes, dtype, op)
+
+    def surroundings(self) -> dict[str, dict[str, object]]:
+        """What measured times depend on: ``machine`` (GPU, how many, ranks on each) and ``versions``."""
+        users = Counter((identity.host, identity.uuid) for identity in self.identities)
+        runtime = self._cupy.cuda.runtime
+        name = runtime.getDeviceProperties(self.device)["name"]
+        machine: dict[str, object] = {
+            "gpu": name.decode() if isinstance(name, bytes) else str(name),
+            "gpus": len(users),
+            "ranks_on_a_gpu": max(users.values()),
+        }
+        versions: dict[str, object] = {
+            "nccl": str(self.nccl_version),
+            "cupy": str(self._cupy.__version__),
+            "driver": str(runtime.driverGetVersion()),
+        }
+        return {"machine": machine, "versions": versions}
+
     def compile(self, call: Call) -> Plan:
         """Compiles ``call``; see ``Transport.compile``.
 
@@ -115,7 +151,13 @@ class NcclTransport:
         """
         if self._closed:
             raise CommunicatorError(f"the communicator of rank {self.rank} is closed")
-        plan = self._native(call) if call.schedule.algorithm == NATIVE else self._scheduled(call)
+        plan: Plan
+        if call.schedule.algorithm == NATIVE:
+            plan = self._native(call)
+        elif self.peers is not None and self.peers.carries(call):
+            plan = self.peers.compile(call)
+        else:
+            plan = self._scheduled(call)
         return Compared(plan, self._store, call, self._config) if self._config.debug == "check" else plan
 
     def _scheduled(self, call: Call) -> SchedulePlan:
@@ -170,6 +212,8 @@ class NcclTransport:
             CommunicationError: A rank died, gave up or did not come within the settings' time-out.
         """
         self._lane.wait(event, timeout_s)
+        if self.peers is not None:
+            self.peers.check()
 
     def keep(self, stream: Any, *arrays: object) -> None:
         """Keeps arrays alive until a stream has done what is enqueued on it now."""
@@ -195,8 +239,13 @@ class NcclTransport:
         return device_result(self._cupy, out, what, shape, dtype)
 
     def empty(self, shape: tuple[int, ...] | int, dtype: Any) -> Any:
-        """An uninitialised array on the rank's device."""
-        return empty(self._cupy, shape, dtype)
+        """An uninitialised array on the rank's device that peers reach in place, where they can.
+
+        All ranks make such arrays together, of one size.
+        """
+        if self.peers is None:
+            return empty(self._cupy, shape, dtype)
+        return self.peers.segments.empty(shape, dtype)
 
     def _guarded(self, enqueue: Callable[[], None]) -> None:
         lane = self._lane
@@ -248,13 +297,19 @@ class NcclTransport:
         """When the oldest operation that is known to be unfinished was seen first."""
         return self._lane.pending_since()
 
+    def fault(self) -> CommunicationError | None:
+        """The error of a wait that was given up on the GPU, or None."""
+        return None if self.peers is None else self.peers.fault()
+
     def fail(self, error: FlagcxError) -> None:
         """Every later call, and everybody who waits on the host, gets this error."""
         if self._lane.failure is None:
             self._lane.failure = error
 
     def abort_enqueued(self) -> None:
-        """Aborts NCCL's operations, which frees the streams that wait for them. May take long."""
+        """Ends the operations that wait for peers, which frees their streams. May take long."""
+        if self.peers is not None:
+            self.peers.stop()
         self._cupy.cuda.runtime.setDevice(self.device)
         self._communicator.abort()
 
@@ -284,6 +339,8 @@ class NcclTransport:
             for plan in self._plans:
                 plan.close()
             self._scratch.close()
+            if self.peers is not None:
+                self.peers.close(together=self._lane.failure is None)
         if self._lane.failure is None:
             self._communicator.destroy()
 

@@ -38,11 +38,14 @@ class Watched(Protocol):
     def pending_since(self) -> float | None:
         """When the oldest operation that is known to be unfinished was seen first (time.monotonic)."""
 
+    def fault(self) -> CommunicationError | None:
+        """The error of a wait that was given up on the GPU, or None."""
+
     def fail(self, error: FlagcxError) -> None:
         """Takes the error that everybody who waits is to get."""
 
     def abort_enqueued(self) -> None:
-        """Aborts NCCL's operations. May take long."""
+        """Aborts the operations that are under way. May take long."""
 
     def is_stuck(self) -> bool:
         """Whether a thread of the rank is inside a call into NCCL."""
@@ -92,6 +95,9 @@ class Watchdog:
         self._publish()
         since = self._watched.pending_since()
         self._store.check()
+        fault = self._watched.fault()
+        if fault is not None:
+            return fault
         if self._store.add("nccl/failures", 0):
             here = f"rank {self._store.rank} was in {self._watched.describe()}"
             return AbortedError(f"another rank gave up: {self._reason()}; {here}")

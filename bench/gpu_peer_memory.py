@@ -1,0 +1,224 @@
+"""Peer memory on GPUs: what each kernel takes in graph replays, over sizes, blocks of threads and chunks.
+
+    python bench/gpu_peer_memory.py --ranks 2,4,8 --sizes 4K,1M,64M --out results.jsonl
+    python bench/gpu_peer_memory.py --ranks 8 --sizes 64M --ways two_shot --blocks 8,16,24 --chunks 256,512
+
+A graph of several calls is replayed on all ranks at once; a replay's time is that of the slowest rank,
+divided by its calls. Every result is checked, and the bandwidth of a copy is measured in the same run: all
+ranks copy at once. Where all ranks use one GPU, ``floor_us`` is what the memory traffic of two-shot would
+take at that bandwidth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import flagcx as fc
+from flagcx.algorithms import build
+from flagcx.bootstrap.environment import host_name
+from flagcx.dtypes import OPS, dtype_of
+from flagcx.transport.base import Call
+from flagcx.transport.device import DeviceIdentity, identify_device
+from flagcx.transport.lane import Lane
+from flagcx.transport.peer_memory import PACKETS, PEER_MEMORY, connect
+
+WAYS = {
+    "packets": ("one_shot", PACKETS, False),
+    "one_shot": ("one_shot", PEER_MEMORY, False),
+    "two_shot": ("two_shot", PEER_MEMORY, False),
+    "in_place": ("two_shot", PEER_MEMORY, True),
+}
+COPY_NBYTES = 1 << 30
+
+
+def parse_size(text: str) -> int:
+    """Bytes from a number with K, M or G behind it."""
+    factor = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1].upper(), 1)
+    return int(text[:-1] if factor > 1 else text) * factor
+
+
+class Bench:
+    """One rank's measurements."""
+
+    def __init__(self, dtype: str, replays: int) -> None:
+        import cupy
+
+        self.cupy, self.comm, self.dtype, self.replays = cupy, fc.init(), dtype_of(dtype), replays
+        self.device = cupy.cuda.runtime.getDevice()
+        store = self.comm._store.scoped("bench/")
+        own = identify_device(cupy, self.device, host_name(), 0).pack()
+        self.identities = [DeviceIdentity.unpack(i) for i in store.exchange("devices", own, 60)]
+        self.lane = Lane(cupy, self.device, self.comm.rank)
+        self.peers, self.reason = connect(cupy, store, self.identities, self.lane, fc.Config(timeout_s=20.0))
+        self.one_gpu = len({i.uuid for i in self.identities}) == 1
+        self.stream = cupy.cuda.Stream(non_blocking=True)
+
+    def replayed(self, call: Callable[[], Any], calls: int) -> list[float]:
+        """Seconds a call for each replay of a graph of ``calls`` calls, of the slowest rank."""
+        cupy, stream = self.cupy, self.stream
+        with stream:
+            stream.begin_capture()
+            for _ in range(calls):
+                call()
+            graph = stream.end_capture()
+            start, end = cupy.cuda.Event(), cupy.cuda.Event()
+            times = []
+            for i in range(self.replays + 3):
+                stream.synchronize()
+                self.comm.barrier()
+                start.record(stream)
+                graph.launch(stream)
+                end.record(stream)
+                end.synchronize()
+                if i >= 3:
+                    times.append(cupy.cuda.get_elapsed_time(start, end) * 1e-3 / calls)
+        return [max(each) for each in zip(*self.comm.allgather_object(times), strict=True)]
+
+    def copy_bandwidth(self) -> float:
+        """GB/s of bytes read and written when all ranks copy at once, summed over those of a GPU."""
+        n = COPY_NBYTES // 8
+        a, b = self.cupy.empty(n, "u1"), self.cupy.empty(n, "u1")
+        a.fill(1)
+        times = self.replayed(lambda: self.cupy.copyto(b, a), 4)
+        sharing = self.comm.size if self.one_gpu else 1
+        return 2 * n * sharing / statistics.median(times) / 1e9
+
+    def plan(self, way: str, count: int, blocks: int, chunk: int) -> Any:
+        """A compiled all-reduce, or None where it cannot be."""
+        algorithm, protocol, _ = WAYS[way]
+        schedule = build("allreduce", algorithm, self.comm.size)
+        call = Call(schedule, self.comm.rank, count, self.dtype, OPS["sum"], True, protocol)
+        try:
+            return self.peers.compile(call, blocks, chunk)
+        except fc.ArgumentError:
+            return None
+
+    def measure(self, way: str, nbytes: int, blocks: int, chunk: int, copy: float) -> dict[str, Any] | None:
+        """One row; None where the way does not carry the size."""
+        cupy, size = self.cupy, self.comm.size
+        count = nbytes // self.dtype.numpy.itemsize
+        plan = self.plan(way, count, blocks, chunk)
+        if plan is None or (way == "packets") == (plan.way == "chunks"):
+            return None
+        make = self.peers.segments.empty if WAYS[way][2] else cupy.empty
+        x = make(count, self.dtype.numpy)
+        wrong = self._check(plan, x)
+        x.fill(0)
+        cupy.cuda.Device().synchronize()
+        calls = 20 if nbytes <= 4 << 20 else 5 if nbytes <= 256 << 20 else 2
+        times = sorted(self.replayed(lambda: plan.run(x, x), calls))
+        self.peers.check()
+        quartiles = statistics.quantiles(times, n=4)
+        floor = (3 if WAYS[way][2] else 5) + 1 / size
+        row = {
+            "ranks": size, "gpus": len({i.uuid for i in self.identities}), "nbytes": nbytes, "way": way,
+            "dtype": self.dtype.name, "blocks": plan.grid.blocks, "chunk": plan.grid.chunk,
+            "steps": plan.grid.steps, "kernel": plan.way, "time_us": round(quartiles[1] * 1e6, 2),
+            "quartiles_us": [round(q * 1e6, 2) for q in (quartiles[0], quartiles[2])],
+            "least_us": round(times[0] * 1e6, 2), "calls": calls, "replays": self.replays, "wrong": wrong,
+            "copy_gb_per_s": round(copy, 1),
+        }  # fmt: skip
+        if self.one_gpu:
+            row["floor_us"] = round(floor * size * nbytes / copy / 1e3, 2)
+            row["of_floor"] = round(row["floor_us"] / row["time_us"], 3)
+        return row
+
+    def _check(self, plan: Any, x: Any) -> int:
+        """Wrong elements of a call on data that differs in every (rank, index); sums are exact."""
+        cupy, size = self.cupy, self.comm.size
+        index = cupy.arange(x.size, dtype=cupy.int64)
+        x[...] = (index * 7 % 1021 + self.comm.rank).astype(self.dtype.numpy)
+        cupy.cuda.Device().synchronize()
+        with self.stream:
+            plan.run(x, x)
+        self.stream.synchronize()
+        self.peers.check()
+        want = (size * (index * 7 % 1021) + size * (size - 1) // 2).astype(self.dtype.numpy)
+        return int(cupy.count_nonzero(x != want))
+
+
+def measure(
+    sizes: list[int],
+    ways: list[str],
+    blocks: list[int],
+    chunks: list[int],
+    dtype: str,
+    replays: int,
+    until: float,
+) -> list[dict[str, Any]]:
+    """What rank 0 found; runs on every rank."""
+    bench = Bench(dtype, replays)
+    if bench.peers is None:
+        return [{"ranks": bench.comm.size, "unavailable": bench.reason}] if bench.comm.rank == 0 else []
+    copy = bench.copy_bandwidth()
+    rows = []
+    for nbytes in sizes:
+        for way in ways:
+            seen: set[tuple[int, int]] = set()
+            for block in blocks:
+                for chunk in chunks:
+                    late = bench.comm.allgather_object(time.time() > until)[0]
+                    row = None if late else bench.measure(way, nbytes, block, chunk, copy)
+                    if row is None or (row["blocks"], row["chunk"]) in seen:
+                        continue
+                    seen.add((row["blocks"], row["chunk"]))
+                    rows.append(row)
+                    if bench.comm.rank == 0:
+                        print(json.dumps(row), flush=True)
+    bench.peers.close()
+    return rows if bench.comm.rank == 0 else []
+
+
+def versions() -> dict[str, Any]:
+    """What is measured, and on what."""
+    import cupy
+
+    properties = cupy.cuda.runtime.getDeviceProperties(0)
+    return {
+        "python": platform.python_version(), "cupy": cupy.__version__, "gpu": properties["name"].decode(),
+        "driver": cupy.cuda.runtime.driverGetVersion(), "numpy": np.__version__,
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Measures and prints JSON lines."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", default="2,4,8")
+    parser.add_argument("--sizes", default="4K,64K,1M,4M,16M,64M,256M")
+    parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--blocks", default="0", help="blocks of threads; 0 for the rule's")
+    parser.add_argument("--chunks", default="0", help="packs of a chunk; 0 for the rule's")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--replays", type=int, default=30)
+    parser.add_argument("--seconds", type=float, default=1e6, help="when to stop")
+    parser.add_argument("--own-gpu", action="store_true", help="one rank on each GPU")
+    parser.add_argument("--out", default="", help="file for JSON lines")
+    arguments = parser.parse_args()
+    numbers = [[int(n) for n in text.split(",")] for text in (arguments.blocks, arguments.chunks)]
+    sizes = [parse_size(s) for s in arguments.sizes.split(",")]
+    until = time.time() + arguments.seconds
+    rows = []
+    for ranks in (int(n) for n in arguments.ranks.split(",")):
+        args = (sizes, arguments.ways.split(","), *numbers, arguments.dtype, arguments.replays, until)
+        share = not arguments.own_gpu
+        rows += fc.launch(measure, ranks=ranks, args=args, timeout_s=500, share_gpu=share)[0]
+    header = {"command": " ".join(sys.argv), **versions()}
+    if arguments.out:
+        with open(arguments.out, "a") as file:
+            file.writelines(json.dumps({**row, "run": header}) + "\n" for row in rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""A compiled call over peer memory: one launch with arguments that are ready."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, Protocol
+
+from flagcx.kernels.peer import PeerArgs
+from flagcx.transport.base import Call
+from flagcx.transport.device_plans import Description, address
+from flagcx.transport.lane import Lane
+from flagcx.transport.peer_memory.grids import Grid
+
+
+class Names(Protocol):
+    """What a plan asks of the memory."""
+
+    def name_of(self, at: int, nbytes: int) -> int:
+        """What the peers call the array of ``nbytes`` bytes at an address; 0 if they do not see it."""
+
+    def check(self) -> None:
+        """Raises if a wait on the GPU was given up."""
+
+
+class PeerPlan:
+    """One launch of a peer kernel.
+
+    Args:
+        call: The call.
+        way: "bare packets", "flagged packets" or "chunks", for people.
+        launch: The driver's ``launchKernel``.
+        function: Address of the compiled kernel.
+        grid: The shape of the launch; without blocks where there is nothing to do.
+        args: The kernel's argument, but for the arrays.
+        lane: The communicator's order.
+        names: Tells which arrays the peers see; None if the kernel does not ask.
+        nbytes: Bytes of the arrays.
+
+    Attributes:
+        way: See above.
+        grid: See above.
+        args: See above.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_blocks",
+        "_function",
+        "_keep",
+        "_lane",
+        "_launch",
+        "_names",
+        "_nbytes",
+        "_params",
+        "_threads",
+        "_what",
+        "args",
+        "grid",
+        "way",
+    )
+
+    def __init__(
+        self,
+        call: Call,
+        way: str,
+        launch: Any,
+        function: Any,
+        grid: Grid,
+        args: PeerArgs,
+        lane: Lane,
+        names: Names,
+        nbytes: int,
+    ) -> None:
+        self._what, self._lane, self._names = Description(call), lane, names
+        self.way, self.grid = way, grid
+        self._launch, self.args, self._nbytes = launch, args, nbytes
+        self._function, self._blocks, self._threads = function, grid.blocks, grid.threads
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(args))
+        self._keep, self._params = pointers, ctypes.addressof(pointers)
+
+    def run(self, given: Any, result: Any) -> None:
+        """Enqueues the call on the current stream; see ``Plan.run``."""
+        lane, args = self._lane, self.args
+        source = address(given, lane)
+        target = source if result is given else address(result, lane)
+        stream = lane.enter(self._what)
+        if self._blocks:
+            self._names.check()
+            args.given, args.result = source, target
+            if self._nbytes:
+                name_of = self._names.name_of
+                args.given_name = name_of(source, self._nbytes)
+                args.result_name = args.given_name if target == source else name_of(target, self._nbytes)
+            self._launch(
+                self._function.ptr, self._blocks, 1, 1, self._threads, 1, 1, 0, stream.ptr, self._params, 0
+            )
+        lane.leave(stream)
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    def __repr__(self) -> str:
+        return f"<PeerPlan {self._what}, {self.way}>"

@@ -1,0 +1,218 @@
+"""The memory that a rank shares with its peers: allocated, exchanged, opened, and tried.
+
+All ranks come to the same end: either everybody sees everybody's memory, or nobody keeps any, and the reason
+is the same on all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+from flagcx.bootstrap.store import Store
+from flagcx.errors import FlagcxError
+from flagcx.kernels.peer import MOST_RANKS, PeerLayout
+from flagcx.transport.device import DeviceIdentity
+from flagcx.transport.peer_memory.grids import most_blocks
+
+_WORDS_NBYTES = 64
+_CLOSE_LIMIT_S = 5.0
+_PROBE_NBYTES = 16
+
+
+class Unavailable(Exception):
+    """Why peers' memory cannot be used, the same on every rank."""
+
+
+@lru_cache(maxsize=1)
+def _taken() -> Counter[int]:
+    """Blocks of threads that this process's communicators may launch on each device."""
+    return Counter()
+
+
+class PeerRegion:
+    """One rank's shared memory and its view of everybody's.
+
+    Args:
+        cupy: The CuPy module.
+        store: The communicator's part of the store.
+        identities: Every rank's process and GPU.
+        limit_s: How long to wait for the other ranks, in seconds.
+        wanted: Whether this rank wants it.
+
+    Raises:
+        Unavailable: Some rank cannot see some other's memory.
+
+    Attributes:
+        layout: What lies where.
+        at: Where this process sees each rank's memory.
+        words: Words that host and GPU share: whether to stop, whether time ran out, and for whom.
+        words_at: Their address.
+        one_gpu: Whether all ranks use one GPU.
+    """
+
+    def __init__(
+        self,
+        cupy: Any,
+        store: Store,
+        identities: Sequence[DeviceIdentity],
+        limit_s: float,
+        wanted: bool = True,
+    ) -> None:
+        self._cupy, self._runtime, self._store = cupy, cupy.cuda.runtime, store
+        self._limit_s = limit_s
+        self.rank, self.size = store.rank, store.size
+        self._identities = identities
+        self._device = identities[self.rank].device
+        self._own = self.words_at = self._blocks = 0
+        self._opened: list[int] = []
+        self._handle = b""
+        self.at: tuple[int, ...] = ()
+        self.one_gpu = len({i.uuid for i in identities}) == 1
+        self._agree("able", self._obstacle() if wanted else "it is switched off (FLAGCX_PEER_MEMORY=0)")
+        try:
+            self._agree_on_layout()
+            self._agree("allocated", self._tried(self._allocate))
+            handles = self._exchange("handles", self._handle)
+            self._agree("opened", self._tried(lambda: self._open(handles)))
+            self._probe()
+        except BaseException:
+            self.close()
+            raise
+        self.words = (ctypes.c_uint32 * (_WORDS_NBYTES // 4)).from_address(self.words_at)
+
+    def _exchange(self, name: str, value: bytes) -> list[bytes]:
+        return self._store.exchange(f"peer/{name}", bytes(value), self._limit_s)
+
+    def _agree(self, name: str, obstacle: str) -> None:
+        """Raises on every rank if there is an obstacle on any."""
+        for rank, found in enumerate(self._exchange(name, obstacle.encode())):
+            if found:
+                raise Unavailable(f"rank {rank}: {found.decode()}")
+
+    def _tried(self, step: Callable[[], None]) -> str:
+        try:
+            step()
+        except self._runtime.CUDARuntimeError as error:
+            return str(error)
+        return ""
+
+    def _obstacle(self) -> str:
+        """What this rank knows to be in the way before anything is tried."""
+        own = self._identities[self.rank]
+        if self.size > MOST_RANKS:
+            return f"there are {self.size} ranks, and the kernels are made for up to {MOST_RANKS}"
+        if len({i.host for i in self._identities}) > 1:
+            return "the ranks are on several hosts"
+        here = {
+            bytes(self._runtime.getDeviceProperties(d)["uuid"]).hex(): d
+            for d in range(self._runtime.getDeviceCount())
+        }
+        for rank, other in enumerate(self._identities):
+            if other.uuid == own.uuid:
+                continue
+            seen = here.get(other.uuid)
+            if seen is None:
+                return f"the GPU of rank {rank} is hidden from this process (CUDA_VISIBLE_DEVICES)"
+            if not self._runtime.deviceCanAccessPeer(own.device, seen):
+                return f"device {own.device} has no access to the memory of rank {rank}'s GPU"
+        return ""
+
+    def _agree_on_layout(self) -> None:
+        attributes = self._cupy.cuda.Device(self._device).attributes
+        ours = json.dumps([attributes["MultiProcessorCount"], _taken()[self._device]]).encode()
+        found = [json.loads(each) for each in self._exchange("room", ours)]
+        fewest, taken = min(p for p, _ in found), max(t for _, t in found)
+        sharing = max(Counter(i.uuid for i in self._identities).values())
+        blocks = most_blocks(fewest, sharing, taken)
+        if blocks == 0:
+            raise Unavailable(
+                f"{sharing} ranks share a GPU of {fewest} multiprocessors, and other communicators have "
+                f"{taken} blocks of threads of each: no room is left for threads that wait for each other"
+            )
+        self.layout = PeerLayout(self.size, blocks, self.one_gpu)
+        self._blocks = blocks
+        _taken()[self._device] += blocks
+
+    def _allocate(self) -> None:
+        runtime = self._runtime
+        self._own = runtime.malloc(self.layout.nbytes)
+        cleared = self.layout.cleared_nbytes
+        runtime.memset(self._own, 0, cleared)
+        runtime.memset(self._own + cleared, 0xFF, self.layout.nbytes - cleared)
+        self.words_at = runtime.hostAlloc(_WORDS_NBYTES, runtime.hostAllocMapped | runtime.hostAllocPortable)
+        ctypes.memset(self.words_at, 0, _WORDS_NBYTES)
+        runtime.deviceSynchronize()
+        self._handle = runtime.ipcGetMemHandle(self._own)
+
+    def _open(self, handles: Sequence[bytes]) -> None:
+        at = []
+        for rank, handle in enumerate(handles):
+            if rank == self.rank:
+                at.append(self._own)
+                continue
+            at.append(self._runtime.ipcOpenMemHandle(handle))
+            self._opened.append(at[-1])
+        self.at = tuple(at)
+
+    def _probe(self) -> None:
+        """Every rank writes to and reads from every other's memory."""
+        place = self.layout.places["AT_INBOX"]
+        slot = place + self.rank * _PROBE_NBYTES
+        mark = bytes([self.rank + 1] * _PROBE_NBYTES)
+        written = self._tried(lambda: self._copy_in([at + slot for at in self.at], mark))
+        self._agree("written", written)
+        expected = b"".join(bytes([q + 1] * _PROBE_NBYTES) for q in range(self.size))
+        seen = [b""] * self.size
+
+        def read() -> None:
+            for q, at in enumerate(self.at):
+                seen[q] = self._copy_out(at + place, len(expected))
+
+        problem = self._tried(read)
+        wrong = [str(q) for q in range(self.size) if seen[q] != expected]
+        if not problem and wrong:
+            problem = f"what was written to the memory of rank {wrong[0]} reads back differently"
+        self._agree("probed", problem)
+
+    def _copy_in(self, places: Sequence[int], data: bytes) -> None:
+        buffer = ctypes.create_string_buffer(data, len(data))
+        for at in places:
+            self._runtime.memcpy(at, ctypes.addressof(buffer), len(data), self._runtime.memcpyHostToDevice)
+        self._runtime.deviceSynchronize()
+
+    def _copy_out(self, at: int, nbytes: int) -> bytes:
+        buffer = ctypes.create_string_buffer(nbytes)
+        self._runtime.memcpy(ctypes.addressof(buffer), at, nbytes, self._runtime.memcpyDeviceToHost)
+        return buffer.raw
+
+    def detach(self) -> None:
+        """Lets go of the peers' memory. Idempotent."""
+        opened, self._opened = self._opened, []
+        for at in opened:
+            self._quietly(self._runtime.ipcCloseMemHandle, at)
+
+    def part(self) -> None:
+        """Waits, not for long, until no peer looks at this rank's memory any more."""
+        with contextlib.suppress(FlagcxError):
+            self._store.exchange("peer/closed", b"", _CLOSE_LIMIT_S)
+
+    def close(self) -> None:
+        """Gives everything back. Idempotent."""
+        self.detach()
+        _taken()[self._device] -= self._blocks
+        own, self._own, self._blocks = self._own, 0, 0
+        words, self.words_at = self.words_at, 0
+        if own:
+            self._quietly(self._runtime.free, own)
+        if words:
+            self._quietly(self._runtime.freeHost, words)
+
+    def _quietly(self, function: Callable[..., Any], *args: Any) -> None:
+        with contextlib.suppress(self._runtime.CUDARuntimeError):
+            function(*args)

@@ -1,0 +1,229 @@
+"""One communicator's use of its peers' memory: compiles calls, and says which it can carry."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from flagcx.bootstrap.store import Store
+from flagcx.config import Config
+from flagcx.dtypes import OPS, DType, ReduceOp
+from flagcx.errors import ArgumentError, CommunicationError, PeerTimeoutError
+from flagcx.kernels.compile import compile_kernel
+from flagcx.kernels.fuse import Finish
+from flagcx.kernels.peer import (
+    PACKET_FORMS,
+    REDUCING,
+    PeerArgs,
+    PeerKernel,
+    has_peer_kernel,
+    may_be_bare,
+)
+from flagcx.kernels.source import base_name
+from flagcx.transport.base import Call
+from flagcx.transport.device import DeviceIdentity
+from flagcx.transport.lane import Lane
+from flagcx.transport.peer_memory.grids import Grid, chunk_grid, packet_grid
+from flagcx.transport.peer_memory.plans import PeerPlan
+from flagcx.transport.peer_memory.region import PeerRegion, Unavailable
+from flagcx.transport.peer_memory.segments import Segments
+
+PEER_MEMORY, PACKETS = "peer_memory", "peer_packets"
+PROTOCOLS = (PACKETS, PEER_MEMORY)
+_DIRECT = "direct"
+# What a rank may push to all peers together as packets, before chunks are faster.
+_FLAGGED_NBYTES = 1 << 20
+_BARE_NBYTES = 16 << 20
+
+
+def connect(
+    cupy: Any,
+    store: Store,
+    identities: Sequence[DeviceIdentity],
+    lane: Lane,
+    config: Config,
+) -> tuple[PeerMemory | None, str]:
+    """Lets the ranks see each other's memory, if they can; all ranks call it.
+
+    Args:
+        cupy: The CuPy module.
+        store: The communicator's part of the store.
+        identities: Every rank's process and GPU.
+        lane: The order of what the communicator enqueues.
+        config: The settings; ``peer_memory``, ``timeout_s`` and ``init_timeout_s`` matter here.
+
+    Returns:
+        The resource, or None; and why it is None, in the same words on every rank.
+    """
+    if store.size == 1:
+        return None, "there is one rank"
+    try:
+        region = PeerRegion(cupy, store, identities, config.init_timeout_s, config.peer_memory)
+    except Unavailable as reason:
+        return None, str(reason)
+    return PeerMemory(cupy, store, region, lane, config.timeout_s, config.init_timeout_s), ""
+
+
+class PeerMemory:
+    """Carries calls by kernels that work in the peers' memory.
+
+    Args:
+        cupy: The CuPy module.
+        store: The communicator's part of the store.
+        region: The shared memory.
+        lane: The order of what the communicator enqueues.
+        timeout_s: How long a kernel waits for a peer, in seconds.
+        limit_s: How long to wait for the other ranks when an array is made, in seconds.
+
+    Attributes:
+        segments: The arrays that peers see.
+        blocks: Blocks of threads that a launch may have.
+    """
+
+    def __init__(
+        self, cupy: Any, store: Store, region: PeerRegion, lane: Lane, timeout_s: float, limit_s: float
+    ) -> None:
+        self._cupy, self._region, self._lane = cupy, region, lane
+        self.blocks = region.layout.blocks
+        self._limit_ns = int(min(timeout_s, 1e9) * 1e9)
+        self._launch = cupy.cuda.driver.launchKernel
+        self._functions: dict[PeerKernel, Any] = {}
+        self.segments = Segments(cupy, store, limit_s)
+        self.rank, self.size = region.rank, region.size
+        self._closed = False
+
+    def protocols(self, collective: str, nbytes: int, dtype: DType, op: ReduceOp | None) -> frozenset[str]:
+        """Which of ``PROTOCOLS`` can carry a call by a direct algorithm; the same on all ranks.
+
+        Args:
+            collective: Name of the collective.
+            nbytes: Bytes of the message, or of a block where there is one a rank.
+            dtype: The element type.
+            op: The operation, or None.
+        """
+        form = form_of(collective, "one_shot" if collective == "allreduce" else _DIRECT)
+        if form is None or nbytes == 0 or not has_peer_kernel(form, dtype, op):
+            return frozenset()
+        bare = may_be_bare(form, dtype)
+        pays = nbytes * (self.size - 1) <= (_BARE_NBYTES if bare else _FLAGGED_NBYTES)
+        count = max(nbytes // dtype.numpy.itemsize, 1)
+        small = pays and self._packet_grid(form, count, dtype, bare) is not None
+        return frozenset(PROTOCOLS if small else PROTOCOLS[1:])
+
+    def carries(self, call: Call) -> bool:
+        """Whether the call's protocol, algorithm, dtype and operation are such that this can carry it."""
+        form = form_of(call.schedule.collective, call.schedule.algorithm)
+        fits = form is not None and has_peer_kernel(form, call.dtype, call.op)
+        return fits and call.protocol in PROTOCOLS and isinstance(call.counts, int)
+
+    def _packet_grid(self, form: str, count: int, dtype: DType, bare: bool, blocks: int = 0) -> Grid | None:
+        if form not in PACKET_FORMS:
+            return None
+        return packet_grid(form, count, dtype.numpy.itemsize, self._region.layout, bare, blocks)
+
+    def compile(self, call: Call, blocks: int = 0, chunk: int = 0) -> PeerPlan:
+        """Compiles a call that this ``carries``. What is no case for packets goes in chunks.
+
+        Args:
+            call: The call.
+            blocks: Blocks of threads to use, if others than the rule's.
+            chunk: Packs of a chunk to use, if others than the rule's.
+
+        Raises:
+            ArgumentError: No kernel carries such a call.
+        """
+        form = form_of(call.schedule.collective, call.schedule.algorithm)
+        if form is None or not self.carries(call):
+            raise ArgumentError(f"peer memory does not carry {call.describe()}; leave its protocol empty")
+        assert isinstance(call.counts, int)
+        count, itemsize, layout = call.counts, call.dtype.numpy.itemsize, self._region.layout
+        bare = may_be_bare(form, call.dtype)
+        packets = call.protocol == PACKETS
+        grid = self._packet_grid(form, count, call.dtype, bare, blocks) if packets else None
+        way = "chunks" if grid is None else "bare packets" if bare else "flagged packets"
+        kernel = PeerKernel(
+            form, grid is not None, call.dtype, _reduced(form, call.op), layout, bare and grid is not None
+        )
+        grid = grid or chunk_grid(form, count, itemsize, layout, blocks, chunk)
+        named = count * itemsize if form == "two_shot" else 0
+        function = self._function(kernel) if grid.blocks else None
+        args = self._args(call, grid)
+        return PeerPlan(call, way, self._launch, function, grid, args, self._lane, self, named)
+
+    def _args(self, call: Call, grid: Grid) -> PeerArgs:
+        args = PeerArgs()
+        for q, at in enumerate(self._region.at):
+            args.peer[q] = at
+        args.segments, args.words = self.segments.table, self._region.words_at
+        args.limit_ns = self._limit_ns
+        args.count, args.part, args.chunk, args.steps = call.counts, grid.part, grid.chunk, grid.steps
+        args.rank, args.root = self.rank, call.schedule.root or 0
+        args.finish, args.factor = int(Finish.NONE), 1.0
+        if call.op is not None and call.op.average:
+            args.finish, args.factor = int(Finish.DIVIDE), float(self.size)
+        return args
+
+    def _function(self, kernel: PeerKernel) -> Any:
+        if kernel not in self._functions:
+            self._functions[kernel] = compile_kernel(self._cupy, kernel.source(), kernel.name)
+        return self._functions[kernel]
+
+    def name_of(self, at: int, nbytes: int) -> int:
+        """What the kernels call an array that peers see; 0 for any other."""
+        return self.segments.name_of(at, nbytes)
+
+    def check(self) -> None:
+        """Raises what a kernel that gave up waiting has left behind."""
+        if self._region.words[1]:
+            error = self.fault()
+            if error is not None:
+                raise error
+
+    def fault(self) -> CommunicationError | None:
+        """The error that a kernel has left behind, or None."""
+        words = self._region.words
+        if self._closed or not words[1]:
+            return None
+        peer = int(words[2])
+        return PeerTimeoutError(
+            f"rank {self.rank}: rank {peer} did not come to {self._lane.what} within "
+            f"{self._limit_ns / 1e9:g} s (seen on the GPU); every rank must make the same calls, and "
+            f"FLAGCX_TIMEOUT_S sets the time-out",
+            peer=peer,
+        )
+
+    def stop(self) -> None:
+        """Makes all kernels that wait for a peer end. May be called from any thread."""
+        if not self._closed:
+            self._region.words[0] = 1
+
+    def close(self, together: bool = True) -> None:
+        """Gives everything back. Idempotent; nothing may be under way any more.
+
+        Args:
+            together: Whether the peers close theirs too, so that nobody frees what another still sees.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self.segments.detach()
+        self._region.detach()
+        if together:
+            self._region.part()
+        self.segments.close()
+        self._region.close()
+
+
+def form_of(collective: str, algorithm: str) -> str | None:
+    """The kernels' form for a collective and algorithm, or None."""
+    if collective == "allreduce":
+        return algorithm if algorithm in ("one_shot", "two_shot") else None
+    known = collective in ("reduce_scatter", "allgather", "alltoall", "broadcast")
+    return collective if known and algorithm == _DIRECT else None
+
+
+def _reduced(form: str, op: ReduceOp | None) -> ReduceOp | None:
+    """The operation, as far as it makes another kernel."""
+    if form not in REDUCING or op is None:
+        return None
+    return OPS[base_name(op)]

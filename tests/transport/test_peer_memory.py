@@ -1,0 +1,287 @@
+"""Peer memory without a GPU: the shape of launches, and a region and segments over a fake CUDA."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import threading
+from collections import Counter
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from flagcx.bootstrap.remote_store import RemoteStore
+from flagcx.bootstrap.store_server import StoreServer
+from flagcx.config import Config
+from flagcx.errors import ArgumentError, ResourceError
+from flagcx.kernels.peer import MOST_PACKETS, PeerLayout
+from flagcx.transport.device import DeviceIdentity
+from flagcx.transport.peer_memory import connect
+from flagcx.transport.peer_memory.grids import chunk_grid, most_blocks, packet_grid, parts_of
+from flagcx.transport.peer_memory.resource import form_of
+from flagcx.transport.peer_memory.segments import Segments
+
+COUNTS = (1, 5, 1003, 4096, 1_000_003, 50_000_000)
+
+
+@pytest.mark.parametrize("one_gpu", [True, False])
+@pytest.mark.parametrize("ranks", [2, 3, 8, 16])
+@pytest.mark.parametrize("form", ["one_shot", "two_shot", "broadcast", "alltoall"])
+def test_a_launch_covers_the_message_within_its_memory(form, ranks, one_gpu):
+    layout = PeerLayout(ranks, 12, one_gpu)
+    for count in COUNTS:
+        for itemsize in (1, 4, 16):
+            part = parts_of(form, count, itemsize, ranks)
+            grid = chunk_grid(form, count, itemsize, layout)
+            assert 1 <= grid.blocks <= layout.blocks and grid.chunk <= layout.most_chunk
+            assert grid.blocks * grid.chunk * grid.steps >= part == grid.part
+            assert grid.blocks * grid.chunk * (grid.steps - 1) < part, "no step is empty for all blocks"
+            for bare, most in ((False, MOST_PACKETS), (True, layout.most_bare)):
+                packets = packet_grid(form, count, itemsize, layout, bare)
+                if packets is None:
+                    assert part > layout.blocks * most
+                    continue
+                assert packets.chunk <= most and packets.blocks <= layout.blocks
+                assert (packets.blocks - 1) * packets.chunk < part <= packets.blocks * packets.chunk
+                assert packets.threads % 32 == 0
+
+
+def test_an_empty_message_needs_no_launch():
+    layout = PeerLayout(4, 12, True)
+    assert chunk_grid("two_shot", 0, 4, layout).blocks == 0
+    assert packet_grid("one_shot", 0, 4, layout).blocks == 0
+
+
+def test_communicators_leave_room_for_each_other():
+    for processors, sharing in ((132, 8), (132, 2), (108, 4), (132, 1)):
+        taken = 0
+        while more := most_blocks(processors, sharing, taken):
+            taken += more
+        room = 2 * processors if sharing == 1 else processors // sharing
+        assert taken == room, "all that is there is given away, and no more"
+
+
+def test_what_has_a_form():
+    assert form_of("allreduce", "two_shot") == "two_shot"
+    assert form_of("allreduce", "ring") is None
+    assert form_of("reduce_scatter", "direct") == "reduce_scatter"
+    assert form_of("gather", "direct") is None
+
+
+class Memory:
+    """What the fake GPUs hold, over all ranks: allocations, and how often each is mapped."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.buffers: dict[int, ctypes.Array] = {}
+        self.mapped: Counter[int] = Counter()
+        self.freed_while_mapped: list[int] = []
+
+
+class Runtime:
+    """One rank's CUDA runtime, as far as peer memory asks for it."""
+
+    hostAllocMapped = hostAllocPortable = 0
+    memcpyHostToDevice, memcpyDeviceToHost = 1, 2
+
+    class CUDARuntimeError(RuntimeError):
+        pass
+
+    def __init__(self, memory: Memory, visible: list[str], access: bool, broken: bool = False) -> None:
+        self.memory, self.visible, self.access, self.broken = memory, visible, access, broken
+
+    def malloc(self, nbytes):
+        buffer = ctypes.create_string_buffer(nbytes)
+        with self.memory.lock:
+            self.memory.buffers[ctypes.addressof(buffer)] = buffer
+        return ctypes.addressof(buffer)
+
+    def hostAlloc(self, nbytes, flags):
+        return self.malloc(nbytes)
+
+    def free(self, at):
+        with self.memory.lock:
+            if self.memory.mapped[at]:
+                self.memory.freed_while_mapped.append(at)
+            del self.memory.buffers[at]
+
+    freeHost = free
+
+    def memset(self, at, value, nbytes):
+        ctypes.memset(at, value, nbytes)
+
+    def memcpy(self, to, source, nbytes, kind):
+        if not self.broken or kind != self.memcpyDeviceToHost:
+            ctypes.memmove(to, source, nbytes)
+
+    def deviceSynchronize(self):
+        pass
+
+    def ipcGetMemHandle(self, at):
+        return at.to_bytes(8, "little")
+
+    def ipcOpenMemHandle(self, handle):
+        at = int.from_bytes(handle, "little")
+        with self.memory.lock:
+            self.memory.mapped[at] += 1
+        return at
+
+    def ipcCloseMemHandle(self, at):
+        with self.memory.lock:
+            self.memory.mapped[at] -= 1
+
+    def getDeviceCount(self):
+        return len(self.visible)
+
+    def getDeviceProperties(self, device):
+        return {"uuid": bytes.fromhex(self.visible[device])}
+
+    def deviceCanAccessPeer(self, device, peer):
+        return self.access
+
+
+class Array:
+    """A CuPy array: its memory's owner is all that counts."""
+
+    def __init__(self, shape, dtype, pointer):
+        self.pointer = pointer
+
+
+def fake_cupy(runtime: Runtime, processors: int = 132):
+    cuda = SimpleNamespace(
+        runtime=runtime,
+        Device=lambda n: SimpleNamespace(attributes={"MultiProcessorCount": processors}),
+        driver=SimpleNamespace(launchKernel=None),
+        UnownedMemory=lambda at, nbytes, owner: SimpleNamespace(at=at, owner=owner),
+        MemoryPointer=lambda memory, offset: memory,
+    )
+    return SimpleNamespace(cuda=cuda, ndarray=Array)
+
+
+@pytest.fixture
+def stores():
+    with StoreServer(2) as server:
+        server.start()
+        made = [RemoteStore(server.address, server.authkey, r, 2) for r in range(2)]
+        yield made
+        for store in made:
+            store.close()
+
+
+def on_each(function) -> list:
+    """Both ranks at once."""
+    results: list = [None, None]
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = function(rank)
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(r,)) for r in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return results
+
+
+GPUS = ["aa" * 16, "bb" * 16]
+
+
+def identities(hosts=("h", "h"), uuids=GPUS):
+    return [DeviceIdentity(hosts[r], 100 + r, r, uuids[r], 23007) for r in range(2)]
+
+
+def joined(stores, memory, ranks=None, access=True, visible=(GPUS, GPUS), configs=None, broken=False):
+    ranks = ranks or identities()
+    configs = configs or [Config(init_timeout_s=20.0)] * 2
+
+    def join(rank):
+        cupy = fake_cupy(Runtime(memory, visible[rank], access, broken and rank == 1))
+        return connect(cupy, stores[rank], ranks, SimpleNamespace(what="a call"), configs[rank])
+
+    return on_each(join)
+
+
+def test_ranks_see_each_others_memory_and_give_everything_back(stores):
+    memory = Memory()
+    joins = joined(stores, memory)
+    peers = [join[0] for join in joins]
+    assert [join[1] for join in joins] == ["", ""]
+    assert peers[0]._region.at == peers[1]._region.at, "the fake has one address for all"
+    arrays = on_each(lambda r: peers[r].segments.empty(1000, np.float32))
+    names = [peers[r].name_of(arrays[r].pointer.at + 400, 3600) for r in range(2)]
+    assert names[0] == names[1] != 0
+    assert peers[0].name_of(arrays[0].pointer.at + 400, 4000) == 0, "it ends behind the segment"
+    assert peers[0].name_of(12345, 4) == 0
+    del arrays
+    gc.collect()
+    on_each(lambda r: peers[r].close())
+    assert not memory.buffers and not +memory.mapped and not memory.freed_while_mapped
+
+
+def test_an_array_that_outlives_the_communicator_keeps_its_memory(stores):
+    memory = Memory()
+    peers = [join[0] for join in joined(stores, memory)]
+    arrays = on_each(lambda r: peers[r].segments.empty(1000, np.float32))
+    on_each(lambda r: peers[r].close())
+    assert set(memory.buffers) == {a.pointer.at for a in arrays}
+    del arrays
+    gc.collect()
+    assert not memory.buffers
+
+
+def test_what_was_freed_on_all_ranks_is_used_again(stores):
+    memory = Memory()
+    cupys = [fake_cupy(Runtime(memory, GPUS, True)) for _ in range(2)]
+    segments = on_each(lambda r: Segments(cupys[r], stores[r], 20.0))
+    first = on_each(lambda r: segments[r].empty(100, np.float32))
+    at = first[0].pointer.at
+    del first[0]
+    gc.collect()
+    second = on_each(lambda r: segments[r].empty(100, np.float32))
+    assert second[0].pointer.at != at, "rank 1 still has its array"
+    first.clear()
+    gc.collect()
+    third = on_each(lambda r: segments[r].empty(100, np.float32))
+    assert third[0].pointer.at == at
+    others = on_each(lambda r: segments[r].empty(10 + r * 1000, np.float32))
+    assert all(isinstance(e, ArgumentError) and "rank 1: 4096 bytes" in str(e) for e in others)
+
+
+def test_an_array_that_one_rank_has_no_memory_for_is_made_on_none(stores):
+    memory = Memory()
+    runtimes = [Runtime(memory, GPUS, True) for _ in range(2)]
+    segments = on_each(lambda r: Segments(fake_cupy(runtimes[r]), stores[r], 20.0))
+
+    def full(nbytes):
+        raise Runtime.CUDARuntimeError("cudaErrorMemoryAllocation: out of memory")
+
+    before = set(memory.buffers)
+    runtimes[1].malloc = full
+    errors = on_each(lambda r: segments[r].empty(1000, np.float32))
+    assert all(isinstance(e, ResourceError) and "rank 1: cudaErrorMemory" in str(e) for e in errors), errors
+    assert set(memory.buffers) == before and not +memory.mapped
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"ranks": identities(hosts=("h", "g"))}, "the ranks are on several hosts"),
+        ({"access": False}, "device 0 has no access to the memory of rank 1's GPU"),
+        ({"visible": (GPUS, GPUS[1:])}, "rank 1: the GPU of rank 0 is hidden from this process"),
+        ({"broken": True}, "rank 1: what was written to the memory of rank 0 reads back differently"),
+        (
+            {"configs": [Config(init_timeout_s=20.0), Config(peer_memory=False, init_timeout_s=20.0)]},
+            "rank 1: it is switched off",
+        ),
+    ],
+)
+def test_where_it_cannot_be_used_all_ranks_know_the_same_reason(stores, changed, reason):
+    memory = Memory()
+    joins = joined(stores, memory, **changed)
+    assert [join[0] for join in joins] == [None, None]
+    assert joins[0][1] == joins[1][1] and reason in joins[0][1]
+    assert not memory.buffers and not +memory.mapped

@@ -1,0 +1,97 @@
+"""What the ranks do in the tests of the MPI transport: ``python -m tests.transport.mpi_jobs NAME``."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import numpy as np
+
+import flagcx as fc
+from flagcx.errors import CommunicationError, FlagcxError
+from tests.communicator import checks
+
+
+def everything() -> None:
+    """All collectives, algorithms, dtypes and placements against NumPy."""
+    comm = fc.init()
+    assert comm._engine.transport.name == "mpi"
+    done = [
+        check()
+        for check in (
+            checks.check_allreduce_dtypes,
+            checks.check_allreduce_algorithms,
+            checks.check_others,
+            checks.check_uneven,
+            lambda: checks.check_back_to_back(200),
+        )
+    ]
+    if comm.rank == 0:
+        print("done", done)
+
+
+def facade() -> None:
+    """Transfers, objects, groups, started work and parts of the communicator."""
+    comm = fc.init()
+    r, n = comm.rank, comm.size
+    out = np.zeros(7)
+    comm.sendrecv(np.full(7, r + 0.5), (r + 1) % n, out, (r - 1) % n)
+    assert (out == (r - 1) % n + 0.5).all(), out
+    assert comm.allgather_object({"rank": r})[n - 1] == {"rank": n - 1}
+    a, b = np.full(3, r), np.full(5, float(r))
+    with comm.group():
+        comm.allreduce(a)
+        comm.allreduce(b)
+    assert a.tolist() == [n * (n - 1) // 2] * 3 and b.tolist() == [n * (n - 1) / 2] * 5
+    work = comm.allreduce(x := np.arange(100_000) + r, async_op=True)
+    assert work.wait() is x
+    assert (x == n * np.arange(100_000) + n * (n - 1) // 2).all()
+    host = comm.split(color=comm.hosts[r] == comm.hosts[0])
+    assert host._engine.transport.name == "shared_memory", "ranks of one host need no MPI"
+    across = comm.split(color=r % 2)
+    total = across.allreduce(np.full(1, r))
+    assert total[0] == sum(q for q in range(n) if q % 2 == r % 2)
+    assert len(set(comm.hosts)) == 2
+    if r == 0:
+        print("done", across._engine.transport.name)
+
+
+def say(comm: fc.Communicator, start: float, error: Exception) -> None:
+    """Prints what a rank got, and after how long."""
+    took = time.monotonic() - start
+    print(f"rank {comm.rank} {type(error).__name__} {took:.1f} s: {error}", flush=True)
+
+
+def mismatch() -> None:
+    """One rank calls something else: every rank hears of it, long before the time-out."""
+    comm = fc.init(timeout_s=30)
+    comm.barrier()
+    start = time.monotonic()
+    try:
+        comm.allreduce(np.ones(5 if comm.rank == 1 else 6))
+    except CommunicationError as error:
+        print(
+            f"rank {comm.rank} {type(error).__name__} {time.monotonic() - start:.1f} s: {error}", flush=True
+        )
+    time.sleep(1.0)  # MPI ends the job when the first rank has left; let the others speak.
+
+
+def absent() -> None:
+    """One rank stays away; the others name it when the time-out has come."""
+    comm = fc.init(timeout_s=2)
+    comm.barrier()
+    start = time.monotonic()
+    if comm.rank == 2:
+        time.sleep(6)
+        return
+    try:
+        comm.allreduce(np.ones(5))
+    except FlagcxError as error:
+        print(
+            f"rank {comm.rank} {type(error).__name__} {time.monotonic() - start:.1f} s: {error}", flush=True
+        )
+    time.sleep(5)
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]()

@@ -1,0 +1,124 @@
+"""NumPy arrays between hosts by MPI: real ranks of a real mpirun, on hosts that differ by their names."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flagcx.communicator.hosts import groups_of
+from flagcx.config import environment
+from flagcx.selection.across_hosts import choose_across_hosts
+
+ROOT = Path(__file__).parents[2]
+MPIRUN = Path(sys.executable).with_name("mpirun")
+HOST = """
+host=$((OMPI_COMM_WORLD_RANK / 2))
+last=$(((OMPI_COMM_WORLD_SIZE - 1) / 2))
+export OMPI_COMM_WORLD_LOCAL_RANK=$((OMPI_COMM_WORLD_RANK % 2)) OMPI_COMM_WORLD_LOCAL_SIZE=2
+if [ $host = $last ]; then export OMPI_COMM_WORLD_LOCAL_SIZE=$((OMPI_COMM_WORLD_SIZE - 2 * last)); fi
+exec unshare $UNSHARE sh -c 'hostname "$0"; exec "$@"' "test-host-$host" "$@"
+"""
+"""Starts a rank's program on a host of its own name, two ranks a host."""
+
+
+def _unshare() -> str:
+    """The options with which this user may give a process a host name of its own, or ""."""
+    for flags in ("--uts", "--map-root-user --uts"):
+        try:
+            done = subprocess.run(
+                ["unshare", *flags.split(), "hostname", "test-host"], capture_output=True, timeout=10
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return ""
+        if done.returncode == 0:
+            return flags
+    return ""
+
+
+def run(size: int, name: str, timeout_s: float = 90) -> tuple[int, str]:
+    """Runs a job of ``mpi_jobs`` on two hosts; its exit code and what it printed."""
+    if not MPIRUN.exists():
+        pytest.skip("no mpirun beside this Python; the extra 'test' brings Open MPI's")
+    flags = _unshare()
+    if not flags:
+        pytest.skip("unshare may not give a process a host name of its own here")
+    command = [
+        str(MPIRUN),
+        "--allow-run-as-root",
+        "--oversubscribe",
+        "-n",
+        str(size),
+        "sh",
+        "-c",
+        HOST,
+        "rank",
+    ]
+    command += [sys.executable, "-m", "tests.transport.mpi_jobs", name]
+    environ = environment() | {"UNSHARE": flags, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout_s,
+    )
+    return done.returncode, done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [3, 4])
+def test_every_collective_between_hosts(size):
+    code, printed = run(size, "everything")
+    assert code == 0, printed
+    assert "done" in printed, printed
+
+
+@pytest.mark.slow
+def test_the_other_calls_between_hosts():
+    code, printed = run(4, "facade")
+    assert code == 0, printed
+    assert "done mpi" in printed, printed
+
+
+@pytest.mark.slow
+def test_ranks_that_call_something_else_are_told_so():
+    _, printed = run(4, "mismatch")
+    said = [line for line in printed.splitlines() if line.startswith("rank ")]
+    assert len(said) == 4, printed
+    assert all("MismatchError" in line or "AbortedError" in line for line in said), printed
+    assert any("rank 1 called allreduce of 5 float64 by sum" in line for line in said), printed
+    assert max(float(line.split()[3]) for line in said) < 5, printed
+
+
+@pytest.mark.slow
+def test_a_rank_that_stays_away_is_named():
+    _, printed = run(4, "absent")
+    said = [line for line in printed.splitlines() if line.startswith("rank ")]
+    assert len(said) == 3, printed
+    assert any("PeerTimeoutError" in line and "rank 2 did not come" in line for line in said), printed
+
+
+def test_the_ranks_of_each_host():
+    assert groups_of(["b", "a", "b", "c"]) == ((0, 2), (1,), (3,))
+
+
+@pytest.mark.parametrize(
+    ("collective", "nbytes", "groups", "chosen"),
+    [
+        ("allreduce", 1 << 10, ((0, 1), (2, 3)), "recursive_doubling"),
+        ("allreduce", 1 << 20, ((0, 1), (2, 3)), "hierarchical"),
+        ("allreduce", 1 << 20, ((0,), (1,)), "ring"),
+        ("broadcast", 1 << 20, ((0, 1), (2, 3)), "chain"),
+        ("allgather", 1 << 20, ((0, 1), (2, 3)), "ring"),
+        ("alltoall", 1 << 20, ((0, 1), (2, 3)), "direct"),
+    ],
+)
+def test_the_rule(collective, nbytes, groups, chosen):
+    choice = choose_across_hosts(collective, nbytes, groups)
+    assert str(choice.algorithm) == chosen
+    assert choice.reason

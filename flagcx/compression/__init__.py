@@ -1,0 +1,53 @@
+"""Compression of what ranks send each other: casts, quantised blocks, top-k, PowerSGD; and error feedback.
+
+=============================  ==========================================  ==============  ================
+``compression=``               what is sent                                of dense bytes  error feedback
+=============================  ==========================================  ==============  ================
+"fp16", "bf16"                 ``Cast``: 16 bits a number                  1/2             not needed
+"fp8", "fp8_e5m2"              ``Quantized``: 8 bits, a factor a block     about 1/4       rarely needed
+"int8"                         ``Quantized``: 8 bits, a factor a block     about 1/4       rarely needed
+"int4"                         ``Quantized``: 4 bits, a factor a block     about 1/8       use it
+"topk"                         ``TopK``: the largest, with indices         3-5 x density   needed
+"randomk"                      ``RandomK``: some, drawn alike everywhere   density         needed
+"powersgd"                     ``PowerSGD``: two thin factors              r (m + n) / mn  needed
+"sparse"                       ``Sparse``: what isn't zero; lossless       by the data     nothing to feed
+"auto"                         ``Auto``: what pays here; nothing lossy     by the scene    where it is lossy
+                               unless it is allowed
+=============================  ==========================================  ==============  ================
+
+Example:
+    >>> comm.allreduce(x, compression="int8")                            # doctest: +SKIP
+    >>> feedback = fc.compression.Feedback("topk")                       # doctest: +SKIP
+    >>> comm.allreduce(g, "avg", compression=feedback["embedding"])      # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+from flagcx.compression.auto import Auto, Decision, Scene
+from flagcx.compression.cast import Cast
+from flagcx.compression.catalogue import Entry, as_feedback, catalogue, codec_of
+from flagcx.compression.codec import Codec, Payload
+from flagcx.compression.feedback import Feedback, Slot
+from flagcx.compression.powersgd import PowerSGD
+from flagcx.compression.quantize import Quantized
+from flagcx.compression.topk import RandomK, Sparse, TopK
+
+__all__ = [
+    "Auto",
+    "Cast",
+    "Codec",
+    "Decision",
+    "Entry",
+    "Feedback",
+    "Payload",
+    "PowerSGD",
+    "Quantized",
+    "RandomK",
+    "Scene",
+    "Slot",
+    "Sparse",
+    "TopK",
+    "as_feedback",
+    "catalogue",
+    "codec_of",
+]

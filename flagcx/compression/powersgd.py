@@ -1,0 +1,284 @@
+"""PowerSGD: a gradient matrix as the product of two thin ones, found by one step of power iteration.
+
+::
+
+    P = M Q  -> all-reduce P -> orthogonalise P -> Q = M' P -> all-reduce Q -> M is about P Q'
+
+Q is kept for the next step, so that the steps together find the directions that matter. What the product
+lacks goes into the residual. Vectors travel dense, in one message with P.
+
+Whatever decides about bits that must be the same on all ranks is made of single products and sums, in an
+order of its own: matrix libraries may add in another order on another processor.
+
+Source: Vogels, Karimireddy and Jaggi, "PowerSGD" (2019), algorithms 1 and 2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from flagcx.compression.codec import Payload, check_floats, namespace
+from flagcx.compression.feedback import Slot
+from flagcx.compression.peers import Peers
+from flagcx.errors import ArgumentError
+
+_TILE = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class PowerSGD:
+    """Matrices of low rank.
+
+    Attributes:
+        rank: Columns of P and Q, 1 or more.
+        seed: Where the first Q comes from.
+        warmup_steps: First steps in which gradients travel dense: those of a training that has just begun
+            change too fast for directions found in the step before.
+
+    Example:
+        >>> codec = PowerSGD(rank=1)
+        >>> x = np.float32([[1, 2], [3, 6]])
+        >>> codec.decode(codec.encode(x)).reshape(2, 2).round(3).tolist()
+        [[1.0, 2.0], [3.0, 6.0]]
+    """
+
+    name: ClassVar[str] = "powersgd"
+    lossless: ClassVar[bool] = False
+    rank: int = 4
+    seed: int = 0
+    warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.rank, int) and self.rank >= 1):
+            raise ArgumentError(f"rank={self.rank!r} must be an integer from 1")
+
+    def encode(self, x: Any) -> Payload:
+        """See ``Codec``. The parts are P', Q' and what is not part of a matrix."""
+        flat = check_floats(x).reshape(-1)
+        layout = lay_out(flat.size, None if x.ndim < 2 else [x.shape], self.rank)
+        if not layout.matrices:
+            none = flat[:0].reshape(1, 0)
+            return Payload(self.name, flat.size, (none, none, flat.copy()))
+        ((_, rows, columns),) = layout.matrices
+        matrix = flat[: rows * columns].reshape(rows, columns)
+        p = first_factors(matrix, self, 0) @ matrix.T
+        orthogonalise(p)
+        return Payload(self.name, flat.size, (p, p @ matrix, flat[rows * columns :].copy()))
+
+    def decode(self, payload: Payload, out: Any = None) -> Any:
+        """See ``Codec``."""
+        p, q, rest = payload.parts
+        if out is None:
+            out = namespace(p).empty(payload.count, np.float32)
+        flat, size = out.reshape(-1), p.shape[1] * q.shape[1]
+        if size:
+            product(p, q, flat[:size].reshape(p.shape[1], q.shape[1]))
+        flat[size:] = rest
+        return out
+
+    def ratio(self, count: int, ranks: int = 2) -> float:
+        """See ``Codec``; for one matrix that is about square."""
+        return min(lay_out(count, None, self.rank).sent / max(count, 1), 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What an array is made of.
+
+    Attributes:
+        matrices: Start, rows and columns of each matrix that gains from being coded.
+        vectors: The other parts.
+        sent: Numbers that are sent for all of them.
+        rank: Columns of P and Q, where the matrix has as many.
+    """
+
+    matrices: tuple[tuple[int, int, int], ...]
+    vectors: tuple[slice, ...]
+    sent: int
+    rank: int
+
+    def rank_of(self, rows: int, columns: int) -> int:
+        """Columns of P and Q for a matrix."""
+        return min(self.rank, rows, columns)
+
+
+def lay_out(count: int, shapes: Sequence[tuple[int, ...]] | None, rank: int) -> Layout:
+    """Finds the matrices in an array.
+
+    Args:
+        count: Its elements.
+        shapes: Shapes of the parameters that lie end to end in it. Those of more than two dimensions are
+            taken as matrices with as many rows as the first has. If None, the array is one matrix that is
+            about square, and a rest.
+        rank: Columns of P and Q.
+    """
+    if shapes is None:
+        rows = max(math.isqrt(count), 1)
+        columns = count // rows
+        shapes = [(rows, columns), (count - rows * columns,)]
+    matrices, vectors, start, sent = [], [], 0, 0
+    for shape in shapes:
+        size = math.prod(shape)
+        rows = shape[0] if len(shape) > 1 else 1
+        columns = size // rows if rows else 0
+        coded = min(rank, rows, columns) * (rows + columns)
+        if coded < size:
+            matrices.append((start, rows, columns))
+            sent += coded
+        elif size:
+            vectors.append(slice(start, start + size))
+            sent += size
+        start += size
+    return Layout(tuple(matrices), tuple(vectors), sent, rank)
+
+
+class PowerReduce:
+    """The all-reduce of an array's matrices by two dense ones of their factors.
+
+    Args:
+        peers: The ranks.
+        codec: The codec.
+        count: Elements.
+        factor: What the sum is multiplied by.
+        slot: Memory between calls.
+    """
+
+    def __init__(self, peers: Peers, codec: PowerSGD, count: int, factor: float, slot: Slot) -> None:
+        self._peers, self._codec, self._slot = peers, codec, slot
+        self._factor = np.float32(factor)
+        self._layout = lay_out(count, slot.shapes, codec.rank)
+
+    def run(self, given: Any, result: Any) -> None:
+        """See ``transport.base.Plan``; the arrays have one dimension."""
+        slot, peers, layout = self._slot, self._peers, self._layout
+        kept = slot.source(given, peers.scratch, peers.size)
+        if slot.residual is not None:
+            slot.residual += kept
+            kept = slot.residual
+        if slot.step <= self._codec.warmup_steps:
+            peers.allreduce(kept, result)
+            slot.sent(slice(None))
+            if self._factor != 1:
+                result *= self._factor
+            return
+        matrices = [kept[i : i + m * n].reshape(m, n) for i, m, n in layout.matrices]
+        factors = slot.memory.get("factors") if slot.lasting else None
+        if factors is None:
+            factors = [first_factors(x, self._codec, i) for i, x in enumerate(matrices)]
+        left, vectors = self._left(kept, matrices, factors)
+        right = self._right(matrices, left)
+        slot.memory["factors"] = [revived(q, self._codec, slot.step) for q in right]
+        self._write(kept, result, left, right, vectors)
+
+    def _left(self, kept: Any, matrices: list[Any], factors: list[Any]) -> tuple[list[Any], list[Any]]:
+        """P' of every matrix, orthogonal and the same on all ranks; and the sums of the vectors."""
+        parts = [q @ x.T for q, x in zip(factors, matrices, strict=True)]
+        parts += [kept[part] for part in self._layout.vectors]
+        summed = self._summed("left", parts, kept)
+        left, vectors = summed[: len(matrices)], summed[len(matrices) :]
+        for p in left:
+            orthogonalise(p)
+        return left, vectors
+
+    def _right(self, matrices: list[Any], left: list[Any]) -> list[Any]:
+        """Q' of every matrix: the sum over the ranks."""
+        parts = [p @ x for p, x in zip(left, matrices, strict=True)]
+        return self._summed("right", parts, parts[0]) if parts else []
+
+    def _summed(self, name: str, parts: list[Any], like: Any) -> list[Any]:
+        """Sums of arrays over the ranks, made in one all-reduce."""
+        sizes = [part.size for part in parts]
+        flat = self._peers.scratch.get(name, sum(sizes), np.float32, like)
+        ends = np.cumsum(sizes)
+        views = [flat[end - n : end].reshape(p.shape) for p, n, end in zip(parts, sizes, ends, strict=True)]
+        for view, part in zip(views, parts, strict=True):
+            view[...] = part
+        if flat.size:
+            self._peers.allreduce(flat, flat)
+        return views
+
+    def _write(self, kept: Any, result: Any, left: list[Any], right: list[Any], vectors: list[Any]) -> None:
+        residual, share = self._slot.residual, np.float32(1 / self._peers.size)
+        for (start, m, n), p, q in zip(self._layout.matrices, left, right, strict=True):
+            part = slice(start, start + m * n)
+            product(p, q, result[part].reshape(m, n), self._factor, residual, start, share)
+        for part, summed in zip(self._layout.vectors, vectors, strict=True):
+            result[part] = summed if self._factor == 1 else summed * self._factor
+            if residual is not None:
+                residual[part] = 0
+
+
+def first_factors(matrix: Any, codec: PowerSGD, number: int) -> Any:
+    """The first Q' of a matrix: random, and the same on all ranks."""
+    rows, columns = matrix.shape
+    rank = min(codec.rank, rows, columns)
+    drawn = np.random.default_rng([codec.seed, number]).standard_normal((rank, columns), np.float32)
+    return namespace(matrix).asarray(drawn)
+
+
+def revived(factors: Any, codec: PowerSGD, step: int) -> Any:
+    """A copy of Q' whose rows of zeros are random again: they would stay zero for ever."""
+    factors = factors.copy()
+    dead = ~(factors != 0).any(axis=1)
+    if bool(dead.any()):
+        drawn = np.random.default_rng([codec.seed, step]).standard_normal(factors.shape, np.float32)
+        factors[dead] = namespace(factors).asarray(drawn)[dead]
+    return factors
+
+
+def orthogonalise(rows: Any) -> None:
+    """Makes rows orthogonal and of length 1, in place; one that depends on those before becomes zero.
+
+    Args:
+        rows: Array of shape (few, many), float32.
+    """
+    xp = namespace(rows)
+    wide = rows.astype(np.float64)
+    for i in range(len(wide)):
+        row, before = wide[i], (wide[i] * wide[i]).sum()
+        for _ in range(2):  # once more, for what rounding has left
+            for j in range(i):
+                row -= (row * wide[j]).sum() * wide[j]
+        after = (row * row).sum()
+        if float(after) <= 1e-12 * float(before):
+            row[...] = 0
+        else:
+            row /= xp.sqrt(after)
+    rows[...] = wide
+
+
+def product(
+    p: Any, q: Any, out: Any, factor: Any = 1, residual: Any = None, start: int = 0, share: Any = 1
+) -> None:
+    """Writes ``factor`` P Q' into ``out``, row by row and term by term.
+
+    Args:
+        p: P', of shape (r, rows).
+        q: Q', of shape (r, columns).
+        out: Array of shape (rows, columns).
+        factor: What the product is multiplied by.
+        residual: If given, ``share`` P Q' is taken from it, from element ``start`` on.
+        start: See ``residual``.
+        share: See ``residual``.
+    """
+    xp, columns = namespace(out), out.shape[1]
+    step = max(_TILE // columns, 1) if xp is np else len(out)
+    term = xp.empty((min(step, len(out)), columns), np.float32)
+    for row in range(0, len(out), step):
+        tile = out[row : row + step]
+        part = term[: len(tile)]
+        xp.multiply(p[0, row : row + step, None], q[0], out=tile)
+        for k in range(1, len(p)):
+            xp.multiply(p[k, row : row + step, None], q[k], out=part)
+            tile += part
+        if residual is not None:
+            begin = start + row * columns
+            xp.multiply(tile, share, out=part)
+            residual[begin : begin + tile.size] -= part.reshape(-1)
+        if factor != 1:
+            tile *= factor

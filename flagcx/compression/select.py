@@ -1,0 +1,133 @@
+"""Which elements of an array are worth sending: a threshold from a sample, and the elements above it.
+
+Magnitudes are compared as patterns of bits. For numbers that is the same order, and NaN, which compares with
+nothing, comes out largest: it is sent, and seen by who looks for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from flagcx.arguments import on_device
+from flagcx.compression.codec import Scratch, namespace
+
+_TILE = 1 << 17
+_MANTISSA = {4: (np.uint32, 0x7FFFFFFF), 8: (np.uint64, 0x7FFFFFFFFFFFFFFF)}
+_FOUND_IN_SAMPLE, _FOUND_IN_CHECK = 512, 96
+_LEAST_SAMPLE, _MOST_SAMPLE = 4096, 1 << 20
+
+
+def magnitudes(x: Any) -> Any:
+    """The bits of each number without its sign, as unsigned numbers."""
+    kind, mask = _MANTISSA[x.dtype.itemsize]
+    return x.view(kind) & kind(mask)
+
+
+def sample(x: Any, size: int, seed: int) -> Any:
+    """Numbers from all over an array: one from each of ``size`` parts of equal length, drawn at random."""
+    if x.size <= size:
+        return x
+    step = x.size / size
+    places = (np.arange(size) + np.random.default_rng(seed).random(size)) * step
+    return x[namespace(x).asarray(np.minimum(places.astype(np.int64), x.size - 1))]
+
+
+def estimate_threshold(x: Any, density: float, seed: int, add: Any = None) -> int:
+    """The bits of the magnitude that about ``density`` of an array's numbers reach.
+
+    Args:
+        x: Array.
+        density: Share of the numbers, from 0 to 1.
+        seed: Where the sample comes from.
+        add: Array that is thought added to ``x``.
+
+    Returns:
+        At least 1, so that zeros never reach it.
+    """
+    size = min(max(int(_FOUND_IN_SAMPLE / density), _LEAST_SAMPLE), _MOST_SAMPLE)
+    drawn = sample(x, size, seed)
+    found = magnitudes(drawn if add is None else drawn + sample(add, size, seed))
+    if on_device(found):
+        found = found.get()
+    if not found.size:
+        return 1
+    place = max(found.size - max(round(found.size * density), 1), 0)
+    return max(int(np.partition(found, place)[place]), 1)
+
+
+def reaches(x: Any, threshold: int, density: float, seed: int, add: Any = None) -> bool:
+    """Whether about ``density`` of an array's numbers still reach a threshold, by a small sample.
+
+    Args:
+        x, density, seed, add: See ``estimate_threshold``.
+        threshold: Bits of a magnitude.
+    """
+    size = min(max(int(_FOUND_IN_CHECK / density), _LEAST_SAMPLE // 8), _MOST_SAMPLE // 8)
+    drawn = sample(x, size, seed)
+    found = magnitudes(drawn if add is None else drawn + sample(add, size, seed))
+    share = int((found >= threshold).sum()) / max(found.size, 1)
+    return 0.75 * density <= share <= 1.25 * density
+
+
+def density_of(x: Any, seed: int, size: int = _LEAST_SAMPLE) -> float:
+    """About which share of an array's numbers is not zero, by a sample."""
+    if not x.size:
+        return 0.0
+    found = magnitudes(sample(x, size, seed))
+    return int((found != 0).sum()) / found.size
+
+
+def select(x: Any, threshold: int, scratch: Scratch, add: Any = None) -> Any:
+    """The places of all numbers whose magnitude reaches a threshold, in order.
+
+    Args:
+        x: Array of one dimension, float32 or float64.
+        threshold: Bits of a magnitude, at least 1.
+        scratch: For intermediate results.
+        add: Array that is added to ``x`` first, in the same pass.
+
+    Returns:
+        Indices: int32 where they fit, else int64.
+    """
+    kind: Any = _MANTISSA[x.dtype.itemsize][0]
+    mask = _MANTISSA[x.dtype.itemsize][1]
+    index = np.int32 if x.size < 1 << 31 else np.int64
+    if on_device(x):
+        if add is not None:
+            x += add
+        return namespace(x).flatnonzero(magnitudes(x) >= kind(threshold)).astype(index)
+    found = []
+    bits = scratch.get(f"bits {x.dtype.itemsize}", _TILE, kind, x)
+    flags = scratch.get("flags", _TILE, np.bool_, x)
+    for start in range(0, x.size, _TILE):
+        tile = x[start : start + _TILE]
+        if add is not None:
+            tile += add[start : start + _TILE]
+        np.bitwise_and(tile.view(kind), kind(mask), out=bits[: tile.size])
+        np.greater_equal(bits[: tile.size], kind(threshold), out=flags[: tile.size])
+        places = np.flatnonzero(flags[: tile.size])
+        if places.size:
+            found.append((places + start).astype(index))
+    return np.concatenate(found) if found else np.empty(0, index)
+
+
+def largest(values: Any, keep: int) -> Any:
+    """The places of the ``keep`` numbers of largest magnitude, in order; of equal ones the first.
+
+    Args:
+        values: Array of one dimension.
+        keep: How many, from 0 to all.
+    """
+    xp = namespace(values)
+    if keep >= values.size:
+        return xp.arange(values.size)
+    if keep <= 0:
+        return xp.arange(0)
+    found = magnitudes(values)
+    least = xp.partition(found, values.size - keep)[values.size - keep]
+    above = found > least
+    ties = xp.flatnonzero(found == least)[: keep - int(above.sum())]
+    above[ties] = True
+    return xp.flatnonzero(above)

@@ -1,0 +1,138 @@
+"""All-reduces of a few elements: the plans of top-k, random-k and sparse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from flagcx.compression.codec import namespace
+from flagcx.compression.feedback import Slot
+from flagcx.compression.peers import Peers
+from flagcx.compression.select import density_of, select
+from flagcx.compression.sparse_sum import Regions, sum_sparse
+from flagcx.compression.topk import RandomK, Sparse, TopK
+
+_TILE = 1 << 17
+
+
+class TopKReduce:
+    """The all-reduce of the largest elements; dense, with everything, where that is cheaper.
+
+    What a rank selected and an owner left out stays in the rank's residual.
+
+    Args:
+        peers: The ranks.
+        codec: The codec.
+        factor: What the sum is multiplied by.
+        slot: Memory between calls.
+    """
+
+    def __init__(self, peers: Peers, codec: TopK, factor: float, slot: Slot) -> None:
+        self._peers, self._codec, self._factor, self._slot = peers, codec, np.float32(factor), slot
+
+    def run(self, given: Any, result: Any) -> None:
+        """See ``transport.base.Plan``; the arrays have one dimension."""
+        slot, peers = self._slot, self._peers
+        source = slot.source(given, peers.scratch, peers.size)
+        kept = source if slot.residual is None else slot.residual
+        add = None if slot.residual is None else source
+        last = slot.memory.get("threshold") if slot.lasting else None
+        step = slot.step if slot.lasting else self._codec.warmup_steps + 1
+        indices, slot.memory["threshold"] = self._codec.find(kept, peers.scratch, step, last, add)
+        regions = slot.memory.setdefault("regions", Regions())
+        keep = round(self._codec.keep * self._codec.count(kept.size, step)) or None
+        total = sum_sparse(peers, indices, kept[indices], kept.size, regions, keep)
+        if total is None:
+            peers.allreduce(kept, result)
+            _scale(result, self._factor)
+            slot.sent(slice(None))
+            return
+        if slot.residual is not None or slot.velocity is not None:
+            slot.sent(self._common(indices, total.indices, kept))
+        _scatter(result, total.indices, total.values, self._factor)
+
+    def _common(self, own: Any, everybodys: Any, like: Any) -> Any:
+        """Those of this rank's elements that are in the sum."""
+        flags = self._peers.scratch.get("sent", like.size, np.bool_, like, zeros=True)
+        flags[everybodys] = True
+        common = own[flags[own]]
+        flags[everybodys] = False
+        return common
+
+
+class RandomKReduce:
+    """The all-reduce of elements that all ranks draw alike: a dense one of k values.
+
+    Args:
+        peers: The ranks.
+        codec: The codec.
+        factor: What the sum is multiplied by.
+        slot: Memory between calls.
+    """
+
+    def __init__(self, peers: Peers, codec: RandomK, factor: float, slot: Slot) -> None:
+        self._peers, self._codec, self._factor, self._slot = peers, codec, np.float32(factor), slot
+
+    def run(self, given: Any, result: Any) -> None:
+        """See ``transport.base.Plan``; the arrays have one dimension."""
+        slot, peers = self._slot, self._peers
+        source = slot.source(given, peers.scratch, peers.size)
+        if slot.residual is not None:
+            slot.residual += source
+            source = slot.residual
+        indices = namespace(source).asarray(self._codec.places(source.size, slot.step))
+        values = source[indices]
+        peers.allreduce(values, values)
+        slot.sent(indices)
+        _scatter(result, indices, values, self._factor)
+
+
+class SparseReduce:
+    """The all-reduce of all elements that are not zero. Nothing is lost.
+
+    Args:
+        peers: The ranks.
+        codec: The codec.
+        factor: What the sum is multiplied by.
+        slot: Memory between calls.
+    """
+
+    def __init__(self, peers: Peers, codec: Sparse, factor: float, slot: Slot) -> None:
+        self._peers, self._codec, self._factor, self._slot = peers, codec, factor, slot
+
+    def run(self, given: Any, result: Any) -> None:
+        """See ``transport.base.Plan``; the arrays have one dimension."""
+        slot, peers = self._slot, self._peers
+        full = density_of(given, slot.step) > self._codec.most
+        indices = select(given[:0] if full else given, 1, peers.scratch)
+        regions = slot.memory.setdefault("regions", Regions())
+        total = sum_sparse(peers, indices, given[indices], given.size, regions, full=full)
+        factor = given.dtype.type(self._factor)
+        if total is None:
+            peers.allreduce(given, result)
+            _scale(result, factor)
+        else:
+            _scatter(result, total.indices, total.values, factor)
+
+
+def _scatter(out: Any, indices: Any, values: Any, factor: Any) -> None:
+    """Writes the elements, in order of their indices, and zeros between them."""
+    if factor != 1:
+        values *= factor
+    if namespace(out) is not np:
+        out[...] = 0
+        out[indices] = values
+        return
+    places = indices.astype(np.intp)
+    starts = range(0, out.size, _TILE)
+    ends = np.searchsorted(places, [*starts, out.size]).tolist()
+    for start, a, b in zip(starts, ends, ends[1:], strict=False):  # while the tile is in the cache
+        tile = out[start : start + _TILE]
+        tile.fill(0)
+        tile[places[a:b] - start] = values[a:b]
+
+
+def _scale(x: Any, factor: Any) -> None:
+    if factor != 1:
+        x *= factor

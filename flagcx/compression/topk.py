@@ -1,0 +1,196 @@
+"""Few of the elements: the largest (top-k), some at random (random-k), all that aren't zero (sparse)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from flagcx.compression.codec import Payload, Scratch, check_floats, namespace
+from flagcx.compression.select import estimate_threshold, largest, reaches, select
+from flagcx.errors import ArgumentError
+
+_WARM_FROM = 0.25
+TOO_MANY, TOO_FEW = 1.25, 0.8
+"""Shares of k beyond which a threshold is not used again."""
+
+
+@dataclass(frozen=True, slots=True)
+class TopK:
+    """The largest elements, as indices and values.
+
+    The threshold comes from a sample, so that about k elements reach it, and is used again as long as a
+    smaller sample agrees; where many more elements reach it than k, the largest k of them are taken. Of the
+    sum of all ranks the largest 4k are kept. Use it with ``Feedback``: without, most of a gradient is lost.
+    With momentum correction and a warm-up it trains best.
+
+    Attributes:
+        density: k as a share of the elements, above 0 and at most 1.
+        keep: Elements kept of the sum, as a multiple of k; 0 for all that any rank sent. A rank sends at
+            most (2 + 2 keep) k (n-1)/n words.
+        warmup_steps: Steps in which the density falls exponentially from 25% to its value.
+
+    Example:
+        >>> payload = TopK(density=0.5).encode(np.float32([1, -9, 0.1, 5]))
+        >>> payload.parts[0].tolist(), payload.parts[1].tolist()
+        ([1, 3], [-9.0, 5.0])
+
+    Source: Lin et al., "Deep Gradient Compression" (2018): sampling (section 3.4), warm-up (section 3.3).
+    """
+
+    name: ClassVar[str] = "topk"
+    lossless: ClassVar[bool] = False
+    density: float = 0.01
+    keep: float = 4.0
+    warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        _check_density(self.density)
+        if not (self.keep == 0 or self.keep >= 1):
+            raise ArgumentError(f"keep={self.keep!r} must be 0 (all) or 1 or more times k")
+
+    def density_at(self, step: int) -> float:
+        """The density in a step, counted from 1."""
+        if step > self.warmup_steps or self.density >= _WARM_FROM:
+            return self.density
+        return float(_WARM_FROM * (self.density / _WARM_FROM) ** ((step - 1) / self.warmup_steps))
+
+    def count(self, size: int, step: int) -> int:
+        """k for an array of ``size`` elements."""
+        return min(max(round(size * self.density_at(step)), 1), size)
+
+    def encode(self, x: Any) -> Payload:
+        """See ``Codec``. The parts are indices and values."""
+        flat = check_floats(x).reshape(-1)
+        indices, _ = self.find(flat, Scratch(), step=self.warmup_steps + 1)
+        return Payload(self.name, flat.size, (indices, flat[indices]))
+
+    def find(
+        self, x: Any, scratch: Scratch, step: int, threshold: int | None = None, add: Any = None
+    ) -> tuple[Any, int | None]:
+        """Finds the elements to send.
+
+        Args:
+            x: Array of one dimension.
+            scratch: For intermediate results.
+            step: Number of the step.
+            threshold: That of the step before, where it may be used again.
+            add: Array that is added to ``x`` first.
+
+        Returns:
+            Indices in order, and the threshold if it may be used again.
+        """
+        if not x.size:
+            return namespace(x).empty(0, np.int32), None
+        k, density = self.count(x.size, step), self.density_at(step)
+        if threshold is None or not reaches(x, threshold, density, step, add):
+            threshold = estimate_threshold(x, density, step, add)
+        indices = select(x, threshold, scratch, add)
+        found = len(indices)
+        if found > TOO_MANY * k:
+            indices = indices[largest(x[indices], k)]
+        return indices, threshold if TOO_FEW * k <= found <= TOO_MANY * k else None
+
+    def decode(self, payload: Payload, out: Any = None) -> Any:
+        """See ``Codec``."""
+        return scattered(payload, out)
+
+    def ratio(self, count: int, ranks: int = 2) -> float:
+        """See ``Codec``: at most (2 + 2 keep) k (n-1)/n words, to 2 (n-1)/n words for each element."""
+        kept = min(self.keep, ranks) if self.keep else ranks
+        return min((1 + kept) * self.density, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class RandomK:
+    """Elements drawn at random, the same on all ranks, so that only values travel.
+
+    Each of k parts of equal length gives one element. Use it with ``Feedback``.
+
+    Attributes:
+        density: k as a share of the elements, above 0 and at most 1.
+        seed: Where the choice comes from, with the number of the step.
+    """
+
+    name: ClassVar[str] = "randomk"
+    lossless: ClassVar[bool] = False
+    density: float = 0.01
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check_density(self.density)
+
+    def places(self, size: int, step: int) -> np.ndarray:
+        """The elements of a step, in order."""
+        k = min(max(round(size * self.density), 1), size)
+        if not size or k == size:
+            return np.arange(size)
+        part = size / k
+        drawn = np.random.default_rng([self.seed, step]).random(k)
+        return np.minimum(((np.arange(k) + drawn) * part).astype(np.int64), size - 1)
+
+    def encode(self, x: Any, step: int = 1) -> Payload:
+        """See ``Codec``. The parts are indices and values."""
+        flat = check_floats(x).reshape(-1)
+        indices = namespace(x).asarray(self.places(flat.size, step))
+        return Payload(self.name, flat.size, (indices, flat[indices]))
+
+    def decode(self, payload: Payload, out: Any = None) -> Any:
+        """See ``Codec``."""
+        return scattered(payload, out)
+
+    def ratio(self, count: int, ranks: int = 2) -> float:
+        """See ``Codec``."""
+        return self.density
+
+
+@dataclass(frozen=True, slots=True)
+class Sparse:
+    """All elements that are not zero, as indices and values: for gradients that are sparse by nature.
+
+    Nothing is lost. Whether an array is sparse is seen in a sample; if it isn't, its all-reduce is the dense
+    one.
+
+    Attributes:
+        most: The density above which the elements aren't even counted.
+    """
+
+    name: ClassVar[str] = "sparse"
+    lossless: ClassVar[bool] = True
+    most: float = 0.5
+
+    def __post_init__(self) -> None:
+        _check_density(self.most)
+
+    def encode(self, x: Any) -> Payload:
+        """See ``Codec``. The parts are indices and values."""
+        flat = check_floats(x).reshape(-1)
+        indices = select(flat, 1, Scratch())
+        return Payload(self.name, flat.size, (indices, flat[indices]))
+
+    def decode(self, payload: Payload, out: Any = None) -> Any:
+        """See ``Codec``."""
+        return scattered(payload, out)
+
+    def ratio(self, count: int, ranks: int = 2) -> float:
+        """See ``Codec``: what a dense array costs; one with a share of d that isn't zero costs 2d to 3d."""
+        return 1.0
+
+
+def scattered(payload: Payload, out: Any = None) -> Any:
+    """The array of which a payload has the elements that are not zero."""
+    indices, values = payload.parts
+    if out is None:
+        out = namespace(values).zeros(payload.count, values.dtype)
+    else:
+        out[...] = 0
+    out.reshape(-1)[indices] = values
+    return out
+
+
+def _check_density(density: float) -> None:
+    if not 0 < density <= 1:
+        raise ArgumentError(
+            f"density={density!r} must be above 0 and at most 1 (0.01 keeps one in a hundred)"
+        )

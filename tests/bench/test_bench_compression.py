@@ -1,0 +1,62 @@
+"""The benches of compression: what they call a miss, and that they run."""
+
+from __future__ import annotations
+
+import json
+
+import compression
+import convergence
+import pytest
+
+
+def row(codec: str, speedup: float, link: str = "0.125") -> compression.Row:
+    return compression.Row(2, link, codec, 64 << 20, 100.0, 99.0, 101.0, speedup, 0.01, True)
+
+
+def test_goals_are_of_a_link_and_a_codec():
+    assert row("int8", 2.5).goal == 2 and row("int8", 2.5, "0.0125").goal == 3
+    assert row("int4", 2.5).goal is None and row("int8", 1.0, "").goal is None
+    table = compression.format_rows([row("int8", 1.9), row("topk", 4.0)])
+    assert "2 MISSED" in table and "4 ok" in table and "equal" in table
+
+
+@pytest.mark.slow
+def test_the_bench_measures_and_writes(tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    options = ["--ranks", "2", "--links", "1", "--size", "256K", "--rounds", "1", "--json", str(path)]
+    assert compression.main([*options, "--codecs", "int8,topk+,auto"]) == 0
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [r["codec"] for r in rows] == ["dense", "int8", "topk+", "auto"]
+    assert all(r["equal"] and r["time_ms"] > 0 for r in rows)
+    assert rows[0]["error"] < 1e-6 < rows[1]["error"] < 0.02
+    said = capsys.readouterr().out
+    assert "auto: 0.25 MiB over 2 ranks" in said and "1 GB/s, 2 ranks" in said
+
+
+def test_a_training_that_falls_short_is_a_miss():
+    def of(codec: str, ratio: float, equal: bool = True) -> str:
+        return convergence.Row("digits", 4, 10, codec, 1.0, ratio, equal, 1.0).verdict
+
+    assert of("int8", 1.019) == "ok" and of("int8", 1.03) == "MISSED"
+    assert of("topk", 2.0) == "" and of("int4+", 1.0, equal=False) == "RANKS DIFFER"
+
+
+@pytest.mark.slow
+def test_a_short_training_runs(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    options = [
+        "--tasks",
+        "digits",
+        "--steps",
+        "60",
+        "--ranks",
+        "2",
+        "--codecs",
+        "int8,int4+",
+        "--json",
+        str(path),
+    ]
+    assert convergence.main([*options, "--json", str(path)]) == 0
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [r["codec"] for r in rows] == ["dense", "int8", "int4+"]
+    assert all(r["equal"] and r["loss"] < 1.5 for r in rows)

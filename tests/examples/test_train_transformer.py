@@ -1,0 +1,122 @@
+"""The transformer example: its gradients are right, its parts add up, and compressed it learns as well."""
+
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "examples" / "train_transformer.py"
+
+
+def load_script(source):
+    """The example as a module, from its text."""
+    module = types.ModuleType("train_transformer")
+    sys.modules["train_transformer"] = module
+    exec(compile(source, str(SCRIPT), "exec"), module.__dict__)
+    return module
+
+
+@pytest.fixture(scope="module")
+def example():
+    return load_script(SCRIPT.read_text())
+
+
+def some_lines(example, rows, context=12):
+    text, _, letters = example.load_text(np)
+    return example.lines_of(np, text, np.arange(rows) * 1001, context), letters
+
+
+def slopes(example):
+    """For each parameter array: the steepest slope by back-propagation, and the same by differences."""
+    lines, letters = some_lines(example, 3)
+    network = example.Transformer(np, example.Size(12, 16, 2, 2), letters, seed=0)
+    network.backward(lines, 3 * 12)
+    pairs = []
+    for name in network.shapes:
+        values, slope = network.at[name].reshape(-1), network.slope[name].reshape(-1)
+        place, step, losses = abs(slope).argmax(), 2e-3, []
+        original = values[place]
+        for value in (original + step, original - step):
+            values[place] = value
+            losses.append(network.loss(lines))
+        values[place] = original
+        pairs.append((float(slope[place]), (losses[0] - losses[1]) / (2 * step)))
+    return np.array(pairs).T
+
+
+def test_gradient_is_the_slope_of_the_loss(example):
+    gradient, differences = slopes(example)
+    np.testing.assert_allclose(gradient, differences, rtol=0.02, atol=2e-3)
+    assert abs(differences).min() > 1e-2  # or else zeros would do
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("(1 + x * (1 - sigmoid))", "(1 + x)"),
+        ("- unit * along", ""),
+        ("of_scores.swapaxes(-1, -2) @ q", "of_scores @ q"),
+        ("slope = slope + inner", "slope = inner"),
+        ('self.slope["places"][: text.shape[1]] += slope.sum(axis=0)', "pass"),
+    ],
+)
+def test_wrong_back_propagation_is_noticed(right, wrong):
+    source = SCRIPT.read_text()
+    assert right in source
+    gradient, differences = slopes(load_script(source.replace(right, wrong)))
+    with pytest.raises(AssertionError):
+        np.testing.assert_allclose(gradient, differences, rtol=0.02, atol=2e-3)
+
+
+def test_nobody_sees_what_comes_after(example):
+    lines, letters = some_lines(example, 2)
+    network = example.Transformer(np, example.Size(12, 16, 2, 2), letters, seed=0)
+    before = network.forward(lines[:, :-1])[0]
+    changed = lines[:, :-1].copy()
+    changed[:, 8] = (changed[:, 8] + 1) % letters
+    after = network.forward(changed)[0]
+    np.testing.assert_array_equal(before[:, :8], after[:, :8])
+    assert (before[:, 8:] != after[:, 8:]).any(axis=-1).all()
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_parts_of_any_number_of_ranks_add_up_to_the_batch(example, size):
+    lines, letters = some_lines(example, 5)
+    network = example.Transformer(np, example.Size(12, 16, 2, 1), letters, seed=0)
+    network.backward(lines, 60)
+    whole = network.gradient.copy()
+    total = np.zeros_like(whole)
+    for rank in range(size):
+        network.backward(lines[rank::size], 60)
+        total += network.gradient
+    np.testing.assert_allclose(total, whole, atol=1e-5)
+
+
+def run(*options):
+    command = [sys.executable, "-m", "flagcx.cli", "run", "-n", "2", str(SCRIPT), *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "equal on 2 ranks" in done.stdout
+    return float(re.search(r"held-out loss +([\d.]+)", done.stdout)[1])
+
+
+@pytest.mark.slow
+def test_it_learns_as_well_with_compressed_gradients():
+    options = ("--steps", "400", "--batch", "8")
+    dense = run(*options)
+    assert dense < 2.7  # a letter at random costs 4.5
+    for codec in ("int8", "int4", "topk", "powersgd"):
+        assert run(*options, "--compression", codec) < 1.02 * dense, codec
+    assert run(*options, "--compression", "topk", "--no-feedback") > 1.1 * dense
+
+
+def test_a_codec_that_is_unknown_is_named():
+    command = [sys.executable, str(SCRIPT), "--steps", "1", "--compression", "zip"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "compression='zip' is not known; expected one of fp16" in done.stderr

@@ -1,0 +1,88 @@
+"""What the ranks of the GPU tests of compression do. Each returns the list of what went wrong on its rank."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+import flagcx as fc
+
+NAMES = ("fp16", "bf16", "fp8", "fp8_e5m2", "int8", "int4", "topk", "randomk", "powersgd", "sparse", "auto")
+SAME_BITS = ("fp16", "bf16", "fp8", "fp8_e5m2", "int8", "int4", "sparse")
+
+
+def data(rank: int, count: int, step: int = 0) -> np.ndarray:
+    return np.random.default_rng([rank, count, step]).standard_normal(count).astype(np.float32)
+
+
+def as_on_the_host(counts: list[int], steps: int) -> list[str]:
+    """Each codec with feedback, on CuPy arrays and on NumPy arrays."""
+    import cupy
+
+    comm, faults = fc.init(), []
+    for count in counts:
+        for name in NAMES:
+            device, host = fc.compression.Feedback(name), fc.compression.Feedback(name)
+            for step in range(steps):
+                x = cupy.asarray(data(comm.rank, count, step))
+                got = comm.allreduce(x, "avg", compression=device["x"]).get()
+                want = comm.allreduce(data(comm.rank, count, step), "avg", compression=host["x"])
+                where = f"{name} of {count}, step {step}, rank {comm.rank} of {comm.size}"
+                if len(set(comm.allgather_object(hashlib.sha256(got.tobytes()).hexdigest()))) > 1:
+                    faults.append(f"{where}: ranks differ")
+                distance = np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-30)
+                # The host adds long messages in other pieces, so single numbers may round otherwise.
+                if distance > (0.02 if name in SAME_BITS else 0.05):
+                    faults.append(f"{where}: {distance:.2g} from the host's")
+    return faults
+
+
+def nothing_is_lost(count: int, steps: int) -> list[str]:
+    """All results and what the ranks keep add up to all gradients."""
+    import cupy
+
+    comm, faults = fc.init(), []
+    for name in ("int8", "int4", "topk", "randomk", "powersgd"):
+        slot = fc.compression.Feedback(name)["x"]
+        total = np.zeros(count)
+        for step in range(steps):
+            total += comm.allreduce(cupy.asarray(data(comm.rank, count, step)), compression=slot).get()
+        kept = np.sum(comm.allgather_object(slot.residual.get()), axis=0, dtype=np.float64)
+        every = [data(q, count, s) for q in range(comm.size) for s in range(steps)]
+        worst = abs(total + kept - np.sum(every, axis=0, dtype=np.float64)).max()
+        if worst > 1e-3:
+            faults.append(f"{name}: {worst:.2g} of a gradient was lost or counted twice")
+    return faults
+
+
+def sparse_and_other_dtypes(count: int) -> list[str]:
+    """Lossless sums of sparse arrays, float16 and float64, async, and a stream."""
+    import cupy
+
+    comm, faults = fc.init(), []
+    random = np.random.default_rng(comm.rank)
+    x = np.where(random.random(count) < 0.01, data(comm.rank, count), np.float32(0))
+    exact = np.sum(comm.allgather_object(x), axis=0)
+    got = comm.allreduce(cupy.asarray(x), compression="sparse").get()
+    if not np.allclose(got, exact, atol=1e-6):
+        faults.append("sparse")
+    for dtype in (np.float16, np.float64):
+        y = comm.allreduce(cupy.asarray(data(comm.rank, count).astype(dtype)), compression="int8")
+        want = np.sum([data(q, count) for q in range(comm.size)], axis=0)
+        if y.dtype != dtype or np.linalg.norm(y.get() - want) > 0.02 * np.linalg.norm(want):
+            faults.append(f"int8 of {np.dtype(dtype)}")
+    z = cupy.asarray(data(comm.rank, count))
+    plain = comm.allreduce(z.copy(), compression="int8").get()
+    work = comm.allreduce(z, compression="int8", async_op=True)
+    if not np.array_equal(work.wait().get(), plain):
+        faults.append("async_op")
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        z = cupy.asarray(data(comm.rank, count))
+    stream.synchronize()
+    comm.allreduce(z, compression="int8", stream=stream)
+    stream.synchronize()
+    if not np.array_equal(z.get(), plain):
+        faults.append("stream")
+    return faults

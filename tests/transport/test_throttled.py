@@ -1,0 +1,91 @@
+"""The slow link: how long calls take on it, and what cannot be one."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+import flagcx as fc
+from flagcx.errors import ArgumentError
+from flagcx.transport.throttled import Link, Throttled, throttled
+from tests.ranks import run_ranks
+
+
+def test_a_link_is_read_from_text():
+    assert Link.parse("0.0125") == Link(0.0125, 0.0)
+    assert Link.parse("0.125, 50") == Link(0.125, 50.0)
+    assert Link(0.5, 10).time_ns(1000, 3) == 2000 + 30_000
+
+
+@pytest.mark.parametrize("text", ["fast", "1,2,3", ",", "1;2"])
+def test_text_that_is_no_link(text):
+    with pytest.raises(ArgumentError, match=r"throttle='.*' is no link; expected GB/s, or GB/s and us"):
+        Link.parse(text)
+
+
+def test_numbers_that_are_no_link():
+    with pytest.raises(ArgumentError, match="bandwidth above 0 GB/s, got 0"):
+        Link.parse("0")
+    with pytest.raises(ArgumentError, match="latency is 0 us or more, got -1"):
+        Link(1, -1)
+
+
+def test_without_the_setting_nothing_is_wrapped():
+    transport = object()
+    assert throttled(transport, "") is transport
+
+
+def times(count: int) -> dict[str, float]:
+    """Milliseconds of some calls, and whether their results are right."""
+    comm = fc.init(throttle="0.1,500")
+    assert isinstance(comm._engine.transport, Throttled)
+    found = {}
+    x = np.full(count, comm.rank + 1, np.float32)
+
+    def timed(name, call):
+        comm.barrier()
+        start = time.perf_counter()
+        call()
+        found[name] = (time.perf_counter() - start) * 1e3
+
+    timed("allreduce", lambda: comm.allreduce(x))
+    found["right"] = float(np.all(x == sum(range(1, comm.size + 1))))
+    timed(
+        "sendrecv",
+        lambda: comm.sendrecv(x, (comm.rank + 1) % comm.size, x.copy(), (comm.rank - 1) % comm.size),
+    )
+    timed("broadcast", lambda: comm.broadcast(x[:1000]))
+    timed("started", lambda: comm.allreduce(x, async_op=True))
+    comm.barrier()
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_calls_take_the_time_of_the_link(size):
+    count = 1 << 20
+    for found in run_ranks(times, size, count):
+        assert found["right"] == 1
+        wire_ms = 4 * count / 0.1e6
+        least = 2 * (size - 1) / size * wire_ms
+        assert least <= found["allreduce"] < 1.5 * least + 60
+        assert wire_ms + 0.5 <= found["sendrecv"] < 1.5 * wire_ms + 60
+        assert found["broadcast"] >= 0.5 + 0.04
+        assert found["started"] < least / 2
+
+
+def late() -> float:
+    comm = fc.init(throttle="0.1")
+    x = np.ones(1 << 18, np.float32)
+    comm.barrier()
+    if comm.rank == 0:
+        time.sleep(0.05)
+    start = time.perf_counter()
+    comm.allreduce(x)
+    return (time.perf_counter() - start) * 1e3
+
+
+def test_the_link_is_not_at_work_before_all_have_come():
+    first, second = run_ranks(late, 2)
+    assert first >= 10 and second >= first + 40

@@ -3,16 +3,18 @@
     flagcx run -n 4 examples/train_digits.py
     mpirun -n 4 python examples/train_digits.py
     python examples/train_digits.py                  # alone: one rank, the same network
+    flagcx run -n 4 examples/train_digits.py --overlap
 
 Data-parallel training in three sentences. Every rank holds the whole network and looks at its own part
 of each batch. After each backward pass the ranks add up their gradients, so that all of them take the
 same step. The adding up is one line, ``comm.allreduce(network.gradient)``; all else is a network as you'd
-write it for yourself.
+write it for yourself. With ``--overlap`` each layer's gradients are added up as soon as they are ready, while
+those of the layers before it are still being worked out.
 """
 
 import hashlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from typing import Annotated, Any
 
@@ -59,20 +61,25 @@ class Network:
                 values[-1] = self.xp.tanh(values[-1])
         return values
 
-    def backward(self, pixels: Any, labels: Any, batch: int) -> None:
+    def backward(
+        self, pixels: Any, labels: Any, batch: int, ready: Callable[[int], None] = lambda layer: None
+    ) -> None:
         """Sets ``gradient`` to what these pictures add to the gradient of the mean loss of a batch.
 
         Dividing by the size of the *whole* batch makes the sum over the ranks the mean over the batch,
-        even if one rank has more pictures than another, or none.
+        even if one rank has more pictures than another, or none. ``ready`` is called with the number of each
+        layer, the last one first, once its part of the gradient is done.
         """
         xp = self.xp
         *inputs, scores = self.forward(pixels)
         likelihood = xp.exp(scores - scores.max(axis=1, keepdims=True))
         likelihood /= likelihood.sum(axis=1, keepdims=True)  # softmax
         slope = (likelihood - xp.eye(LAYERS[-1], dtype=xp.float32)[labels]) / xp.float32(batch)
-        for (weights, gradient), values in zip(self.layers[::-1], inputs[::-1], strict=True):
+        for layer in reversed(range(len(self.layers))):
+            (weights, gradient), values = self.layers[layer], inputs[layer]
             gradient[:-1] = values.T @ slope
             gradient[-1] = slope.sum(axis=0)
+            ready(layer)
             slope = (slope @ weights[:-1].T) * (1 - values**2)  # the derivative of tanh
 
     def accuracy(self, pixels: Any, labels: Any) -> float:
@@ -101,6 +108,25 @@ def train(comm: Any, network: Network, pixels: Any, labels: Any, lr: float, step
         velocity = MOMENTUM * velocity - lr * network.gradient
         network.parameters += velocity
     return communication_s
+
+
+def train_overlapped(
+    comm: Any, network: Network, pixels: Any, labels: Any, lr: float, steps: Iterable[Any]
+) -> float:
+    """Trains like ``train``, but adds up each layer's gradients while those before it are worked out."""
+    waiting_s, velocity = 0.0, network.xp.zeros_like(network.parameters)
+    comm.broadcast(network.parameters, root=0)
+    gradients = [gradient for _, gradient in network.layers]
+    with fc.GradientSynchronizer(comm, gradients, average=False) as sync:
+        for rows in steps:
+            mine = rows[comm.rank :: comm.size]
+            network.backward(pixels[mine], labels[mine], batch=len(rows), ready=sync.ready)
+            start = time.perf_counter()
+            sync.wait()
+            waiting_s += time.perf_counter() - start
+            velocity = MOMENTUM * velocity - lr * network.gradient
+            network.parameters += velocity
+    return waiting_s
 
 
 def choose_arrays(comm: Any) -> Any:
@@ -134,6 +160,7 @@ def main(
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 0.1,
     seed: Annotated[int, typer.Option(help="For the first weights and the order of the pictures.")] = 0,
     check: Annotated[bool, typer.Option("--check", help="Compare with what one rank alone learns.")] = False,
+    overlap: Annotated[bool, typer.Option("--overlap", help="Add gradients up as they come.")] = False,
 ) -> None:
     """Trains a small network on handwritten digits, data-parallel over all ranks."""
     began = time.perf_counter()
@@ -143,7 +170,8 @@ def main(
         steps = list(batches(len(training[0]), batch, epochs, seed))
         network = Network(xp, seed)
         bar = track(steps, "training", disable=comm.rank != 0)
-        communication_s = train(comm, network, *training, lr, bar)
+        learn = train_overlapped if overlap else train
+        communication_s = learn(comm, network, *training, lr, bar)
 
         digest = hashlib.sha256(network.parameters.tobytes()).hexdigest()
         equal = len(set(comm.allgather_object(digest))) == 1
@@ -154,7 +182,8 @@ def main(
         print(f"held-out accuracy  {network.accuracy(*test):.1%}")
         print(f"parameters         {'equal' if equal else 'DIFFERENT'} on {comm.size} ranks, bit by bit")
         print(f"time               {seconds:.2f} s, of which {communication_s:.2f} s in communication")
-        print(f"bytes added up     {len(steps) * network.gradient.nbytes:,} in {len(steps)} all-reduces")
+        times = f"{len(steps)} steps" if overlap else f"{len(steps)} all-reduces"
+        print(f"bytes added up     {len(steps) * network.gradient.nbytes:,} in {times}")
         if alone:
             reference = Network(xp, seed)
             train(alone, reference, *training, lr, steps)

@@ -1,10 +1,35 @@
-"""Pooled communication buffers: blocks of a few large pieces of memory, used again and again."""
+"""Pooled communication buffers: blocks of a few large pieces of memory, used again and again.
+
+A ``Pool`` asks the system for few pieces, each at least twice as large as the one before, and hands out
+blocks of them. What is given back is handed out again, so a training loop that has made its first steps asks
+the system for nothing any more. Pools are kept for memory that is dear to make: shared memory that peers
+map, memory of a GPU, pinned memory of the host.
+
+Fragmentation
+-------------
+Blocks are whole pages at the lowest address where they fit, and free neighbours are joined at once. For that
+rule Robson (1977) bounds the memory that any order of takes and gives can need: with at most M bytes handed
+out at a time and no block larger than n pages, about ``M log2 n``; ``bound_nbytes`` is his bound. No rule
+that leaves blocks where they are can do better than half of it (Robson 1974). ``fragmentation`` tells how
+much of what is free is not in the largest free part.
+"""
 
 from __future__ import annotations
 
+import math
+import threading
+import weakref
 from bisect import insort
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import Any, Protocol
 
 ALIGNMENT = 4096
+SHARED, DEVICE, PINNED = "shared", "device", "pinned"
+"""The kinds of memory: mapped by peers, of a GPU, and of the host for copies to and from a GPU."""
+_MOST_PIECE_NBYTES = 1 << 30
 
 
 class FreeList:
@@ -24,13 +49,23 @@ class FreeList:
         """Bytes handed out."""
         return sum(self._used.values())
 
+    @property
+    def blocks(self) -> int:
+        """Blocks handed out."""
+        return len(self._used)
+
+    @property
+    def largest_free_nbytes(self) -> int:
+        """Bytes of the largest free part."""
+        return max((stop - start for start, stop in self._free), default=0)
+
     def take(self, nbytes: int) -> int | None:
         """Hands out ``nbytes`` bytes (rounded up to whole pages).
 
         Returns:
             Offset of the block, or None where no free part is large enough.
         """
-        nbytes = max(-(-nbytes // ALIGNMENT), 1) * ALIGNMENT
+        nbytes = whole_pages(nbytes)
         for i, (start, stop) in enumerate(self._free):
             if stop - start >= nbytes:
                 self._free[i : i + 1] = [(start + nbytes, stop)] if start + nbytes < stop else []
@@ -38,9 +73,10 @@ class FreeList:
                 return start
         return None
 
-    def give(self, offset: int) -> None:
-        """Takes back the block at ``offset``."""
-        start, stop = offset, offset + self._used.pop(offset)
+    def give(self, offset: int) -> int:
+        """Takes back the block at ``offset``, and returns how many bytes it has."""
+        nbytes = self._used.pop(offset)
+        start, stop = offset, offset + nbytes
         kept = []
         for a, b in self._free:
             if b == start:
@@ -51,3 +87,263 @@ class FreeList:
                 kept.append((a, b))
         insort(kept, (start, stop))
         self._free = kept
+        return nbytes
+
+
+def whole_pages(nbytes: int) -> int:
+    """``nbytes`` rounded up to pages; one page at least."""
+    return max(-(-nbytes // ALIGNMENT), 1) * ALIGNMENT
+
+
+def bound_nbytes(most_used_nbytes: int, largest_nbytes: int) -> float:
+    """Bytes that first fit needs at most, in one piece of memory.
+
+    Args:
+        most_used_nbytes: The most bytes handed out at a time.
+        largest_nbytes: The largest block.
+
+    Source: J. M. Robson, "Worst case fragmentation of first fit and best fit storage allocation strategies",
+        The Computer Journal 20 (1977): M H(n) / ln 2, with H(n) = 1 + 1/2 + ... + 1/n below 1 + ln n.
+    """
+    pages = max(largest_nbytes // ALIGNMENT, 1)
+    return most_used_nbytes * (1 + math.log(pages)) / math.log(2)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A part of a pool's memory.
+
+    Attributes:
+        memory: The piece that it lies in: what the pool's ``allocate`` returned.
+        piece: The number of that piece.
+        offset: Where it begins, in bytes.
+        nbytes: Its size in bytes, as asked for.
+    """
+
+    memory: Any
+    piece: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStats:
+    """The figures of one kind of memory.
+
+    Attributes:
+        reserved_nbytes: Bytes taken from the system.
+        used_nbytes: Bytes handed out.
+        peak_nbytes: The most bytes handed out at a time (where there are several pools, the sum of theirs).
+        blocks: Blocks handed out now.
+        taken: Blocks handed out so far.
+        allocations: How often the system was asked for memory so far.
+        largest_free_nbytes: Bytes of the largest free part.
+    """
+
+    reserved_nbytes: int = 0
+    used_nbytes: int = 0
+    peak_nbytes: int = 0
+    blocks: int = 0
+    taken: int = 0
+    allocations: int = 0
+    largest_free_nbytes: int = 0
+
+    @property
+    def fragmentation(self) -> float:
+        """The share of the free memory that is not in its largest part: near 1 for splinters."""
+        free = self.reserved_nbytes - self.used_nbytes
+        return 1 - self.largest_free_nbytes / free if free > 0 else 0.0
+
+    def __add__(self, other: PoolStats) -> PoolStats:
+        largest = max(self.largest_free_nbytes, other.largest_free_nbytes)
+        return PoolStats(
+            self.reserved_nbytes + other.reserved_nbytes,
+            self.used_nbytes + other.used_nbytes,
+            self.peak_nbytes + other.peak_nbytes,
+            self.blocks + other.blocks,
+            self.taken + other.taken,
+            self.allocations + other.allocations,
+            largest,
+        )
+
+
+class Pool:
+    """Memory of one kind, taken from the system in few large pieces and handed out in blocks.
+
+    Any thread may take and give, and ``give`` may come from the garbage collector at any point: what is given
+    back waits in a queue until the next call.
+
+    Args:
+        kind: ``SHARED``, ``DEVICE`` or ``PINNED``; for the figures.
+        allocate: ``allocate(nbytes)`` asks the system for a piece of at least so many bytes, and returns the
+            piece and its size.
+        least_nbytes: Size of the first piece.
+
+    Example:
+        >>> pool = Pool("shared", lambda nbytes: (bytearray(nbytes), nbytes), least_nbytes=1 << 20)
+        >>> block = pool.take(5000)
+        >>> pool.stats().used_nbytes, pool.stats().allocations
+        (8192, 1)
+        >>> pool.give(block)
+        >>> pool.stats().used_nbytes
+        0
+    """
+
+    def __init__(
+        self, kind: str, allocate: Callable[[int], tuple[Any, int]], least_nbytes: int = 8 << 20
+    ) -> None:
+        self.kind, self._allocate, self._least = kind, allocate, least_nbytes
+        self._pieces: list[tuple[Any, FreeList]] = []
+        self._given: deque[tuple[int, int]] = deque()
+        self._lock = threading.Lock()
+        self._used = self._peak = self._taken = self._allocations = 0
+        keep_figures(self)
+
+    def take(self, nbytes: int) -> Block:
+        """Hands out at least ``nbytes`` bytes, at a multiple of 4096 bytes from the start of their piece.
+
+        Raises:
+            ResourceError: The system has no room left.
+        """
+        with self._lock:
+            self._take_back()
+            block = self._find(nbytes) or self._grow(nbytes)
+            self._taken += 1
+            self._used += whole_pages(nbytes)
+            self._peak = max(self._peak, self._used)
+            return block
+
+    def _find(self, nbytes: int) -> Block | None:
+        for number, (memory, free) in enumerate(self._pieces):
+            offset = free.take(nbytes)
+            if offset is not None:
+                return Block(memory, number, offset, nbytes)
+        return None
+
+    def _grow(self, nbytes: int) -> Block:
+        doubled = 2 * self._pieces[-1][1].nbytes if self._pieces else 0
+        memory, size = self._allocate(max(whole_pages(nbytes), min(doubled, _MOST_PIECE_NBYTES), self._least))
+        self._allocations += 1
+        free = FreeList(size)
+        self._pieces.append((memory, free))
+        offset = free.take(nbytes)
+        assert offset is not None
+        return Block(memory, len(self._pieces) - 1, offset, nbytes)
+
+    def give(self, block: Block) -> None:
+        """Takes a block back. Nothing may use it any more, nor work that is enqueued on a GPU."""
+        self._given.append((block.piece, block.offset))
+
+    def _take_back(self) -> None:
+        while self._given:
+            piece, offset = self._given.popleft()
+            if self._pieces:  # else it was closed meanwhile
+                self._used -= self._pieces[piece][1].give(offset)
+
+    def stats(self) -> PoolStats:
+        """The figures of now."""
+        with self._lock:
+            self._take_back()
+            frees = [free for _, free in self._pieces]
+            return PoolStats(
+                sum(free.nbytes for free in frees),
+                self._used,
+                self._peak,
+                sum(free.blocks for free in frees),
+                self._taken,
+                self._allocations,
+                max((free.largest_free_nbytes for free in frees), default=0),
+            )
+
+    def close(self) -> None:
+        """Lets go of all pieces. Idempotent."""
+        with self._lock:
+            self._pieces, self._used = [], 0
+            self._given.clear()
+
+    def __repr__(self) -> str:
+        now = self.stats()
+        return f"<Pool of {self.kind} memory, {now.used_nbytes:,} of {now.reserved_nbytes:,} bytes in use>"
+
+
+# -- the figures of a process -----------------------------------------------------------------------
+
+
+class Figured(Protocol):
+    """Something that holds communication memory and has figures of it."""
+
+    @property
+    def kind(self) -> str:
+        """The kind of memory."""
+
+    def stats(self) -> PoolStats:
+        """The figures of now."""
+
+
+class MemoryReport(Mapping[str, PoolStats]):
+    """Figures by kind of memory: "shared", "device", "pinned". Prints as a table."""
+
+    def __init__(self, kinds: Mapping[str, PoolStats]) -> None:
+        self._kinds = dict(kinds)
+
+    def __getitem__(self, kind: str) -> PoolStats:
+        return self._kinds[kind]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._kinds)
+
+    def __len__(self) -> int:
+        return len(self._kinds)
+
+    def as_dict(self) -> dict[str, dict[str, float]]:
+        """Everything as plain values."""
+        return {k: {**asdict(s), "fragmentation": s.fragmentation} for k, s in self._kinds.items()}
+
+    def __str__(self) -> str:
+        head = ("memory", "reserved", "used", "peak", "blocks", "allocations", "fragmentation")
+        rows: list[tuple[str, ...]] = [head]
+        for kind, s in self._kinds.items():
+            sizes = (f"{n:,}" for n in (s.reserved_nbytes, s.used_nbytes, s.peak_nbytes))
+            rows.append((kind, *sizes, str(s.blocks), str(s.allocations), f"{s.fragmentation:.0%}"))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join(
+            "  ".join(
+                text.ljust(width) if i == 0 else text.rjust(width)
+                for i, (text, width) in enumerate(zip(row, widths, strict=True))
+            )
+            for row in rows
+        )
+
+    __repr__ = __str__
+
+
+def memory_stats() -> MemoryReport:
+    """The communication memory of this process, by kind: shared with peers, of the GPU, pinned.
+
+    Arrays of ``comm.empty``, fused messages, buckets of gradients and what plans need for themselves are in
+    it; the caller's own arrays are not.
+
+    Returns:
+        A mapping from kind to ``PoolStats``, which prints as a table.
+
+    Example:
+        >>> before = memory_stats()["shared"].allocations
+        >>> # ... steps of a training ...
+        >>> memory_stats()["shared"].allocations - before
+        0
+    """
+    found = {kind: PoolStats() for kind in (SHARED, DEVICE, PINNED)}
+    for one in list(_holders()):
+        found[one.kind] = found[one.kind] + one.stats()
+    return MemoryReport(found)
+
+
+def keep_figures(holder: Figured) -> None:
+    """Lets ``memory_stats`` count a holder of memory as long as it lives."""
+    _holders().add(holder)
+
+
+@lru_cache(maxsize=1)
+def _holders() -> weakref.WeakSet:
+    """The holders of this process."""
+    return weakref.WeakSet()

@@ -1,0 +1,154 @@
+"""1,000 arrays of 1 to 64 KiB: one call for each, beside one list and one group.
+
+    flagcx run -n 2 bench/fusion.py
+    flagcx run -n 4 bench/fusion.py --out results.jsonl
+    flagcx run -n 4 bench/fusion.py --gpu              # CuPy arrays
+
+The kinds take turns, so that a drift of the machine hits all alike. Every result is checked.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+import flagcx as fc
+
+SMALLEST, LARGEST = 1 << 10, 64 << 10
+KINDS = ("one by one", "list", "group")
+
+
+def sizes(count: int, spread: str) -> Iterator[int]:
+    """Elements of float32 of each array, the same on all ranks.
+
+    Args:
+        count: How many arrays.
+        spread: "least" for 1 KiB each; "powers" for as many between 1 and 2 KiB as between 32 and 64;
+            "even" for all sizes alike.
+    """
+    random = np.random.default_rng(0)
+    for share in random.uniform(0, 1, count):
+        if spread == "least":
+            nbytes = SMALLEST
+        elif spread == "powers":
+            nbytes = SMALLEST * (LARGEST / SMALLEST) ** share
+        else:
+            nbytes = SMALLEST + (LARGEST - SMALLEST) * share
+        yield int(nbytes) // 4
+
+
+class Trial:
+    """The arrays of one spread, and the ways to reduce them."""
+
+    def __init__(self, comm: fc.Communicator, xp: Any, spread: str, count: int) -> None:
+        self.comm, self.xp = comm, xp
+        self.arrays = [xp.zeros(n, xp.float32) for n in sizes(count, spread)]
+        self.nbytes = sum(a.nbytes for a in self.arrays)
+
+    def one_by_one(self) -> None:
+        for array in self.arrays:
+            self.comm.allreduce(array)
+
+    def list(self) -> None:
+        self.comm.allreduce(self.arrays)
+
+    def group(self) -> None:
+        with self.comm.group():
+            for array in self.arrays:
+                self.comm.allreduce(array)
+
+    def synchronize(self) -> None:
+        if self.xp is not np:
+            self.xp.cuda.Device().synchronize()
+
+    def time_ms(self, call: Callable[[], None]) -> float:
+        """Milliseconds until the last rank is done."""
+        self.synchronize()
+        self.comm.barrier()
+        start = time.perf_counter()
+        call()
+        self.synchronize()
+        return max(self.comm.allgather_object(time.perf_counter() - start)) * 1e3
+
+    def wrong(self, call: Callable[[], None]) -> int:
+        """How many elements are wrong after one call on fresh data; leaves zeros behind."""
+        xp, size = self.xp, self.comm.size
+        ramps = [xp.arange(a.size, dtype=xp.float32) % 1000 + i % 97 for i, a in enumerate(self.arrays)]
+        for array, ramp in zip(self.arrays, ramps, strict=True):
+            array[...] = ramp + self.comm.rank
+        call()
+        faults = 0
+        for array, ramp in zip(self.arrays, ramps, strict=True):
+            faults += int((array != size * ramp + size * (size - 1) // 2).sum())
+            array[...] = 0
+        return sum(self.comm.allgather_object(faults))
+
+
+def measure(trial: Trial, rounds: int) -> dict[str, Any]:
+    """Times all kinds in turns; medians."""
+    calls = {kind: getattr(trial, kind.replace(" ", "_")) for kind in KINDS}
+    wrong = {kind: trial.wrong(call) for kind, call in calls.items()}
+    times: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    for i in range(rounds + 2):
+        for kind, call in calls.items():
+            elapsed = trial.time_ms(call)
+            if i >= 2:
+                times[kind].append(elapsed)
+    return {
+        "ms": {kind: round(statistics.median(values), 3) for kind, values in times.items()},
+        "wrong": wrong,
+    }
+
+
+def main(
+    gpu: Annotated[bool, typer.Option("--gpu", help="CuPy arrays.")] = False,
+    count: Annotated[int, typer.Option(min=1, help="How many arrays.")] = 1000,
+    rounds: Annotated[int, typer.Option(min=1)] = 9,
+    out: Annotated[Path | None, typer.Option(help="Where to append results as JSON lines.")] = None,
+) -> None:
+    """Measures fused all-reduces beside single ones."""
+    with fc.init() as comm:
+        xp = choose_arrays(gpu)
+        for spread in ("least", "powers", "even"):
+            trial = Trial(comm, xp, spread, count)
+            found = measure(trial, rounds)
+            if comm.rank == 0:
+                report(comm, trial, spread, found, gpu, out)
+
+
+def choose_arrays(gpu: bool) -> Any:
+    """NumPy or CuPy."""
+    if not gpu:
+        return np
+    import cupy
+
+    return cupy
+
+
+def report(
+    comm: fc.Communicator, trial: Trial, spread: str, found: dict, gpu: bool, out: Path | None
+) -> None:
+    """Prints a line, and appends it to a file."""
+    times = found["ms"]
+    alone = times["one by one"]
+    gains = "  ".join(f"{kind} {t:8.2f} ms ({alone / t:4.1f} x)" for kind, t in times.items())
+    wrong = sum(found["wrong"].values())
+    print(
+        f"{comm.size} ranks, {len(trial.arrays)} arrays, {spread:6} {trial.nbytes / 2**20:5.1f} MiB: {gains}"
+        f"  wrong {wrong}"
+    )
+    if out is not None:
+        row = {"bench": "fusion", "ranks": comm.size, "gpu": gpu, "spread": spread, "nbytes": trial.nbytes}
+        with out.open("a") as lines:
+            print(json.dumps(row | {"count": len(trial.arrays)} | found), file=lines)
+
+
+if __name__ == "__main__":
+    typer.run(main)

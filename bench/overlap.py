@@ -1,0 +1,350 @@
+"""A training step whose gradients are reduced while others are computed, beside the two one after the other.
+
+    flagcx run -n 2 bench/overlap.py --throttle 0.1        # NumPy; a link of 0.1 GB/s between the ranks
+    flagcx run -n 2 bench/overlap.py                       # NumPy through shared memory: nothing is lost
+    flagcx run -n 2 bench/overlap.py --gpu                 # CuPy; two GPUs, or --share-gpu
+    flagcx run -n 2 bench/overlap.py --throttle 0.1 --trace trace.json
+
+Each layer of the network learns by a loss of its own, so gradients come evenly all over the computation.
+The batch is as large as it takes for the computation to last as long as the communication. Measured are the
+computation alone, the communication alone, one after the other, and both at once, in turns; and that both
+ways end with the same parameters, bit by bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+import flagcx as fc
+from flagcx.gradients.buckets import Bucket
+from flagcx.profiler.trace import trace_events, write_trace
+
+CLASSES, RATE = 16, 1e-3
+WIDTH, GPU_WIDTH = 512, 4096
+"""Of a layer. A GPU needs larger ones, or the time goes into starting kernels."""
+CALIBRATIONS = 3
+COMPUTATION, COMMUNICATION = 2, 3
+"""Rows of a rank in the trace, behind those of the profiler."""
+
+
+class Network:
+    """Layers that each predict the labels through a fixed head, and learn by their own error alone."""
+
+    def __init__(self, xp: Any, layers: int, width: int) -> None:
+        random = xp.random.default_rng(0)
+        self.xp = xp
+
+        def normal(rows: int, columns: int) -> Any:
+            return random.standard_normal((rows, columns), dtype=xp.float32) * xp.float32(width**-0.5)
+
+        self.weights = [normal(width, width) for _ in range(layers)]
+        self.heads = [normal(width, CLASSES) for _ in range(layers)]
+        self.gradients = [xp.zeros_like(w) for w in self.weights]
+
+    def compute(self, x: Any, y: Any, ready: Callable[[int], None]) -> None:
+        """Computes all gradients, and calls ``ready`` with the number of each as soon as it's done."""
+        xp = self.xp
+        for i, (w, head) in enumerate(zip(self.weights, self.heads, strict=True)):
+            h = x @ w
+            xp.tanh(h, out=h)
+            slope = ((h @ head - y) @ head.T) * (1 - h * h)
+            xp.matmul(x.T, slope, out=self.gradients[i])
+            self.gradients[i] *= xp.float32(1 / len(x))
+            ready(i)
+            x = h
+
+    def learn(self) -> None:
+        """The optimizer's step."""
+        for w, g in zip(self.weights, self.gradients, strict=True):
+            w -= self.xp.float32(RATE) * g
+
+    def digest(self) -> str:
+        """A fingerprint of all parameters."""
+        digest = hashlib.sha256()
+        for w in self.weights:
+            digest.update(w.tobytes())
+        return digest.hexdigest()
+
+
+class Trial:
+    """The measured steps of one network on one communicator."""
+
+    def __init__(
+        self, comm: fc.Communicator, xp: Any, layers: int, width: int, bucket_bytes: int | None
+    ) -> None:
+        self.comm, self.xp, self.network = comm, xp, Network(xp, layers, width)
+        self.sync = fc.GradientSynchronizer(comm, self.network.gradients, bucket_bytes)
+        self.x = self.y = xp.zeros(0, xp.float32)
+
+    def form_buckets(self, bucket_bytes: int | None) -> None:
+        """Forms the buckets anew, for a step as long as it is now."""
+        self.sync.close()
+        self.sync = fc.GradientSynchronizer(self.comm, self.network.gradients, bucket_bytes)
+        self.overlapped()
+
+    def set_batch(self, batch: int) -> None:
+        """Draws a batch, another on each rank."""
+        random = self.xp.random.default_rng(1 + self.comm.rank)
+        width = len(self.network.weights[0])
+        self.x = random.standard_normal((batch, width), dtype=self.xp.float32)
+        self.y = random.standard_normal((batch, CLASSES), dtype=self.xp.float32)
+
+    def compute(self) -> None:
+        """The computation alone."""
+        self.network.compute(self.x, self.y, lambda i: None)
+        self.network.learn()
+
+    def communicate(self) -> None:
+        """The communication alone."""
+        for i in range(len(self.network.gradients)):
+            self.sync.ready(i)
+        self.sync.wait()
+
+    def one_after_the_other(self) -> None:
+        """All gradients first, then all all-reduces: what overlap is measured against."""
+        self.network.compute(self.x, self.y, lambda i: None)
+        self.communicate()
+        self.network.learn()
+
+    def overlapped(self) -> None:
+        """Each bucket as soon as it is full."""
+        self.network.compute(self.x, self.y, self.sync.ready)
+        self.sync.wait()
+        self.network.learn()
+
+    def finish(self) -> None:
+        """Waits for the GPU, if there is one."""
+        if self.xp is not np:
+            self.xp.cuda.Device().synchronize()
+
+    def time_s(self, step: Callable[[], None]) -> float:
+        """Seconds of a step that all ranks begin together, until the last has ended it."""
+        self.finish()
+        self.comm.barrier()
+        start = time.perf_counter()
+        step()
+        self.finish()
+        return max(self.comm.allgather_object(time.perf_counter() - start))
+
+    def calibrate(self, start: int) -> None:
+        """Chooses the batch so that the computation takes as long as the communication."""
+        self.set_batch(start)
+        for _ in range(CALIBRATIONS):
+            self.time_s(self.compute)
+            wanted, got = (
+                statistics.median(self.time_s(step) for _ in range(3))
+                for step in (self.communicate, self.compute)
+            )
+            self.set_batch(max(int(len(self.x) * wanted / got), 8))
+
+
+def compare(trial: Trial, steps: int) -> dict[str, float]:
+    """Times each kind of step, in turns; medians in ms."""
+    kinds = ("compute", "communicate", "one_after_the_other", "overlapped")
+    times: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for _ in range(steps):
+        for kind in kinds:
+            times[kind].append(trial.time_s(getattr(trial, kind)))
+    return {kind: statistics.median(values) * 1e3 for kind, values in times.items()}
+
+
+def same_parameters(trial: Trial, steps: int) -> bool:
+    """Whether both ways of stepping end with the same bits, on all ranks."""
+    digests, weights = [], trial.network.weights
+    for kind in ("one_after_the_other", "overlapped"):
+        fresh = Trial(trial.comm, trial.xp, len(weights), len(weights[0]), trial.sync.bucket_nbytes)
+        fresh.x, fresh.y = trial.x, trial.y
+        for _ in range(steps):
+            getattr(fresh, kind)()
+        fresh.finish()
+        digests.append(fresh.network.digest())
+        fresh.sync.close()
+    return len(set(trial.comm.allgather_object(tuple(digests)))) == 1 and digests[0] == digests[1]
+
+
+# -- the trace ----------------------------------------------------------------------------------------
+
+
+class Spans:
+    """When layers were computed and buckets reduced, by the clock of the host or of the GPU."""
+
+    def __init__(self, xp: Any) -> None:
+        self._xp, self._marks = xp, []
+        self._began_ns, self._base = time.perf_counter_ns(), None
+        if xp is not np:
+            xp.cuda.Device().synchronize()
+            self._began_ns = time.perf_counter_ns()
+            self._base = xp.cuda.get_current_stream().record()
+
+    def now(self) -> Any:
+        """A moment: on a GPU, on the current stream."""
+        return time.perf_counter_ns() if self._xp is np else self._xp.cuda.get_current_stream().record()
+
+    def add(self, row: int, name: str, start: Any) -> None:
+        """Adds what began at ``start`` and ends now."""
+        self._marks.append((row, name, start, self.now()))
+
+    def in_ns(self) -> list[tuple[int, str, int, int]]:
+        """Row, name, start and end of each, in ns of the host's clock."""
+        if self._xp is np:
+            return self._marks
+        self._xp.cuda.Device().synchronize()
+
+        def at(event: Any) -> int:
+            return self._began_ns + int(self._xp.cuda.get_elapsed_time(self._base, event) * 1e6)
+
+        return [(row, name, at(start), at(end)) for row, name, start, end in self._marks]
+
+
+def save_trace(trial: Trial, path: Path) -> None:
+    """Writes the trace of two steps of either kind: what the profiler has, and the rows of ``Spans``."""
+    comm = trial.comm
+    comm.profiler.clear()
+    spans = Spans(trial.xp)
+    _spy_on_buckets(spans)
+    for kind in ("one_after_the_other", "overlapped"):
+        for _ in range(2):
+            comm.barrier()
+            _traced_step(trial, kind, spans)
+    everybodys = comm.allgather_object((comm.profiler.records(), spans.in_ns()))
+    if comm.rank == 0:
+        records = [mine for mine, _ in everybodys]
+        trace = trace_events(records, [0] * comm.size)
+        origin = min(r.start_ns - r.queued_ns for mine in records for r in mine)
+        trace["traceEvents"] += [e for q, (_, s) in enumerate(everybodys) for e in _events(q, s, origin)]
+        write_trace(path, trace)
+
+
+def _traced_step(trial: Trial, kind: str, spans: Spans) -> None:
+    overlapped = kind == "overlapped"
+    start = spans.now()
+
+    def computed(i: int) -> None:
+        nonlocal start
+        spans.add(COMPUTATION, f"layer {i}", start)
+        if overlapped:
+            trial.sync.ready(i)
+        start = spans.now()
+
+    trial.network.compute(trial.x, trial.y, computed)
+    if overlapped:
+        trial.sync.wait()
+    else:
+        trial.communicate()
+    start = spans.now()
+    trial.network.learn()
+    spans.add(COMPUTATION, "optimizer", start)
+    trial.finish()
+
+
+def _spy_on_buckets(spans: Spans) -> None:
+    run = Bucket.run
+
+    def spied(bucket: Bucket, given: Any, result: Any) -> None:
+        start = spans.now()
+        run(bucket, given, result)
+        spans.add(COMMUNICATION, f"bucket of {len(bucket.members)}", start)
+
+    Bucket.run = spied  # type: ignore[method-assign]
+
+
+def _events(rank: int, spans: list[tuple[int, str, int, int]], origin_ns: int) -> list[dict[str, Any]]:
+    rows = {COMPUTATION: "computation", COMMUNICATION: "buckets"}
+    named = [
+        {"ph": "M", "name": "thread_name", "pid": rank, "tid": row, "args": {"name": name}}
+        for row, name in rows.items()
+    ]
+    return named + [
+        {
+            "ph": "X",
+            "name": name,
+            "cat": rows[row],
+            "ts": (start - origin_ns) / 1e3,
+            "dur": (end - start) / 1e3,
+            "pid": rank,
+            "tid": row,
+        }
+        for row, name, start, end in spans
+    ]
+
+
+def choose_arrays(gpu: bool) -> Any:
+    """NumPy or CuPy."""
+    if not gpu:
+        return np
+    import cupy
+
+    return cupy
+
+
+def main(
+    throttle: Annotated[str, typer.Option(help="A link between the ranks: GB/s, or GB/s,us.")] = "",
+    gpu: Annotated[bool, typer.Option("--gpu", help="CuPy arrays.")] = False,
+    layers: Annotated[int, typer.Option(min=1)] = 24,
+    width: Annotated[int, typer.Option(min=0, help="Of a layer; 0: 512, or 4096 on a GPU.")] = 0,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each kind.")] = 9,
+    bucket_bytes: Annotated[int | None, typer.Option(min=1, help="Chosen by the model if not given.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Batch that the calibration begins with.")] = 256,
+    trace: Annotated[Path | None, typer.Option(help="Where to save a trace for Perfetto.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Where to append the result as a JSON line.")] = None,
+) -> None:
+    """Measures a training step with and without overlap."""
+    with fc.init(throttle=throttle) as comm:
+        xp = choose_arrays(gpu)
+        trial = Trial(comm, xp, layers, width or (GPU_WIDTH if gpu else WIDTH), bucket_bytes)
+        trial.set_batch(batch)
+        trial.overlapped()  # the first step forms the buckets
+        trial.calibrate(batch)
+        trial.form_buckets(bucket_bytes)
+        times = compare(trial, steps)
+        same = same_parameters(trial, 5)
+        if trace is not None:
+            save_trace(trial, trace)
+        if comm.rank == 0:
+            report(comm, trial, times, same, {"throttle": throttle, "gpu": gpu, "layers": layers}, out)
+        trial.sync.close()
+        raise typer.Exit(0 if same else 1)
+
+
+def report(
+    comm: fc.Communicator,
+    trial: Trial,
+    times: dict[str, float],
+    same: bool,
+    settings: dict[str, Any],
+    out: Path | None,
+) -> None:
+    """Prints the result, and appends it to a file."""
+    larger = max(times["compute"], times["communicate"])
+    print(trial.sync)
+    print(f"bucket size by      {trial.sync.reason}")
+    for kind, time_ms in times.items():
+        print(f"{kind.replace('_', ' '):20}{time_ms:9.2f} ms{time_ms / larger:7.2f} x the larger of both")
+    print(f"parameters          {'the same' if same else 'DIFFERENT'}, bit by bit, with and without overlap")
+    if out is not None:
+        row = {
+            "bench": "overlap",
+            "ranks": comm.size,
+            "batch": len(trial.x),
+            "bucket_nbytes": trial.sync.bucket_nbytes,
+            "buckets": len(trial.sync.buckets),
+            **{f"{kind}_ms": round(time_ms, 3) for kind, time_ms in times.items()},
+            "over_larger": round(times["overlapped"] / larger, 3),
+            "same_parameters": same,
+            **settings,
+        }
+        with out.open("a") as lines:
+            print(json.dumps(row), file=lines)
+
+
+if __name__ == "__main__":
+    typer.run(main)

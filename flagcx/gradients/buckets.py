@@ -1,0 +1,121 @@
+"""Buckets: which gradients travel together, and one bucket's way from its gradients and back to them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flagcx.engine import Engine
+from flagcx.fusion import Packing
+from flagcx.transport.base import Plan
+from flagcx.work import Work
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """What is known of a gradient from the start.
+
+    Attributes:
+        name: Its name, or its number in a list.
+        shape: Its shape.
+        dtype: Its dtype's name.
+        nbytes: Its size in bytes.
+        place: Where it lives: buckets hold gradients of one dtype and place.
+    """
+
+    name: Hashable
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    place: Hashable = "host"
+
+    def __str__(self) -> str:
+        return f"{self.name!r} of shape {self.shape} and dtype {self.dtype}"
+
+
+def form_buckets(
+    order: Sequence[int], gradients: Sequence[Gradient], bucket_nbytes: int
+) -> list[tuple[int, ...]]:
+    """Puts gradients that become ready one after the other into buckets.
+
+    A bucket has one dtype and place, and is closed before it grows beyond ``bucket_nbytes``; a larger
+    gradient has one of its own. Buckets are ordered by their last gradient: so they become full.
+
+    Args:
+        order: The gradients' numbers, in the order in which they become ready.
+        gradients: The gradients.
+        bucket_nbytes: Size of a bucket in bytes.
+
+    Returns:
+        The numbers in each bucket, in order.
+
+    Example:
+        >>> sizes = (40, 30, 80, 10)
+        >>> form_buckets([3, 2, 1, 0], [Gradient(i, (n,), "uint8", n) for i, n in enumerate(sizes)], 100)
+        [(3, 2), (1, 0)]
+    """
+    open_buckets: dict[tuple, list[int]] = {}
+    filled: dict[tuple, int] = {}
+    done: list[list[int]] = []
+    for number in order:
+        gradient = gradients[number]
+        kind = gradient.dtype, gradient.place
+        bucket = open_buckets.get(kind)
+        if bucket is None or filled[kind] + gradient.nbytes > bucket_nbytes:
+            bucket = open_buckets[kind] = []
+            done.append(bucket)
+            filled[kind] = 0
+        bucket.append(number)
+        filled[kind] += gradient.nbytes
+    place = {number: at for at, number in enumerate(order)}
+    done.sort(key=lambda members: place[members[-1]])
+    return [tuple(members) for members in done]
+
+
+class Bucket:
+    """Some gradients that are reduced together.
+
+    Args:
+        members: Their numbers.
+        engine: What reduces them.
+        packing: Puts them end to end; None for a single gradient, which is reduced where it lies.
+        plan: The all-reduce of the packed message, or of the single gradient.
+
+    Attributes:
+        left: How many of them are not ready yet in this step.
+        work: Its all-reduce, once it has been started in this step.
+    """
+
+    __slots__ = ("engine", "left", "members", "packing", "plan", "work")
+
+    def __init__(self, members: tuple[int, ...], engine: Engine, packing: Packing | None, plan: Plan) -> None:
+        self.members, self.engine, self.packing, self.plan = members, engine, packing, plan
+        self.left = len(members)
+        self.work: Work | None = None
+
+    def start(self, gradients: Sequence[Any]) -> None:
+        """Starts the all-reduce of these gradients, its own, behind what was started before."""
+        what = f"allreduce of {len(gradients)} gradients"
+        self.work = self.engine.start(self, gradients, gradients, None, what)
+
+    def run(self, given: Sequence[Any], result: Sequence[Any]) -> None:
+        """See ``transport.base.Plan``: packs, reduces, unpacks."""
+        if self.packing is None:
+            self.plan.run(given[0], given[0])
+            return
+        self.packing.pack(given)
+        self.plan.run(self.packing.flat, self.packing.flat)
+        self.packing.unpack(given)
+
+    def finish(self) -> None:
+        """Waits on the host until nothing of it is under way, on a GPU either."""
+        if self.work is not None:
+            self.work.wait()
+        synchronize = getattr(self.engine.transport, "synchronize", None)
+        if synchronize is not None:
+            synchronize()
+
+    def begin_again(self) -> None:
+        """Makes ready for the next step."""
+        self.left, self.work = len(self.members), None

@@ -1,0 +1,355 @@
+"""The synchronizer: from gradients that become ready, in any order, to all-reduces that overlap."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from flagcx.dtypes import dtype_of, resolve_op
+from flagcx.engine import Engine
+from flagcx.errors import ArgumentError, ArrayError, CommunicationError, CommunicatorError, FlagcxError
+from flagcx.gradients.buckets import Bucket, Gradient, form_buckets
+from flagcx.gradients.scene import choose_bucket_nbytes
+from flagcx.selection.explanation import format_nbytes
+
+if TYPE_CHECKING:
+    from flagcx.communicator import Communicator
+
+
+class GradientSynchronizer:
+    """Sums or averages the gradients of all ranks, in buckets, while further gradients are computed.
+
+    Say of each gradient that it is ready as soon as it is, in any order; a bucket that is full is reduced at
+    once, beside the computation. Before the optimizer, ``wait``: the results are in the very arrays. The
+    first step records the order in which gradients become ready, and forms the buckets from rank 0's.
+
+    On a GPU buckets are packed, reduced and unpacked on a stream of the communicator's own; on the host on a
+    thread that leaves the cores to NumPy. From ``ready`` until ``wait`` a gradient is neither to be written
+    nor read. After the first step nothing is allocated.
+
+    Args:
+        comm: The communicator. All ranks make a synchronizer for gradients of the same names and shapes.
+        parameters: The gradients by name, or a list of them, whose names are then 0, 1, ...: NumPy or CuPy
+            arrays, or others that the communicator takes. Parameters will do, if ``ready`` is given the
+            gradients.
+        bucket_bytes: Size of a bucket. Chosen in the first step, by the measured speed of the all-reduce and
+            the time that the gradients take to become ready, if None.
+        compression: As ``Communicator.allreduce`` takes it; each bucket has error feedback of its own.
+        average: Whether the average is taken; else the sum.
+
+    Attributes:
+        bucket_nbytes: Size of a bucket in bytes; None before the first step, if it is to be chosen.
+        reason: Why buckets have that size.
+
+    Raises:
+        ArgumentError: ``parameters`` are none, or ``bucket_bytes`` is below 1.
+        ArrayError: One is no array that the communicator takes.
+
+    Example:
+        >>> with fc.GradientSynchronizer(comm, gradients) as sync:  # doctest: +SKIP
+        ...     for batch in batches:
+        ...         for name in reversed(layers):
+        ...             gradients[name][...] = backward(name)
+        ...             sync.ready(name)
+        ...         sync.wait()
+        ...         optimizer_step()
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        parameters: Mapping[Hashable, Any] | Sequence[Any],
+        bucket_bytes: int | None = None,
+        compression: Any = None,
+        average: bool = True,
+    ) -> None:
+        if bucket_bytes is not None and bucket_bytes < 1:
+            raise ArgumentError(f"bucket_bytes={bucket_bytes!r} must be at least 1, or None")
+        named = parameters if isinstance(parameters, Mapping) else dict(enumerate(parameters))
+        if not named:
+            raise ArgumentError("parameters are empty; expected at least one gradient")
+        self._comm, self._op = comm, "avg" if average else "sum"
+        self._numbers = {name: number for number, name in enumerate(named)}
+        self._engines = [comm._engine_of(array) for array in named.values()]
+        self._arrays = [
+            engine.take(array, f"the gradient {name!r}", False)
+            for engine, (name, array) in zip(self._engines, named.items(), strict=True)
+        ]
+        self._made_with = tuple(self._arrays)
+        self._shapes = [tuple(array.shape) for array in self._arrays]
+        self._dtypes = [array.dtype for array in self._arrays]
+        self._gradients = list(map(self._describe, named, self._arrays, self._engines))
+        self._feedback = _feedback(compression)
+        self.bucket_nbytes, self.reason = bucket_bytes, "given" if bucket_bytes is not None else ""
+        self._buckets: list[Bucket] = []
+        self._home: list[Bucket] = []
+        self._is_ready = [False] * len(self._arrays)
+        self._order: list[int] = []
+        self._next, self._accumulating, self._closed = 0, False, False
+        self._began = 0.0
+        self._stream: Any = None
+
+    def _describe(self, name: Hashable, array: Any, engine: Engine) -> Gradient:
+        dtype = dtype_of(array.dtype)
+        resolve_op(self._op, dtype)
+        place = "host" if engine is self._comm._engine else "device"
+        return Gradient(name, tuple(array.shape), dtype.name, array.nbytes, place)
+
+    # -- a step -----------------------------------------------------------------------------------
+
+    def ready(self, name: Hashable, gradient: Any = None) -> None:
+        """Says that a gradient is ready to be reduced.
+
+        Args:
+            name: Its name, or its number in the list.
+            gradient: The array with the gradient, of the shape and dtype known; the one that the synchronizer
+                was made with if None. The result will be in it.
+
+        Raises:
+            ArgumentError: There is no gradient of that name, or it has been made ready in this step already.
+            ArrayError: It has another shape or dtype than it had.
+        """
+        number = self._numbers.get(name)
+        if number is None:
+            raise self._unknown(name)
+        if self._closed:
+            raise CommunicatorError("this GradientSynchronizer is closed; make a new one")
+        if self._is_ready[number]:
+            raise ArgumentError(
+                f"the gradient {name!r} was made ready twice in one step; call sync.wait() once all are "
+                f"ready, and use 'with sync.accumulate():' for backward passes that only add up"
+            )
+        array = self._take(number, gradient)
+        self._is_ready[number] = True
+        if self._accumulating:
+            return
+        self._arrays[number] = array
+        if self._gradients[number].place == "device":
+            self._follow_stream(self._engines[number])
+        if not self._buckets:
+            if not self._order:
+                self._began = perf_counter()
+            self._order.append(number)
+            return
+        bucket = self._home[number]
+        bucket.left -= 1
+        if not bucket.left:
+            self._start_full()
+
+    def _follow_stream(self, engine: Engine) -> None:
+        """Makes the current stream wait for the one on which the gradient before became ready.
+
+        So a bucket that is started here has all its gradients, whatever streams they came on.
+        """
+        stream = self._comm._fusion_of(engine).packer.current_stream()
+        if self._stream is not None and stream.ptr != self._stream.ptr:
+            stream.wait_event(self._stream.record())
+        self._stream = stream
+
+    def _take(self, number: int, gradient: Any) -> Any:
+        given = self._made_with[number] if gradient is None else gradient
+        known = self._gradients[number]
+        array = self._engines[number].take(given, f"the gradient {known.name!r}", True)
+        if array.shape != self._shapes[number] or array.dtype != self._dtypes[number]:
+            raise ArrayError(
+                f"the gradient {known.name!r} has shape {tuple(array.shape)} and dtype {array.dtype}; the "
+                f"synchronizer was made for {known}: make a new one where a model changes"
+            )
+        return array
+
+    def _unknown(self, name: Hashable) -> ArgumentError:
+        names = ", ".join(repr(g.name) for g in self._gradients[:8])
+        more = ", ..." if len(self._gradients) > 8 else ""
+        return ArgumentError(f"there is no gradient {name!r}; expected one of {names}{more}")
+
+    def _start_full(self) -> None:
+        """Starts the buckets that are full; in one order on all ranks, so that none waits for another."""
+        buckets = self._buckets
+        while self._next < len(buckets) and not buckets[self._next].left:
+            bucket = buckets[self._next]
+            if self._comm.size > 1:
+                bucket.start([self._arrays[number] for number in bucket.members])
+            self._next += 1
+
+    def wait(self) -> None:
+        """Waits until all gradients are reduced, for the optimizer. All ranks must call it.
+
+        On a GPU the current stream waits, and the host goes on.
+
+        Raises:
+            ArgumentError: A gradient was never made ready in this step. From the second step on, the peers
+                are told, and the communicator cannot be used any more: they wait for that gradient.
+            CommunicationError: A peer died, came late or gave up.
+        """
+        if self._closed:
+            raise CommunicatorError("this GradientSynchronizer is closed; make a new one")
+        if self._accumulating:
+            self._is_ready = [False] * len(self._is_ready)
+            return
+        if not self._buckets:
+            self._settle()
+        elif self._next < len(self._buckets):
+            self._give_up()
+        for bucket in self._buckets:
+            if bucket.work is not None:
+                bucket.work.wait()
+        self._begin_again()
+
+    def _begin_again(self) -> None:
+        for bucket in self._buckets:
+            bucket.begin_again()
+        self._is_ready = [False] * len(self._is_ready)
+        self._order, self._next = [], 0
+
+    @contextlib.contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Communicates nothing inside a ``with`` block, for backward passes that only add to the gradients.
+
+        ``ready`` and ``wait`` may be called there as everywhere.
+
+        Example:
+            >>> with sync.accumulate():  # doctest: +SKIP
+            ...     backward(first_half)
+            >>> backward(second_half)    # doctest: +SKIP
+            >>> sync.wait()              # doctest: +SKIP
+        """
+        if self._order or self._next or any(self._is_ready):
+            raise ArgumentError(
+                f"sync.accumulate() in the middle of a step: {self._count_ready()} of {len(self._gradients)} "
+                f"gradients are ready; call sync.wait() before"
+            )
+        before, self._accumulating = self._accumulating, True
+        try:
+            yield
+        finally:
+            self._accumulating = before
+            self._is_ready = [False] * len(self._is_ready)
+
+    def _count_ready(self) -> int:
+        return sum(self._is_ready)
+
+    def _missing(self) -> list[Hashable]:
+        return [g.name for g, ready in zip(self._gradients, self._is_ready, strict=True) if not ready]
+
+    def _give_up(self) -> None:
+        """Ends a step that cannot end well: the peers wait for a gradient that will not come."""
+        message = _never_ready(self._missing(), self._comm.rank)
+        if self._comm.size > 1:
+            error = CommunicationError(message, peer=self._comm.rank)
+            for engine in {id(engine): engine for engine in self._engines}.values():
+                engine.broke(error)
+        self._begin_again()
+        raise ArgumentError(message)
+
+    # -- the first step ---------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Forms the buckets, as rank 0 has seen the gradients become ready, and starts them all."""
+        comm = self._comm
+        backward_us = (perf_counter() - self._began) * 1e6
+        cards = comm.allgather_object((self._gradients, self._missing(), self._order, self.bucket_nbytes))
+        self._check_alike(cards)
+        for rank, (_, missing, _, _) in enumerate(cards):
+            if missing:
+                self._begin_again()
+                raise ArgumentError(_never_ready(missing, rank))
+        _, _, order, self.bucket_nbytes = cards[0]
+        if self.bucket_nbytes is None:
+            total = sum(gradient.nbytes for gradient in self._gradients)
+            engine = max(zip(self._gradients, self._engines, strict=True), key=lambda one: one[0].nbytes)[1]
+            on_host = engine is comm._engine
+            choice = choose_bucket_nbytes(comm, engine, total, backward_us if on_host else None)
+            self.bucket_nbytes, self.reason = comm.broadcast_object(choice)
+        self._home = [None] * len(self._gradients)  # type: ignore[list-item]
+        for members in form_buckets(order, self._gradients, self.bucket_nbytes):
+            bucket = self._make_bucket(members)
+            self._buckets.append(bucket)
+            for number in members:
+                self._home[number] = bucket
+            bucket.left = 0
+        self._start_full()
+
+    def _check_alike(self, cards: Sequence[tuple]) -> None:
+        for rank, (theirs, *_) in enumerate(cards):
+            mine = cards[0][0]
+            if theirs == mine:
+                continue
+            pairs = zip(mine, theirs, strict=False)
+            differing = next((f"{a} on rank 0, {b} on rank {rank}" for a, b in pairs if a != b), None)
+            said = differing or f"{len(mine)} on rank 0, {len(theirs)} on rank {rank}"
+            self._begin_again()
+            raise ArgumentError(
+                f"ranks have different gradients: {said}; expected the same on all, in the same order"
+            )
+
+    def _make_bucket(self, members: tuple[int, ...]) -> Bucket:
+        engine: Engine = self._engines[members[0]]
+        shapes, dtype = tuple(self._shapes[number] for number in members), self._dtypes[members[0]]
+        if len(members) == 1:
+            packing, message = None, self._arrays[members[0]]
+        else:
+            packing = self._comm._fusion_of(engine).packer.packing(shapes, dtype, own=True)
+            message = packing.flat
+        if self._feedback is None:
+            kind = dtype_of(dtype)
+            op = resolve_op(self._op, kind)
+            plan: Any = engine.find("allreduce", message.size, kind, op, None, None, True)
+        else:
+            from flagcx.communicator.compressed import compressor_of
+
+            slot = self._feedback.slot(members, shapes)
+            plan = compressor_of(self._comm, engine).find(slot, message, self._op)
+        return Bucket(members, engine, packing, plan)
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    @property
+    def buckets(self) -> list[tuple[Hashable, ...]]:
+        """The names of the gradients in each bucket, in the order in which they go; empty before the first
+        step."""
+        return [tuple(self._gradients[number].name for number in b.members) for b in self._buckets]
+
+    def close(self) -> None:
+        """Waits for what is under way, and gives the buckets' memory back. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        for bucket in self._buckets:
+            with contextlib.suppress(FlagcxError):
+                bucket.finish()
+            if bucket.packing is not None:
+                bucket.packing.close()
+        self._buckets, self._home = [], []
+
+    def __enter__(self) -> GradientSynchronizer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        comm, total = self._comm, sum(gradient.nbytes for gradient in self._gradients)
+        text = f"rank {comm.rank} of {comm.size}, {len(self._gradients)} gradients of {format_nbytes(total)}"
+        if self._buckets:
+            text += f" in {len(self._buckets)} buckets of up to {format_nbytes(self.bucket_nbytes or 0)}"
+        if self._feedback is not None:
+            text += f", {self._feedback.codec.name}"
+        return f"<flagcx.GradientSynchronizer {text}{', closed' if self._closed else ''}>"
+
+
+def _never_ready(missing: Sequence[Hashable], rank: int) -> str:
+    shown = ", ".join(map(repr, missing[:4])) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
+    return (
+        f"rank {rank} waits for its gradients, but never made {shown} ready in this step; call "
+        f"sync.ready(name) for each, also for one that is zero"
+    )
+
+
+def _feedback(compression: Any) -> Any:
+    if compression is None:
+        return None
+    from flagcx.compression import as_feedback
+
+    return as_feedback(compression)

@@ -1,0 +1,229 @@
+"""Packing of arrays on a GPU, with a stand-in for CuPy whose memory is the host's."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from flagcx.errors import ArrayError
+from flagcx.fusion_device import DevicePacker
+from flagcx.memory import memory_stats
+
+
+class Memory:
+    """A pointer into memory that it keeps alive, like CuPy's MemoryPointer; a buffer, like its pinned one."""
+
+    def __init__(self, array: np.ndarray, at: int = 0) -> None:
+        self.array, self.ptr, self.device_id = array, array.ctypes.data + at, 0
+
+    def __add__(self, offset: int) -> Memory:
+        return Memory(self.array, self.ptr - self.array.ctypes.data + offset)
+
+
+class DeviceArray:
+    """The part of CuPy's array that packing looks at; ``host`` is its content."""
+
+    def __init__(self, shape, dtype, memory: Memory) -> None:
+        self.data, self.dtype = memory, np.dtype(dtype)
+        count = int(np.prod(shape))
+        raw = (ctypes.c_char * (count * self.dtype.itemsize)).from_address(memory.ptr)
+        self.host = np.frombuffer(raw, dtype, count).reshape(shape)
+        self.shape, self.size = tuple(shape), count
+
+
+class Stream:
+    def __init__(self, ptr: int = 7, log: list | None = None, **_: object) -> None:
+        self.ptr, self._log = ptr, [] if log is None else log
+
+    def wait_event(self, event) -> None:
+        self._log.append(("wait", self.ptr))
+
+    def synchronize(self) -> None:
+        """All is done at once."""
+
+
+class Event:
+    def __init__(self, log: list) -> None:
+        self._log = log
+
+    def record(self, stream) -> None:
+        self._log.append(("record", stream.ptr))
+
+    @property
+    def done(self) -> bool:
+        return "busy" not in self._log
+
+    def synchronize(self) -> None:
+        self._log.append(("finish", 0))
+
+
+class FakeCupy:
+    """Runs packing kernels at once, and keeps a log of what was enqueued where."""
+
+    ndarray = DeviceArray
+
+    def __init__(self) -> None:
+        self.log: list = []
+        self.current, self.capturing, self.uploads = Stream(5, self.log), set(), 0
+        self.cuda = SimpleNamespace(
+            alloc=lambda n: Memory(np.full(n + 4096, 0xAA, np.uint8)),
+            alloc_pinned_memory=self._pinned,
+            Stream=lambda **options: Stream(9, self.log),
+            Event=lambda **options: Event(self.log),
+            Device=lambda number=0: SimpleNamespace(
+                attributes={"MultiProcessorCount": 2}, synchronize=lambda: None
+            ),
+            get_current_stream=lambda: self.current,
+            runtime=SimpleNamespace(
+                memcpyAsync=self._copy,
+                memset=lambda ptr, value, n: ctypes.memset(ptr, value, n),
+                streamIsCapturing=lambda ptr: ptr in self.capturing,
+            ),
+        )
+
+    @staticmethod
+    def _pinned(nbytes: int) -> np.ndarray:
+        class Pinned(np.ndarray):
+            @property
+            def ptr(self) -> int:
+                return self.ctypes.data
+
+        return np.zeros(nbytes, np.uint8).view(Pinned)
+
+    def _copy(self, to: int, source: int, nbytes: int, kind: int, stream: int) -> None:
+        self.uploads += 1
+        ctypes.memmove(to, source, nbytes)
+
+    def RawKernel(self, source: str, name: str, options) -> SimpleNamespace:
+        def launch(grid, block, args, stream) -> None:
+            table, parts, message, unpacks = args
+            rows = np.frombuffer((ctypes.c_char * (24 * parts)).from_address(table), np.int64).reshape(-1, 3)
+            for at, offset, nbytes in rows.tolist():
+                there = message + offset
+                ctypes.memmove(*((at, there) if unpacks else (there, at)), nbytes)
+            self.log.append(("unpack" if unpacks else "pack", stream.ptr))
+
+        return SimpleNamespace(kernel=launch)
+
+    def array(self, values: np.ndarray) -> DeviceArray:
+        made = DeviceArray(values.shape, values.dtype, Memory(np.zeros(max(values.nbytes, 1), np.uint8)))
+        made.host[...] = values
+        return made
+
+
+SHAPES = ((3,), (100, 70), (), (0,), (5,))
+
+
+@pytest.fixture
+def cupy() -> FakeCupy:
+    return FakeCupy()
+
+
+def arrays_of(cupy: FakeCupy, seed: int = 0) -> list[DeviceArray]:
+    draw = np.random.default_rng(seed)
+    return [cupy.array(draw.standard_normal(shape)) for shape in SHAPES]
+
+
+def test_arrays_go_into_the_message_and_back(cupy):
+    packing = DevicePacker(0, cupy).packing(SHAPES, np.dtype(float))
+    arrays = arrays_of(cupy)
+    before = [array.host.copy() for array in arrays]
+    packing.pack(arrays)
+    flat = packing.flat.host
+    assert flat.dtype == float and len(flat) % 2 == 0
+    np.testing.assert_array_equal(flat[:3], before[0])
+    np.testing.assert_array_equal(flat[4:7004], before[1].reshape(-1))  # at the next multiple of 16 bytes
+    flat *= 3
+    packing.unpack(arrays)
+    for array, old in zip(arrays, before, strict=True):
+        np.testing.assert_array_equal(array.host, 3 * old)
+
+
+def test_the_gaps_of_a_message_of_its_own_are_zeros(cupy):
+    packing = DevicePacker(0, cupy).packing(((3,), (1,)), np.dtype(np.float32), own=True)
+    packing.pack([cupy.array(np.ones(n, np.float32)) for n in (3, 1)])
+    np.testing.assert_array_equal(packing.flat.host, [1, 1, 1, 0, 1, 0, 0, 0])
+
+
+def test_a_table_is_made_once_for_arrays_that_come_back(cupy):
+    packing = DevicePacker(0, cupy).packing(SHAPES, np.dtype(float))
+    sets = [arrays_of(cupy, seed) for seed in range(3)]
+    for _ in range(5):
+        for arrays in sets:
+            packing.pack(arrays)
+            packing.unpack(arrays)
+    assert cupy.uploads == 3
+    taken = memory_stats()["device"].taken
+    others = [arrays_of(cupy, seed) for seed in range(40)]
+    for arrays in others:  # other arrays each time: the oldest tables go, once they are no longer read
+        packing.pack(arrays)
+    assert ("finish", 0) in cupy.log
+    figures = memory_stats()
+    assert figures["device"].taken > taken and figures["pinned"].used_nbytes == 0
+    packing.close()
+
+
+def test_all_memory_comes_back(cupy):
+    packer = DevicePacker(0, cupy)
+    own = packer.packing(SHAPES, np.dtype(float), own=True)
+    shared = packer.packing(SHAPES, np.dtype(float))
+    for packing in (own, shared):
+        packing.pack(arrays_of(cupy))
+        packing.close()
+        packing.close()
+    assert packer.memory.stats().blocks == 1  # the shared message
+    packer.close()
+    assert packer.memory.stats().reserved_nbytes == 0
+    packer.close()
+
+
+def test_memory_that_is_still_used_does_not_come_back(cupy):
+    packer = DevicePacker(0, cupy)
+    own = packer.packing(SHAPES, np.dtype(float), own=True)
+    own.pack(arrays_of(cupy))
+    cupy.log.append("busy")
+    own.close()
+    assert packer.memory.stats().blocks == 2  # message and table
+
+
+def test_a_stream_waits_for_the_one_that_had_the_shared_message(cupy):
+    packer = DevicePacker(0, cupy)
+    a, b = (packer.packing(SHAPES, np.dtype(kind)) for kind in (float, np.int64))
+    arrays = arrays_of(cupy)
+    a.pack(arrays)
+    a.unpack(arrays)
+    assert ("wait", 5) not in cupy.log
+    cupy.current = Stream(6, cupy.log)
+    b.pack(arrays)
+    waits = [entry for entry in cupy.log if entry[1] == 6]
+    assert waits[:2] == [("wait", 6), ("pack", 6)]
+
+
+def test_a_table_in_a_captured_graph_stays(cupy):
+    packing = DevicePacker(0, cupy).packing(SHAPES, np.dtype(float))
+    kept = arrays_of(cupy)
+    cupy.capturing.add(5)
+    packing.pack(kept)
+    cupy.capturing.clear()
+    uploads = cupy.uploads
+    others = [arrays_of(cupy, seed) for seed in range(50)]
+    for arrays in (*others, kept):
+        packing.pack(arrays)
+    assert cupy.uploads == uploads + 50
+
+
+def test_an_array_of_another_device_is_refused(cupy):
+    packing = DevicePacker(0, cupy).packing(((2,),), np.dtype(float))
+    array = cupy.array(np.ones(2))
+    array.data.device_id = 1
+    with pytest.raises(ArrayError, match="on device 1, the communicator's are on device 0"):
+        packing.pack([array])
+
+
+def test_arrays_of_nothing(cupy):
+    packing = DevicePacker(0, cupy).packing(((0,), (2, 0)), np.dtype(float))
+    packing.pack([cupy.array(np.ones(s)) for s in ((0,), (2, 0))])
+    assert packing.flat.size == 0 and cupy.uploads == 0

@@ -1,0 +1,189 @@
+"""Where the calls of a process group run: the host's thread or a stream, one behind the other."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from flagcx.communicator import Communicator
+from flagcx.errors import CommunicationError
+from flagcx.interop.tensors import DeviceViews, HostViews
+from flagcx.interop.works import CallWork, DeviceWork, HostWork
+from flagcx.kernels.cuda import RELAXED, capture_mode
+
+Call = Callable[[], object]
+_MOST_CALLBACKS = 64
+
+
+class HostLane:
+    """Calls on tensors of the CPU: on the caller's thread if he waits, else on a thread of the group's own.
+
+    Args:
+        comm: The communicator.
+
+    Attributes:
+        comm: The communicator.
+        views: The tensors as arrays.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm, self.views = comm, HostViews()
+        self._turn = threading.Lock()
+        self._thread: ThreadPoolExecutor | None = None
+        self._callbacks: ThreadPoolExecutor | None = None
+        self._last: Future | None = None
+        self._scratch: dict[str, Any] = {}
+
+    def run(self, call: Call, tensors: Sequence[Any], waits: bool, value: Any = None) -> CallWork:
+        """Runs a call, behind all that came before it.
+
+        Args:
+            call: What to run.
+            tensors: The tensors that it uses.
+            waits: Whether the caller waits for it anyway.
+            value: What the work's future holds; the tensors by default.
+        """
+        value = tensors if value is None else value
+        if not waits:
+            return self._start(call, tensors, value)
+        self.settle()
+        with self._turn:
+            call()
+        return CallWork(value)
+
+    def settle(self) -> None:
+        """Waits until what was started has ended. Its errors belong to who waits for the work."""
+        last = self._last
+        if last is not None:
+            last.exception()
+            if self._last is last:
+                self._last = None
+
+    def _start(self, call: Call, tensors: Sequence[Any], value: Any) -> HostWork:
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="flagcx-torch")
+            self._callbacks = ThreadPoolExecutor(_MOST_CALLBACKS, thread_name_prefix="flagcx-callback")
+        assert self._callbacks is not None
+        # The thread keeps the tensors: a view of them does not, and the caller may drop them.
+        self._last = self._thread.submit(self._in_turn, call, tensors)
+        return HostWork(self._last, value, self._callbacks)
+
+    def _in_turn(self, call: Call, _: Sequence[Any]) -> None:
+        with self._turn:
+            call()
+
+    def scratch(self, name: str, like: Any, count: int) -> Any:
+        """A flat tensor of ``count`` elements, for one call; its memory is used again by later ones.
+
+        Args:
+            name: Which of the call's scratch tensors.
+            like: A tensor of the same dtype.
+            count: Number of elements.
+        """
+        nbytes = count * like.element_size()
+        found = self._scratch.get(name)
+        if found is None or found.numel() < nbytes:
+            found = self._scratch[name] = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        return found[:nbytes].view(like.dtype)
+
+    def close(self) -> None:
+        """Waits for what was started. Idempotent."""
+        for pool in (self._thread, self._callbacks):
+            if pool is not None:
+                pool.shutdown()
+        self._scratch.clear()
+
+
+class DeviceLane:
+    """Calls on tensors of one GPU: on the current stream if the caller waits, else on a stream of their own.
+
+    Args:
+        comm: The communicator.
+        cupy: The CuPy module.
+        device: The GPU's number.
+
+    Attributes:
+        comm: The communicator.
+        views: The tensors as arrays.
+        device: The GPU's number.
+    """
+
+    def __init__(self, comm: Communicator, cupy: Any, device: int) -> None:
+        self.comm, self.device, self.views = comm, device, DeviceViews(cupy, device)
+        self._cupy = cupy
+        self._side = torch.cuda.Stream(device)
+        self._streams: dict[int, Any] = {}
+        self._turn = threading.RLock()
+
+    def run(self, call: Call, tensors: Sequence[Any], waits: bool, value: Any = None) -> CallWork:
+        """Enqueues a call, behind all that came before it. See ``HostLane.run``.
+
+        While a graph is captured everything goes into it on the stream that is captured.
+        """
+        value = tensors if value is None else value
+        current = torch.cuda.current_stream(self.device)
+        captures = torch.cuda.is_current_stream_capturing()
+        with self._turn:
+            if captures:
+                # A plan may need scratch memory, which torch's rule for captures forbids to allocate.
+                with capture_mode(RELAXED):
+                    self._enqueue(call, current)
+                return DeviceWork(current, value)
+            if waits:
+                self._enqueue(call, current)
+                return DeviceWork(current, value)
+            return self._start(call, tensors, value, current)
+
+    def _start(self, call: Call, tensors: Sequence[Any], value: Any, current: Any) -> DeviceWork:
+        side = self._side
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            self._enqueue(call, side)
+        for tensor in tensors:
+            tensor.record_stream(side)
+        return DeviceWork(side, value, side.record_event())
+
+    def probe(self) -> None:
+        """Makes a first call, for which all ranks join, and checks its result.
+
+        Raises:
+            CommunicationError: The result is wrong.
+        """
+        ones = torch.ones(1, device=f"cuda:{self.device}")
+        self.run(lambda: self.comm.allreduce(self.views.elements(ones)), (ones,), True)
+        if ones.item() != self.comm.size:
+            raise CommunicationError(
+                f"a first all-reduce of ones gave {ones.item()} on {self.comm.size} ranks; look at the "
+                f"output of NCCL_DEBUG=WARN"
+            )
+
+    def _enqueue(self, call: Call, stream: Any) -> None:
+        runtime = self._cupy.cuda.runtime
+        if runtime.getDevice() == self.device:
+            with self._as_cupys(stream.cuda_stream):
+                call()
+            return
+        with self._cupy.cuda.Device(self.device), self._as_cupys(stream.cuda_stream):
+            call()
+
+    def _as_cupys(self, pointer: int) -> Any:
+        found = self._streams.get(pointer)
+        if found is None:
+            cuda = self._cupy.cuda
+            found = cuda.ExternalStream(pointer, self.device) if pointer else cuda.Stream.null
+            self._streams[pointer] = found
+        return found
+
+    def scratch(self, name: str, like: Any, count: int) -> Any:
+        """A flat tensor for one call. See ``HostLane.scratch``."""
+        return torch.empty(count, dtype=like.dtype, device=like.device)
+
+    def close(self) -> None:
+        """Nothing to give back: torch keeps its streams."""
+
+
+Lane = HostLane | DeviceLane

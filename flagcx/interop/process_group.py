@@ -1,0 +1,391 @@
+"""A process group of torch whose collectives are flagcx's."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed import distributed_c10d as c10d
+
+from flagcx.config import Config
+from flagcx.interop import collectives
+from flagcx.interop.batches import route_batches, unroute_batches
+from flagcx.interop.forms import listed, lists, match, options, split_nbytes
+from flagcx.interop.lanes import Lane
+from flagcx.interop.membership import Membership, dispatch_modes
+from flagcx.interop.tensors import operation_of
+from flagcx.interop.untraced import untraced
+from flagcx.interop.works import CallWork, Works
+
+logger = logging.getLogger("flagcx")
+
+_BEFORE = {
+    "all_gather_single": "_allgather_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+    "all_to_all_single": "alltoall_base",
+}
+"""Methods that older versions of torch call by other names."""
+
+
+@untraced
+class FlagcxProcessGroup(ProcessGroup):
+    """A process group whose collectives are flagcx's; what flagcx does not do is the original's.
+
+    Which of the two makes a call follows from what is the same on all ranks: the collective, dtype,
+    operation and kind of device, and whether flagcx could join the ranks.
+
+    Args:
+        original: The process group that it stands for.
+        store: That group's store.
+        config: Settings.
+        name: What torch is to call it; by default as the original.
+
+    Attributes:
+        original: The process group that it stands for.
+        config: Settings.
+        membership: This rank's part in flagcx's communicator.
+    """
+
+    def __init__(self, original: ProcessGroup, store: Any, config: Config, name: str = "") -> None:
+        super().__init__(original.rank(), original.size())
+        self.original, self.config = original, config
+        self._store, self._name = store, name or original.name()
+        self.membership = Membership(store, original.rank(), original.size(), config, self._tell)
+        self._is_routed = False
+        self._told: set[str] = set()
+        self._block: list[Any] | None = None
+        self._block_device: Any = None
+        self._originals_block = False
+        self._resemble(original)
+
+    def _resemble(self, original: ProcessGroup) -> None:
+        """Takes over the original's backends, so that whatever torch asks of them gets its answer."""
+        names: list[str] = []
+        for device in original._device_types:
+            backend = original._get_backend(device)
+            names.append(backend.name())
+            kind = c10d.Backend.backend_type_map.get(names[-1], ProcessGroup.BackendType.CUSTOM)
+            self._register_backend(device, kind, backend)
+        self._has_nccl = "nccl" in names
+        first = "nccl" if "nccl" in names else (names or ["gloo"])[0]
+        self._set_default_backend(c10d.Backend.backend_type_map.get(first, ProcessGroup.BackendType.CUSTOM))
+        if original.bound_device_id is not None:
+            self.bound_device_id = original.bound_device_id
+        if original.group_name:
+            self._set_group_name(original.group_name)
+            self._set_group_desc(original.group_desc)
+
+    def getBackendName(self) -> str:
+        """What torch calls the group's backend."""
+        return self._name
+
+    def get_group_store(self) -> Any:
+        """The group's store."""
+        return self._store
+
+    # -- flagcx's part ----------------------------------------------------------------------------
+
+    @property
+    def communicator(self) -> Any:
+        """flagcx's communicator of these ranks, or None where it could not join them."""
+        lane = self.membership.host_lane()
+        return None if lane is None else lane.comm
+
+    def lane_of(self, tensors: Sequence[Any]) -> Lane | None:
+        """Where a call on these tensors runs; None where it is the original's."""
+        return None if self._originals_block else self.membership.lane_of(tensors)
+
+    def _run(self, lane: Lane, call: Any, tensors: Sequence[Any], opts: Any, value: Any = None) -> CallWork:
+        block = self._block
+        waits = block is None and not getattr(opts, "asyncOp", True)
+        work = lane.run(call, tensors, waits, value)
+        if block is not None:
+            block.append(work)
+        return work
+
+    def _originally(self, name: str, *args: Any) -> Any:
+        """Makes a call on the original; ``name`` may be one that its torch does not know yet."""
+        if name not in self._told:
+            self._tell(name)
+        if self._block is not None and not self._originals_block:
+            self.original._start_coalescing(self._block_device)
+            self._originals_block = True
+        if not hasattr(ProcessGroup, name):
+            name = _BEFORE[name]
+        return getattr(self.original, name)(*args)
+
+    def _tell(self, what: str) -> None:
+        self._told.add(what)
+        logger.debug("process group %s: torch's own backend serves %s", self.group_name, what)
+
+    # -- collectives ------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None, **named: Any) -> Any:
+        """See ``torch.distributed.all_reduce``."""
+        tensors, opts = listed(tensors), options(c10d.AllreduceOptions, opts, **named)
+        lane = self.lane_of(tensors) if len(tensors) == 1 else None
+        op = None if lane is None else operation_of(opts.reduceOp, tensors[0].dtype)
+        if lane is None or op is None:
+            return self._originally("allreduce", tensors, opts)
+        return self._run(lane, collectives.allreduce(lane, tensors[0], op), tensors, opts)
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
+        """See ``torch.distributed.all_reduce_coalesced``."""
+        opts = options(c10d.AllreduceCoalescedOptions, opts)
+        lane = self.lane_of(tensors)
+        ops = [] if lane is None else [operation_of(opts.reduceOp, t.dtype) for t in tensors]
+        if lane is None or ops[0] is None or None in ops:
+            return self._originally("allreduce_coalesced", tensors, opts)
+        return self._run(lane, collectives.allreduce_all(lane, tensors, ops[0]), tensors, opts)
+
+    def reduce(
+        self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None, **named: Any
+    ) -> Any:
+        """See ``torch.distributed.reduce``."""
+        tensors, opts = listed(tensors), options(c10d.ReduceOptions, opts, op=op, **named)
+        lane = self.lane_of(tensors) if len(tensors) == 1 else None
+        ours = None if lane is None else operation_of(opts.reduceOp, tensors[0].dtype)
+        if lane is None or ours is None:
+            return self._originally("reduce", tensors, opts)
+        return self._run(lane, collectives.reduce(lane, tensors[0], ours, opts.rootRank), tensors, opts)
+
+    def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None, **named: Any) -> Any:
+        """See ``torch.distributed.broadcast``."""
+        tensors, opts = listed(tensors), options(c10d.BroadcastOptions, opts, **named)
+        lane = self.lane_of(tensors) if len(tensors) == 1 else None
+        if lane is None:
+            return self._originally("broadcast", tensors, opts)
+        return self._run(lane, collectives.broadcast(lane, tensors[0], opts.rootRank), tensors, opts)
+
+    def allgather(
+        self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None
+    ) -> Any:
+        """See ``torch.distributed.all_gather``."""
+        inputs, opts = listed(input_tensors), options(c10d.AllgatherOptions, opts)
+        outputs = [list(output_tensors)] if isinstance(output_tensors[0], torch.Tensor) else output_tensors
+        lane = None
+        if len(inputs) == len(outputs) == 1 and match(outputs[0], inputs[0], self.size()):
+            lane = self.lane_of([*inputs, *outputs[0]])
+        if lane is None or outputs[0][self.rank()].numel() != inputs[0].numel():
+            return self._originally("allgather", outputs, inputs, opts)
+        call = collectives.allgather(lane, outputs[0], inputs[0])
+        return self._run(lane, call, [*inputs, *outputs[0]], opts, outputs)
+
+    def allgather_coalesced(self, output_lists: Any, input_list: Any, opts: Any = None) -> Any:
+        """See ``torch.distributed.all_gather_coalesced``: a list of tensors from each rank."""
+        opts = options(c10d.AllgatherOptions, opts)
+        outputs = list(zip(*output_lists, strict=True))
+        lane = None
+        if all(match(each, x, self.size()) for each, x in zip(outputs, input_list, strict=True)):
+            lane = self.lane_of([*input_list, *(t for each in outputs for t in each)])
+        if lane is None:
+            return self._originally("allgather_coalesced", output_lists, input_list, opts)
+        calls = [collectives.allgather(lane, each, x) for each, x in zip(outputs, input_list, strict=True)]
+        used = [*input_list, *(t for each in outputs for t in each)]
+        return self._run(lane, collectives.in_turn(calls), used, opts, output_lists)
+
+    def all_gather_single(self, output: Any, given: Any, opts: Any = None) -> Any:
+        """See ``torch.distributed.all_gather_into_tensor``."""
+        opts = options(c10d.AllgatherOptions, opts)
+        lane = self._gathering_lane([output], [given])
+        if lane is None:
+            return self._originally("all_gather_single", output, given, opts)
+        call = collectives.allgather_single(lane, output, given)
+        return self._run(lane, call, [output, given], opts, [output])
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """Several calls of ``all_gather_single``."""
+        opts = options(c10d.AllgatherOptions, opts)
+        lane = self._gathering_lane(outputs, inputs)
+        if lane is None:
+            return self._originally("all_gather_single_coalesced", outputs, inputs, opts)
+        calls = [collectives.allgather_single(lane, o, x) for o, x in zip(outputs, inputs, strict=True)]
+        return self._run(lane, collectives.in_turn(calls), [*outputs, *inputs], opts, outputs)
+
+    def _gathering_lane(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> Lane | None:
+        size = self.size()
+        if len(outputs) != len(inputs) or any(
+            o.numel() != size * x.numel() or o.dtype != x.dtype for o, x in zip(outputs, inputs, strict=True)
+        ):
+            return None
+        return self.lane_of([*outputs, *inputs])
+
+    def reduce_scatter(
+        self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None, **named: Any
+    ) -> Any:
+        """See ``torch.distributed.reduce_scatter``."""
+        outputs, opts = listed(output_tensors), options(c10d.ReduceScatterOptions, opts, **named)
+        inputs = [list(input_tensors)] if isinstance(input_tensors[0], torch.Tensor) else input_tensors
+        lane = op = None
+        if len(outputs) == len(inputs) == 1 and match(inputs[0], outputs[0], self.size()):
+            lane = self.lane_of([*outputs, *inputs[0]])
+            op = operation_of(opts.reduceOp, outputs[0].dtype)
+        if lane is None or op is None or inputs[0][self.rank()].numel() != outputs[0].numel():
+            return self._originally("reduce_scatter", outputs, inputs, opts)
+        call = collectives.reduce_scatter(lane, outputs[0], inputs[0], op)
+        return self._run(lane, call, [*outputs, *inputs[0]], opts, outputs)
+
+    def reduce_scatter_single(self, output: Any, given: Any, opts: Any = None) -> Any:
+        """See ``torch.distributed.reduce_scatter_tensor``."""
+        opts = options(c10d.ReduceScatterOptions, opts)
+        lane = self._gathering_lane([given], [output])
+        op = None if lane is None else operation_of(opts.reduceOp, given.dtype)
+        if lane is None or op is None:
+            return self._originally("reduce_scatter_single", output, given, opts)
+        call = collectives.reduce_scatter_single(lane, output, given, op)
+        return self._run(lane, call, [output, given], opts, [output])
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """Several calls of ``reduce_scatter_single``."""
+        opts = options(c10d.ReduceScatterOptions, opts)
+        lane = self._gathering_lane(inputs, outputs)
+        ops = [] if lane is None else [operation_of(opts.reduceOp, x.dtype) for x in inputs]
+        if lane is None or None in ops:
+            return self._originally("reduce_scatter_single_coalesced", outputs, inputs, opts)
+        calls = [
+            collectives.reduce_scatter_single(lane, o, x, op)  # type: ignore[arg-type]
+            for o, x, op in zip(outputs, inputs, ops, strict=True)
+        ]
+        return self._run(lane, collectives.in_turn(calls), [*outputs, *inputs], opts, outputs)
+
+    def alltoall(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Any:
+        """See ``torch.distributed.all_to_all``."""
+        opts = options(c10d.AllToAllOptions, opts)
+        lane = None
+        if len(output_tensors) == len(input_tensors) == self.size():
+            lane = self.lane_of([*output_tensors, *input_tensors])
+        if lane is None or len({t.dtype for t in (*output_tensors, *input_tensors)}) > 1:
+            return self._originally("alltoall", output_tensors, input_tensors, opts)
+        call = collectives.alltoall(lane, output_tensors, input_tensors)
+        return self._run(lane, call, [*output_tensors, *input_tensors], opts, output_tensors)
+
+    def all_to_all_single(
+        self,
+        output: Any,
+        given: Any,
+        output_split_sizes: Any = (),
+        input_split_sizes: Any = (),
+        opts: Any = None,
+        timeout: Any = None,
+    ) -> Any:
+        """See ``torch.distributed.all_to_all_single``."""
+        opts = options(c10d.AllToAllOptions, opts)
+        lane = self.lane_of([output, given]) if output.dtype == given.dtype else None
+        received = split_nbytes(output, output_split_sizes, self.size())
+        sent = split_nbytes(given, input_split_sizes, self.size())
+        if lane is None or received is None or sent is None:
+            splits = list(output_split_sizes), list(input_split_sizes)
+            return self._originally("all_to_all_single", output, given, *splits, opts)
+        call = collectives.alltoall_single(lane, output, given, received, sent)
+        return self._run(lane, call, [output, given], opts, [output])
+
+    def gather(
+        self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None, **named: Any
+    ) -> Any:
+        """See ``torch.distributed.gather``."""
+        inputs, opts = listed(input_tensors), options(c10d.GatherOptions, opts, **named)
+        outputs = lists(output_tensors)
+        lane = None
+        at_root = self.rank() == opts.rootRank
+        if not at_root or match(outputs[0], inputs[0], self.size(), even=True):
+            lane = self.lane_of([*inputs, *(outputs[0] if at_root else ())])
+        if lane is None:
+            return self._originally("gather", outputs, inputs, opts)
+        call = collectives.gather(lane, outputs[0] if at_root else (), inputs[0], opts.rootRank)
+        return self._run(lane, call, [*inputs, *(outputs[0] if at_root else ())], opts, outputs)
+
+    def scatter(
+        self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None, **named: Any
+    ) -> Any:
+        """See ``torch.distributed.scatter``."""
+        outputs, opts = listed(output_tensors), options(c10d.ScatterOptions, opts, **named)
+        inputs = lists(input_tensors)
+        lane = None
+        at_root = self.rank() == opts.rootRank
+        if not at_root or match(inputs[0], outputs[0], self.size(), even=True):
+            lane = self.lane_of([*outputs, *(inputs[0] if at_root else ())])
+        if lane is None:
+            return self._originally("scatter", outputs, inputs, opts)
+        call = collectives.scatter(lane, outputs[0], inputs[0] if at_root else (), opts.rootRank)
+        return self._run(lane, call, [*outputs, *(inputs[0] if at_root else ())], opts, outputs)
+
+    def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
+        """See ``torch.distributed.barrier``. Where the group is NCCL's, the host waits for its stream too."""
+        opts = options(c10d.BarrierOptions, opts)
+        lane = None if dispatch_modes() else self.membership.host_lane()
+        if lane is None or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+            return self._originally("barrier", opts)
+        comm, stream = lane.comm, None
+        if self._has_nccl and torch.cuda.is_initialized():
+            stream = torch.cuda.current_stream()
+
+        def call() -> None:
+            if stream is not None:
+                stream.synchronize()
+            comm.barrier()
+
+        return self._run(lane, call, (), opts, [])
+
+    # The names that these have in other versions of torch.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    # -- what is the original's ---------------------------------------------------------------------
+
+    def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
+        """See ``torch.distributed.send``."""
+        return self._originally("send", tensors, dst, tag)
+
+    def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
+        """See ``torch.distributed.recv``."""
+        return self._originally("recv", tensors, src, tag)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
+        """See ``torch.distributed.recv``."""
+        return self._originally("recv_anysource", tensors, tag)
+
+    # -- blocks of coalesced calls --------------------------------------------------------------------
+
+    def _start_coalescing(self, device: Any) -> None:
+        """Begins a block whose calls are waited for as one; the original's begins when it is needed."""
+        self._block, self._block_device, self._originals_block = [], device, False
+
+    def _end_coalescing(self, device: Any) -> Any:
+        """Ends a block. See ``_start_coalescing``."""
+        works, self._block = self._block or [], None
+        if self._originals_block:
+            self._originals_block = False
+            last = self.original._end_coalescing(device)
+            works += [] if last is None else [last]
+        return Works(works)
+
+    start_coalescing, end_coalescing = _start_coalescing, _end_coalescing
+
+    # -- the end ------------------------------------------------------------------------------------
+
+    def route(self) -> None:
+        """Has batches of sends and receives on this group find the original, until the group ends."""
+        if not self._is_routed:
+            self._is_routed = True
+            route_batches()
+
+    def leave(self) -> None:
+        """From now on every call is the original's. Idempotent."""
+        self.membership.leave()
+        if self._is_routed:
+            self._is_routed = False
+            unroute_batches()
+
+    def shutdown(self) -> None:
+        """Ends the group, and the original with it."""
+        self.leave()
+        c10d._world.pg_group_ranks.pop(self.original, None)
+        self.original.shutdown()

@@ -1,0 +1,199 @@
+"""What torch's callers get for a call: a ``Work``, to wait for, and a ``Future`` where they ask for one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Work
+
+from flagcx.errors import PeerTimeoutError
+from flagcx.interop.untraced import untraced
+
+
+@untraced
+class CallWork(Work):
+    """Base of what the calls of a process group return.
+
+    Args:
+        value: What the future of the work holds: by default the list of the result's tensors.
+    """
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self._value = value
+        self._future: Any = None
+
+    def is_completed(self) -> bool:
+        """Whether the call has ended."""
+        return True
+
+    def is_success(self) -> bool:
+        """Whether it has ended well."""
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> BaseException | None:
+        """The error that it ended with."""
+        return None
+
+    def result(self) -> Any:
+        """The result's tensors."""
+        return self._value
+
+    def synchronize(self) -> None:
+        """Makes the current stream, or the host for tensors there, wait for the call."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """Makes the current stream, or the host for tensors there, wait for the call."""
+        self.wait()
+
+    def get_future(self) -> Any:
+        """A ``torch.futures.Future`` of the result's tensors."""
+        if self._future is None:
+            self._future = torch.futures.Future()
+            self._future.set_result(self._value)
+        return self._future
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Waits for the call, and raises its error; at most as long as a ``timeout`` that is above 0."""
+        return True
+
+
+@untraced
+class HostWork(CallWork):
+    """A call on tensors of the host, under way on the process group's thread.
+
+    Args:
+        call: The call.
+        value: See ``CallWork``.
+        callbacks: Where the future's callbacks run: they may wait for calls behind this one.
+    """
+
+    def __init__(self, call: Future, value: Any, callbacks: ThreadPoolExecutor) -> None:
+        super().__init__(value)
+        self._call, self._callbacks = call, callbacks
+
+    def is_completed(self) -> bool:
+        """See ``CallWork``."""
+        return self._call.done()
+
+    def exception(self) -> BaseException | None:
+        """See ``CallWork``."""
+        return self._call.exception() if self._call.done() else None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """See ``CallWork``."""
+        seconds = timeout.total_seconds() if timeout else None
+        try:
+            self._call.result(seconds)
+        except FutureTimeout:
+            if self._call.done():
+                raise
+            raise PeerTimeoutError(f"the operation still runs after {seconds} s; wait again") from None
+        return True
+
+    def get_future(self) -> Any:
+        """See ``CallWork``."""
+        if self._future is None:
+            self._future = torch.futures.Future()
+            if self._call.done():
+                self._end(self._call)
+            else:
+                self._call.add_done_callback(self._end_elsewhere)
+        return self._future
+
+    def _end_elsewhere(self, call: Future) -> None:
+        try:
+            self._callbacks.submit(self._end, call)
+        except RuntimeError:  # The process is ending, or the group is closed.
+            self._end(call)
+
+    def _end(self, call: Future) -> None:
+        error = call.exception()
+        if error is None:
+            self._future.set_result(self._value)
+        else:
+            self._future.set_exception(error if isinstance(error, Exception) else RuntimeError(str(error)))
+
+
+@untraced
+class DeviceWork(CallWork):
+    """A call on tensors of a GPU, enqueued on a stream.
+
+    Args:
+        stream: The torch stream that it was enqueued on.
+        value: See ``CallWork``.
+        event: Its end on that stream; None where what follows on that stream need not wait.
+    """
+
+    def __init__(self, stream: Any, value: Any, event: Any = None) -> None:
+        super().__init__(value)
+        self._stream, self._event = stream, event
+
+    def is_completed(self) -> bool:
+        """See ``CallWork``."""
+        return self._end().query()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Makes the current stream wait for the call; the host goes on, unless a ``timeout`` is given."""
+        current = torch.cuda.current_stream(self._stream.device)
+        if self._event is not None or current != self._stream:
+            current.wait_event(self._end())
+        if timeout:
+            self._end().synchronize()
+        return True
+
+    def get_future(self) -> Any:
+        """See ``CallWork``; its callbacks run at once, on streams that wait for the call."""
+        if self._future is None:
+            self._future = torch.futures.Future(devices=[self._stream.device])
+            with torch.cuda.stream(self._stream):
+                self._future.set_result(self._value)
+        return self._future
+
+    def _end(self) -> Any:
+        if self._event is None:
+            self._event = self._stream.record_event()
+        return self._event
+
+
+@untraced
+class Works(CallWork):
+    """Several calls as one.
+
+    Args:
+        works: What is waited for.
+    """
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        super().__init__([work.result() for work in works if isinstance(work, CallWork)])
+        self._works = tuple(works)
+
+    def is_completed(self) -> bool:
+        """See ``CallWork``."""
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """See ``CallWork``."""
+        for work in self._works:
+            if timeout:
+                work.wait(timeout)
+            else:
+                work.wait()
+        return True
+
+    def get_future(self) -> Any:
+        """See ``CallWork``."""
+        if self._future is None:
+            ends = torch.futures.collect_all([work.get_future() for work in self._works])
+            self._future = ends.then(_values)
+        return self._future
+
+
+def _values(ends: Any) -> list:
+    return [end.wait() for end in ends.value()]

@@ -1,0 +1,210 @@
+"""Lanes: the order of calls on the host's thread, and on streams that only write down what they are asked."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="PyTorch is not installed (pip install torch==2.13.0)")
+
+import torch
+
+import flagcx as fc
+from flagcx.interop import lanes, works
+from flagcx.interop.lanes import DeviceLane, HostLane
+from flagcx.interop.works import CallWork, Works
+
+
+@pytest.fixture
+def host():
+    lane = HostLane(comm=None)  # type: ignore[arg-type]
+    yield lane
+    lane.close()
+
+
+def test_calls_run_in_the_order_in_which_they_were_made(host):
+    order: list[int] = []
+    gate = threading.Event()
+    first = host.run(lambda: (gate.wait(5), order.append(0)), (), False)
+    second = host.run(lambda: order.append(1), (), False)
+    assert not first.is_completed() and not second.is_completed()
+    threading.Timer(0.05, gate.set).start()
+    host.run(lambda: order.append(2), (), True)
+    assert order == [0, 1, 2]
+    assert first.is_completed() and second.is_success()
+
+
+def test_a_call_that_is_waited_for_runs_on_the_callers_thread(host):
+    names: list[str] = []
+    host.run(lambda: names.append(threading.current_thread().name), (), True)
+    host.run(lambda: names.append(threading.current_thread().name), (), False).wait()
+    assert names[0] == threading.current_thread().name and names[1].startswith("flagcx-torch")
+
+
+def test_waiting_has_a_limit_and_may_be_done_again(host):
+    gate = threading.Event()
+    work = host.run(lambda: gate.wait(5), (), False)
+    with pytest.raises(fc.PeerTimeoutError, match=r"still runs after 0\.01 s; wait again"):
+        work.wait(timedelta(seconds=0.01))
+    gate.set()
+    assert work.wait(timedelta(0))
+
+
+def test_an_error_belongs_to_its_work_alone(host):
+    def fails() -> None:
+        raise fc.CommunicatorError("closed")
+
+    work = host.run(fails, (), False)
+    host.run(lambda: None, (), True)
+    with pytest.raises(fc.CommunicatorError, match="closed"):
+        work.wait()
+    assert isinstance(work.exception(), fc.CommunicatorError) and not work.is_success()
+    with pytest.raises(fc.CommunicatorError, match="closed"):
+        host.run(fails, (), True)
+
+
+def test_futures_that_call_back_do_not_hold_the_thread_up(host):
+    x = torch.ones(2)
+
+    def again(done: Any) -> Any:
+        host.run(lambda: x.add_(1), [x], True)
+        return host.run(lambda: x.add_(1), [x], False).get_future().wait()
+
+    futures = [host.run(lambda: x.add_(1), [x], False).get_future().then(again) for _ in range(20)]
+    torch.futures.wait_all(futures)
+    assert x.tolist() == [61.0, 61.0]
+
+
+def test_scratch_is_used_again_and_grows(host):
+    small = host.scratch("joined", torch.zeros(1), 10)
+    assert small.shape == (10,) and small.dtype == torch.float32 and small.device.type == "cpu"
+    same = host.scratch("joined", torch.zeros(1, dtype=torch.int16), 20)
+    assert same.data_ptr() == small.data_ptr()
+    assert host.scratch("spread", torch.zeros(1), 10).data_ptr() != small.data_ptr()
+    assert host.scratch("joined", torch.zeros(1), 11).numel() == 11
+
+
+def test_several_works_are_one():
+    assert Works([CallWork([1]), CallWork([2])]).result() == [[1], [2]]
+    assert Works([]).wait() and Works([CallWork([1])]).is_completed()
+
+
+# -- streams ------------------------------------------------------------------------------------------
+
+
+class Stream:
+    """Writes down what is asked of it."""
+
+    def __init__(self, log: list, name: str, pointer: int) -> None:
+        self.log, self.name, self.cuda_stream, self.device = log, name, pointer, "cuda:0"
+
+    def wait_stream(self, other: Stream) -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event: Any) -> None:
+        self.log.append(f"{self.name} waits for {event.name}")
+
+    def record_event(self) -> Any:
+        self.log.append(f"event on {self.name}")
+        return SimpleNamespace(name=f"event on {self.name}", query=lambda: False, synchronize=lambda: None)
+
+
+class Tensor:
+    """Writes down which streams use it."""
+
+    def __init__(self, log: list) -> None:
+        self.log = log
+
+    def record_stream(self, stream: Stream) -> None:
+        self.log.append(f"kept for {stream.name}")
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """A lane over streams that keep a log, with the means to change the current stream and to capture."""
+    log: list[str] = []
+    made = SimpleNamespace(log=log, captures=False, current=Stream(log, "current", 7))
+
+    @contextlib.contextmanager
+    def use(stream: Stream):
+        before, made.current = made.current, stream
+        yield
+        made.current = before
+
+    @contextlib.contextmanager
+    def mode(kind: int):
+        log.append("relaxed" if kind == lanes.RELAXED else "?")
+        yield
+
+    cuda = torch.cuda
+    monkeypatch.setattr(cuda, "Stream", lambda device: Stream(log, "side", 8))
+    monkeypatch.setattr(cuda, "current_stream", lambda device=None: made.current)
+    monkeypatch.setattr(cuda, "is_current_stream_capturing", lambda: made.captures)
+    monkeypatch.setattr(cuda, "stream", use)
+    monkeypatch.setattr(lanes, "capture_mode", mode)
+    runtime = SimpleNamespace(getDevice=lambda: 0)
+
+    class External:
+        def __init__(self, pointer: int, number: int) -> None:
+            self.pointer = pointer
+
+        def __enter__(self) -> None:
+            log.append(f"CuPy on {self.pointer}")
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    streams = SimpleNamespace(null=External(0, 0))
+    cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime, ExternalStream=External, Stream=streams))
+    made.lane = DeviceLane(comm=None, cupy=cupy, device=0)  # type: ignore[arg-type]
+    return made
+
+
+def test_a_call_that_is_waited_for_goes_onto_the_current_stream(device):
+    work = device.lane.run(lambda: device.log.append("call"), [Tensor(device.log)], True)
+    work.wait()
+    assert device.log == ["CuPy on 7", "call"], "what follows on that stream is behind it anyway"
+    device.current = Stream(device.log, "other", 9)
+    work.wait()
+    assert device.log[2:] == ["event on current", "other waits for event on current"]
+
+
+def test_an_asynchronous_call_has_a_stream_of_its_own(device):
+    work = device.lane.run(lambda: device.log.append("call"), [Tensor(device.log)], False)
+    assert device.log == [
+        "side waits for current",
+        "CuPy on 8",
+        "call",
+        "kept for side",
+        "event on side",
+    ]
+    assert not work.is_completed()
+    work.wait()
+    assert device.log[5:] == ["current waits for event on side"]
+
+
+def test_a_capture_gets_everything_on_its_stream(device):
+    device.captures = True
+    for waits in (False, True):
+        device.log.clear()
+        work = device.lane.run(lambda: device.log.append("call"), [Tensor(device.log)], waits)
+        work.wait()
+        assert device.log == ["relaxed", "CuPy on 7", "call"]
+
+
+def test_a_future_is_set_on_the_stream_of_its_call(device, monkeypatch):
+    class Future:
+        def __init__(self, devices: list) -> None:
+            self.devices = devices
+
+        def set_result(self, value: Any) -> None:
+            self.value, self.stream = value, device.current.name
+
+    monkeypatch.setattr(works.torch.futures, "Future", Future)
+    future = device.lane.run(lambda: None, [Tensor(device.log)], False, "value").get_future()
+    assert (future.stream, future.value, future.devices) == ("side", "value", ["cuda:0"])

@@ -1,0 +1,44 @@
+"""torch.distributed through flagcx: equal to gloo's results, call by call, on several ranks."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import run_ranks
+
+pytest.importorskip("torch", reason="PyTorch is not installed (pip install torch==2.13.0)")
+
+from tests.interop import jobs
+from tests.interop.calls import CALLS
+
+NAMES = [*CALLS, *(check.__name__ for check in jobs.CHECKS)]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory):
+    """``found(job, ranks)``: what each rank found, by check. A job runs once for all tests that ask."""
+
+    @lru_cache
+    def run(job: str, ranks: int) -> list[dict[str, list[str]]]:
+        path = tmp_path_factory.mktemp("store") / Path(job).name
+        return run_ranks(getattr(jobs, job), ranks, str(path))
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*NAMES, "restored"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_an_enhanced_group_does_what_gloo_does(found, ranks, name):
+    faults = [fault for each in found("enhanced", ranks) for fault in each[name]]
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*NAMES, "name", "again", "options"])
+def test_the_backend_does_what_gloo_does(found, name):
+    faults = [fault for each in found("backend", 3) for fault in each[name]]
+    assert not faults, "\n".join(faults)

@@ -1,6 +1,6 @@
 """The model of NCCL's all-reduce against published tables: constants fitted on all machines but one.
 
-    python bench/model_vs_measured.py [--tables FOLDER] [--json] [--fit]
+    python bench/model_vs_measured.py [--tables FOLDER] [--json] [--fit] [--out PATH]
 
 For each machine, the constants of ``flagcx.selection.native`` are fitted on the tables of all others, and its
 own table is predicted from its topology alone. The fit minimises the mean absolute error of log time, drawn
@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from report import write_json_lines
 
 from flagcx.selection.native import PRIOR, Way, predict_us, ways
 from flagcx.topology import LinkKind, Topology, cluster, files, preset
@@ -267,6 +268,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tables", type=Path, default=SHARED / "allreduce-tables")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument(
+        "--out", type=Path, metavar="PATH", help="append the results there, one machine a line"
+    )
     parser.add_argument("--fit", action="store_true", help="fit on all machines and print the constants")
     given = parser.parse_args(arguments)
     if not given.tables.is_dir():
@@ -277,6 +281,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(fit(points), indent=1))
         return 0
     table = leave_one_out(points)
+    if given.out:
+        plain = ({k: v for k, v in row.items() if not k.endswith("_errors")} for row in table)
+        write_json_lines(given.out, [*plain, summary(table)])
     if given.json:
         print(json.dumps({"machines": table, "summary": summary(table)}))
         return 0

@@ -19,18 +19,20 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
 
 from report import format_size, format_table, parse_size, write_json_lines
 
 import flagcx as fc
+from flagcx.cli.tune import Task
 from flagcx.cli.tune import measure as tune_machine
 from flagcx.selection.measured import Selector, Told
+from flagcx.selection.measurement import HostBench, Pace, as_choice
 from flagcx.selection.selector import Choice, choose_on_host
 from flagcx.selection.table import Table
-from flagcx.selection.tuner import Measurement, Pace, as_choice, candidates, counted
+from flagcx.selection.tuner import counted
 
 SIZES = tuple(parse_size(s) for s in ("256", "1K", "4K", "16K", "64K", "256K", "2M", "16M", "64M", "256M"))
 COLLECTIVES = ("allreduce", "allgather", "reduce_scatter", "broadcast", "alltoall")
@@ -48,6 +50,7 @@ class Check:
         best, tuned, rule: Which candidate.
         best_us, tuned_us, rule_us: Its median time.
         tuned_tie, rule_tie: Whether it cannot be told from the best.
+        times_us: The median time of every candidate that was measured in full.
     """
 
     collective: str
@@ -61,6 +64,7 @@ class Check:
     rule: str
     rule_us: float
     rule_tie: bool
+    times_us: dict[str, float] = field(default_factory=dict)
 
     @property
     def tuned_good(self) -> bool:
@@ -77,17 +81,18 @@ def check(collective: str, text: str, sizes: Sequence[int], rounds: int) -> list
     """What every rank of the second start does: measures all candidates again."""
     comm = fc.init(tuning=False)
     transport = comm._transport
+    bench = HostBench(transport)
     selector = Selector(Told(Table.from_json(text), ""), choose_on_host, transport.protocols)
     checks = []
     for total, nbytes in zip(sizes, counted(collective, sizes, comm.size), strict=True):
         rule = choose_on_host(collective, nbytes, comm.size, attached=transport.cross_memory)
         tuned = selector.choose(collective, nbytes, comm.size)
         choices = {_name(c): c for c in (tuned, rule)}
-        every = (as_choice(c, nbytes) for c in candidates(transport, collective, nbytes))
+        every = (as_choice(c, nbytes) for c in bench.candidates(collective, nbytes))
         choices |= {_name(c): c for c in every}
         pace = Pace(rounds=rounds if total < LARGE else (rounds + 1) // 2, near=1.35)
         picked = [list(choices).index(_name(c)) for c in (tuned, rule)]
-        measurement = Measurement(transport, collective, nbytes)
+        measurement = bench.measurement(collective, nbytes)
         times = measurement.time_all(list(choices.values()), pace, always=picked)
         checks.append(_judge(collective, comm.size, total, list(choices), times, picked))
     return checks
@@ -109,7 +114,8 @@ def _judge(
         return _quartiles(times[i])[0] <= _quartiles(times[best])[1]
 
     tuned, rule = ((names[i], medians[i], tie(i)) for i in picked)
-    return Check(collective, ranks, nbytes, names[best], medians[best], *tuned, *rule)
+    every = {names[i]: round(medians[i], 3) for i in full}
+    return Check(collective, ranks, nbytes, names[best], medians[best], *tuned, *rule, every)
 
 
 def _quartiles(times: Sequence[float]) -> tuple[float, float]:
@@ -143,7 +149,7 @@ def main(given: Sequence[str] | None = None) -> int:
         for collective in options.collectives:
             start = time.monotonic()
             with tempfile.TemporaryDirectory() as directory:
-                path = Path(directory, "table.json")
+                path = Path(options.tables or directory, f"{collective}-{ranks}.json").absolute()
                 fc.launch(_tune_quietly, ranks, ((collective,), path))
                 tuned_s = time.monotonic() - start
                 arguments = (collective, path.read_text(), options.sizes, options.rounds)
@@ -166,7 +172,7 @@ def main(given: Sequence[str] | None = None) -> int:
 
 
 def _tune_quietly(collectives: tuple[str, ...], path: Path) -> None:
-    tune_machine(collectives, False, path, lambda *progress: None)
+    tune_machine(Task(collectives, output=path), lambda *progress: None)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -177,6 +183,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--collectives", type=lambda s: s.split(","), default=list(COLLECTIVES))
     parser.add_argument("--sizes", type=lambda s: [parse_size(n) for n in s.split(",")], default=list(SIZES))
     parser.add_argument("--rounds", type=int, default=11, help="for each size; default 11")
+    parser.add_argument("--tables", type=Path, metavar="FOLDER", help="keep the tables of tuning there")
     parser.add_argument("--json", type=Path, metavar="PATH", help="append the results there, one a line")
     return parser.parse_args(arguments)
 

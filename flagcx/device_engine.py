@@ -5,11 +5,13 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import Any
 
-from flagcx.collectives import Counts
+from flagcx.collectives import COLLECTIVES, Counts
 from flagcx.dtypes import DType, ReduceOp
-from flagcx.engine import TWO_THREADS, Engine
+from flagcx.engine import TWO_THREADS, Engine, nbytes_of
 from flagcx.errors import CommunicatorError
-from flagcx.selection.selector import choose_on_device, pieces_on_device
+from flagcx.selection.measured import Told
+from flagcx.selection.on_device import Agreed, DeviceSelector
+from flagcx.selection.selector import Choice, Possible, choose_on_device, pieces_on_device
 from flagcx.transport.base import Call, Plan
 from flagcx.transport.nccl_native import NATIVE, native_form, native_schedule
 from flagcx.transport.nccl_transport import NcclTransport
@@ -21,12 +23,17 @@ class DeviceEngine(Engine):
 
     Args:
         transport: What carries the arrays.
+        selector: What chooses where the caller names no algorithm; by the rule alone if None.
+
+    Attributes:
+        selector: What chooses.
     """
 
     transport: NcclTransport
 
-    def __init__(self, transport: NcclTransport) -> None:
+    def __init__(self, transport: NcclTransport, selector: DeviceSelector | None = None) -> None:
         super().__init__(transport.rank, transport.size, transport, choose_on_device, pieces_on_device)
+        self.selector = selector or DeviceSelector(Agreed(Told(None, "")))
         self.array_class = transport.array_class
         # CuPy makes an object for each look at ``flags``, which costs as much as all the rest.
         quick = hasattr(transport.array_class, "_c_contiguous")
@@ -47,21 +54,29 @@ class DeviceEngine(Engine):
         finally:
             self._exit()
 
-    def _compile(
-        self,
-        collective: str,
-        counts: Counts,
-        dtype: DType,
-        op: ReduceOp | None,
-        root: int | None,
-        algorithm: str | None,
-        in_place: bool,
-    ) -> Plan:
-        native = native_form(collective, dtype, op, self.transport.nccl_version) is not None
-        if algorithm != NATIVE and not (algorithm is None and native):
-            return super()._compile(collective, counts, dtype, op, root, algorithm, in_place)
+    def possible(self, collective: str, nbytes: int, dtype: DType, op: ReduceOp | None) -> Possible:
+        """What can carry a call; the same on all ranks."""
+        return Possible(
+            native_form(collective, dtype, op, self.transport.nccl_version) is not None,
+            self.transport.protocols(collective, nbytes, dtype, op),
+            COLLECTIVES[collective].reduces and dtype.name.startswith("float8"),
+        )
+
+    def _choice(self, collective: str, counts: Counts, dtype: DType, op: ReduceOp | None) -> Choice:
+        """What carries a call: all that can is told to one chooser; see ``Possible``."""
+        nbytes = nbytes_of(counts, dtype)
+        possible = self.possible(collective, nbytes, dtype, op)
+        return self.selector.choose(collective, nbytes, self.size, not isinstance(counts, int), possible)
+
+    def _make(self, collective, counts, dtype, op, root, in_place, choice: Choice) -> Plan:
+        """Compiles a choice; NCCL's own collective has no schedule to build."""
+        if choice.algorithm != NATIVE:
+            return super()._make(collective, counts, dtype, op, root, in_place, choice)
         schedule = native_schedule(collective, self.size, root)
         return self.transport.compile(Call(schedule, self.rank, counts, dtype, op, in_place))
+
+    def _serves_uneven(self, collective: str, algorithm: str) -> bool:
+        return algorithm == NATIVE or super()._serves_uneven(collective, algorithm)
 
     def start(self, plan: Plan, given: Any, result: Any, value: Any, what: str) -> DeviceWork:
         """Enqueues a plan on the communicator's own stream.

@@ -11,13 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from flagcx.algorithms import Algorithm, entries, entry
+from flagcx.algorithms import entries, entry
 from flagcx.collectives import Counts
 from flagcx.dtypes import OPS, DType, ReduceOp, dtype_of, resolve_op
 from flagcx.errors import ArgumentError, CommunicationError, CommunicatorError
 from flagcx.profiler import Operation, Progress, Recorded, Ring
 from flagcx.profiler.records import Uncounted
+from flagcx.progress_thread import progress_thread
+from flagcx.selection.learned import Finding
 from flagcx.selection.live import Exploration, Explored
+from flagcx.selection.mixes import mix_of
 from flagcx.selection.planned import Order, build_along
 from flagcx.selection.selector import Choice, pieces_for
 from flagcx.transport.base import Call, Plan, Transport
@@ -73,6 +76,7 @@ class Engine:
         self.over = ""
         self._worker: ThreadPoolExecutor | None = None
         self._last: Future | None = None
+        self._hurried = False
 
     # -- plans ------------------------------------------------------------------------------------
 
@@ -97,9 +101,6 @@ class Engine:
         if plan is None:
             self.check()
             plan = self._compile(collective, counts, dtype, op, root, algorithm, in_place)
-            if self.ring is not None and not isinstance(plan, Recorded):
-                what = self._describe(collective, counts, dtype, Choice(algorithm or Algorithm.NATIVE, 1, ""))
-                plan = Recorded(plan, what, self.ring, self._progress)
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
                 self._straight.clear()
@@ -108,11 +109,11 @@ class Engine:
 
     def _compile(self, collective, counts, dtype, op, root, algorithm, in_place) -> Plan:
         uneven = not isinstance(counts, int)
-        nbytes = _nbytes(counts, dtype)
+        nbytes = nbytes_of(counts, dtype)
         make = partial(self._make, collective, counts, dtype, op, root, in_place)
         describe = partial(self._describe, collective, counts, dtype)
         if algorithm is None:
-            choice = self._choose(collective, nbytes, self.size, uneven)
+            choice = self._choice(collective, counts, dtype, op)
             # An operation of the user's own need not compare equal to itself on every rank.
             known = op is None or OPS.get(op.name) == op
             key = (collective, counts, dtype.code, op, root)
@@ -121,7 +122,7 @@ class Engine:
                 return Explored(exploration, make, describe, self.ring or Ring(1), self._progress)
         else:
             choice = Choice(algorithm, self._pieces(collective, algorithm, nbytes), "named by the caller")
-        if uneven and not entry(collective, choice.algorithm).uneven:
+        if uneven and not self._serves_uneven(collective, choice.algorithm):
             serving = ", ".join(str(e.algorithm) for e in entries(collective) if e.uneven)
             raise ArgumentError(
                 f"algorithm={str(choice.algorithm)!r} of {collective} needs blocks of one size; for blocks "
@@ -130,6 +131,10 @@ class Engine:
         plan = make(choice)
         return plan if self.ring is None else Recorded(plan, describe(choice), self.ring, self._progress)
 
+    def _choice(self, collective: str, counts: Counts, dtype: DType, op: ReduceOp | None) -> Choice:
+        """The choice for a call whose caller names no algorithm; the same on all ranks."""
+        return self._choose(collective, nbytes_of(counts, dtype), self.size, not isinstance(counts, int))
+
     def _make(self, collective, counts, dtype, op, root, in_place, choice: Choice) -> Plan:
         """Builds the schedule of a choice, and compiles it."""
         algorithm = str(choice.algorithm)
@@ -137,10 +142,13 @@ class Engine:
         call = Call(schedule, self.rank, counts, dtype, op, in_place, choice.protocol)
         return self.transport.compile(call)
 
+    def _serves_uneven(self, collective: str, algorithm: str) -> bool:
+        return mix_of(collective, algorithm) is None and entry(collective, algorithm).uneven
+
     def _describe(self, collective: str, counts: Counts, dtype: DType, choice: Choice) -> Operation:
         return Operation(
             collective,
-            _nbytes(counts, dtype),
+            nbytes_of(counts, dtype),
             dtype.name,
             str(choice.algorithm),
             choice.pieces,
@@ -157,6 +165,16 @@ class Engine:
             choices = self._alternatives(key[0], nbytes, self.size)
             if len(choices) > 1:
                 found = self._explorations[key] = Exploration(choices, self._agree)
+        return found
+
+    def findings(self) -> list[Finding]:
+        """What trials found about calls like those that ``flagcx tune`` measures: float32, and sums of it."""
+        found = []
+        for (collective, counts, code, op, _), exploration in self._explorations.items():
+            like = code == dtype_of(np.float32).code and (op is None or op == OPS["sum"])
+            if like and exploration.typical_us:
+                nbytes = counts * np.dtype(np.float32).itemsize
+                found.append(Finding(collective, nbytes, exploration.typical_us))
         return found
 
     def _agree(self, values: Sequence[int]) -> list[int]:
@@ -220,7 +238,7 @@ class Engine:
         """
         self.check()
         if self._worker is None:
-            self._worker = ThreadPoolExecutor(1, thread_name_prefix="flagcx")
+            self._worker = progress_thread()
 
         run: Callable[[Any, Any], object] = plan.run
         if isinstance(plan, Recorded):
@@ -228,16 +246,27 @@ class Engine:
 
         def call() -> Any:
             with self.turn:
-                self._run(run, given, result)
+                self._progress.background = not self._hurried
+                try:
+                    self._run(run, given, result)
+                finally:
+                    self._progress.background = False
             return value
 
         self.hold()
+        self._hurried = False
         self._last = self._worker.submit(call)
-        return Work(self._last, what)
+        return Work(self._last, what, self.hurry)
+
+    def hurry(self) -> None:
+        """Says that nothing is computed any more beside what was started: somebody waits for it."""
+        self._hurried = True
+        self._progress.background = False
 
     def catch_up(self) -> None:
         """Waits until all that was started has ended. Its errors belong to who waits for the work."""
         if self._last is not None:
+            self.hurry()
             self._last.exception()
             self._last = None
             self.resume()
@@ -283,7 +312,7 @@ class Engine:
         self.transport.close()
 
 
-def _nbytes(counts: Counts, dtype: DType) -> int:
+def nbytes_of(counts: Counts, dtype: DType) -> int:
     """Bytes of a message, or of the largest block."""
     return (counts if isinstance(counts, int) else _largest(counts)) * dtype.numpy.itemsize
 

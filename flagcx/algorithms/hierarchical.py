@@ -35,19 +35,24 @@ from flagcx.schedule.model import Recv, RecvReduce, Schedule, Send
 
 Groups = tuple[tuple[int, ...], ...]
 
+WIDEST = 8
+"""Ranks in a group at most, where nobody says which ranks share a host: as many as hosts have GPUs."""
+
 
 def even_groups(size: int, groups: int | None = None) -> Groups:
     """Consecutive ranks in ``groups`` groups whose sizes differ by at most one.
 
     Args:
         size: Number of ranks.
-        groups: Number of groups; the square root of ``size`` by default, rounded down.
+        groups: Number of groups; by default the square root of ``size``, rounded down, but so many that a
+            group has no more than ``WIDEST`` ranks: inside a group all talk to all.
 
     Example:
         >>> even_groups(5, 2)
         ((0, 1, 2), (3, 4))
     """
-    bounds = cut(size, max(1, isqrt(size)) if groups is None else groups)
+    default = max(1, isqrt(size), -(-size // WIDEST))
+    bounds = cut(size, default if groups is None else groups)
     return tuple(tuple(range(a, b)) for a, b in pairwise(bounds))
 
 

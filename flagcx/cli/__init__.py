@@ -1,4 +1,4 @@
-"""The command line: ``flagcx run | topo | tune | simulate | explain | doctor | ...``.
+"""The command line: ``flagcx run | bench | topo | tune | simulate | explain | doctor | ...``.
 
 Each command is a function in a module of its own, which is imported when the command is asked for, so that
 ``flagcx run`` has its ranks on their way before anything heavy is imported.
@@ -14,7 +14,7 @@ import typer
 
 from flagcx.errors import FlagcxError
 
-COMMANDS = ("run", "topo", "tune", "simulate", "explain", "doctor")
+COMMANDS = ("run", "bench", "topo", "tune", "simulate", "explain", "doctor")
 _VERBATIM = {"allow_extra_args": True, "allow_interspersed_args": False}
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flagcx.errors import FlagcxError
+from flagcx.errors import ArgumentError, FlagcxError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
-    from flagcx.selection.explain import Explanation
+    from flagcx.selection.explanation import Explanation
 
 
 def explain(
@@ -23,21 +22,42 @@ def explain(
         ),
     ],
     topology: Annotated[
-        str, typer.Option("--topology", "-t", help="A preset (dgx-a100, ...) or a topology file.")
-    ],
-    ranks: Annotated[
-        int | None, typer.Option("--ranks", "-n", min=1, help="How many ranks; one for each GPU by default.")
+        str | None,
+        typer.Option(
+            "--topology",
+            "-t",
+            help="A preset (dgx-a100, ...) or a topology file; this machine if none is named.",
+        ),
     ] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option("--ranks", "-n", min=1, help="How many ranks; one for each GPU or core by default."),
+    ] = None,
+    gpu: Annotated[
+        bool, typer.Option("--gpu", help="Arrays on the GPUs of this machine, in place of NumPy arrays.")
+    ] = False,
+    share_gpu: Annotated[
+        bool, typer.Option("--share-gpu", help="Let several ranks use one GPU; with --gpu.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Compare the algorithms for a call on a machine (steps, bytes, busiest link, time) and choose."""
+    """Compare the algorithms for a call (steps, bytes, busiest link, time) and say which would run, and why.
+
+    For this machine ranks are started and asked, so that what flagcx tune measured is part of the answer.
+    """
     from flagcx.cli.sizes import machine_for, parse_nbytes
     from flagcx.selection import explain as explaining
 
     try:
-        machine = machine_for(topology, ranks)
-        size = len(machine.gpus) if ranks is None else ranks
-        found = explaining.explain(collective, parse_nbytes(nbytes), size, machine)
+        count = parse_nbytes(nbytes)
+        if topology is None:
+            found = _here(collective, count, ranks, gpu, share_gpu)
+        elif gpu or share_gpu:
+            raise ArgumentError("--gpu and --share-gpu are about this machine; leave out --topology")
+        else:
+            machine = machine_for(topology, ranks)
+            size = len(machine.gpus) if ranks is None else ranks
+            found = explaining.explain(collective, count, size, machine)
     except FlagcxError as error:
         typer.echo(f"flagcx explain: {error}", err=True)
         raise typer.Exit(2) from None
@@ -46,21 +66,28 @@ def explain(
         return
     from rich.console import Console
 
-    console = Console()
-    console.print(rich_table(found))
-    console.print(found.reason, highlight=False, markup=False)
+    Console().print(found, highlight=False)
 
 
-def rich_table(found: Explanation) -> Table:
-    """The explanation's candidates as a table for terminals."""
-    from rich.markup import escape
-    from rich.table import Table
+def _here(collective: str, nbytes: int, ranks: int | None, gpu: bool, share_gpu: bool) -> Explanation:
+    from flagcx._launch.notebook import launch
+    from flagcx.cli.tune import count_gpus
+    from flagcx.collectives import COLLECTIVES
 
-    head, *body = found.cells()
-    table = Table(title=escape(found.title), title_justify="left")
-    for column, text in enumerate(head):
-        left = column in (0, 3, len(head) - 1)
-        table.add_column(text, justify="left" if left else "right", no_wrap=not left)
-    for number, cells in enumerate(body):
-        table.add_row(*map(escape, cells), style="bold" if number == 0 else None)
-    return table
+    if collective not in COLLECTIVES:
+        known = ", ".join(COLLECTIVES)
+        raise ArgumentError(f"collective={collective!r} is not known; expected one of {known}")
+    if share_gpu and not gpu:
+        raise ArgumentError("--share-gpu was given without --gpu; NumPy arrays need no GPU")
+    count = ranks or (count_gpus() if gpu else len(os.sched_getaffinity(0)))
+    return launch(_asked, count, (collective, nbytes, gpu), share_gpu=share_gpu)[0]
+
+
+def _asked(collective: str, nbytes: int, gpu: bool) -> Explanation:
+    """What every rank does."""
+    import flagcx
+
+    with flagcx.init() as comm:
+        if gpu:
+            comm.empty(1, device="gpu")
+        return comm.explain(collective, nbytes, gpu=gpu)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
-import threading
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Client, Listener
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +14,9 @@ import typer
 from flagcx.errors import ArgumentError, FlagcxError
 
 if TYPE_CHECKING:
-    from flagcx.selection.table import Table
+    from flagcx.communicator import Communicator
+    from flagcx.selection.table import Fit, Table
+    from flagcx.selection.tuner import Bench
 
 _LEAST_NBYTES, _FACTOR = 256, 4
 _LARGEST_NBYTES, _QUICK_LARGEST_NBYTES = 256 << 20, 16 << 20
@@ -26,7 +26,9 @@ Report = Callable[[int, int, str], object]
 
 
 def tune(
-    ranks: Annotated[int, typer.Option("-n", "--ranks", min=0, help="How many ranks; 0: each core.")] = 0,
+    ranks: Annotated[
+        int, typer.Option("-n", "--ranks", min=0, help="How many ranks; 0: each core or GPU.")
+    ] = 0,
     collective: Annotated[
         list[str] | None,
         typer.Option("--collective", "-c", help="One to measure; may be repeated. The common ones if none."),
@@ -37,36 +39,73 @@ def tune(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the table there, not to the cache directory.")
     ] = None,
+    gpu: Annotated[
+        bool, typer.Option("--gpu", help="Measure arrays on GPUs: NCCL's own collectives, and what else can.")
+    ] = False,
+    share_gpu: Annotated[
+        bool, typer.Option("--share-gpu", help="Let several ranks use one GPU; with --gpu.")
+    ] = False,
 ) -> None:
     """Measure all algorithms on this machine; from then on flagcx chooses by the measured times.
 
     The table is kept for this machine, number of ranks and versions in the user's cache directory, and loaded
-    by fc.init(). Under mpirun, srun or flagcx run the ranks that there are do the measuring.
+    by fc.init(), or with --gpu by the first call with an array on a GPU. Under mpirun, srun or flagcx run the
+    ranks that there are do the measuring.
     """
+    from flagcx.selection.table import read_table
+    from flagcx.selection.tuner import unsteady
+
     try:
-        path = _tune(ranks, tuple(collective or _COMMON), quick, output)
+        what = Task(tuple(collective or _COMMON), quick, output and output.absolute(), gpu)
+        path = _tune(ranks, what, share_gpu)
     except FlagcxError as error:
         typer.echo(f"flagcx tune: {error}", err=True)
         raise typer.Exit(2) from None
     if path is not None:
         typer.echo(f"measured; the table is {path}")
+        if warning := unsteady(read_table(path)):
+            typer.echo(f"flagcx tune: {warning}", err=True)
 
 
-def _tune(ranks: int, collectives: tuple[str, ...], quick: bool, output: Path | None) -> Path | None:
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What is to be measured.
+
+    Attributes:
+        collectives: Names of the collectives.
+        quick: Whether to measure less.
+        output: Where to write the table; to the user's cache directory if None.
+        gpu: Whether arrays are on GPUs.
+    """
+
+    collectives: tuple[str, ...]
+    quick: bool = False
+    output: Path | None = None
+    gpu: bool = False
+
+
+def _tune(ranks: int, task: Task, share_gpu: bool) -> Path | None:
     from flagcx._launch.notebook import launch
     from flagcx.bootstrap.environment import identify
+    from flagcx.cli.progress import heard
     from flagcx.config import environment
 
-    _check(collectives)
-    output = None if output is None else output.absolute()
+    _check(task.collectives)
+    if share_gpu and not task.gpu:
+        raise ArgumentError("--share-gpu was given without --gpu; NumPy arrays need no GPU")
     if identify(environment()).size > 1:
         with _bar() as report:
-            return measure(collectives, quick, output, report)
-    count = ranks or len(os.sched_getaffinity(0))
-    with tempfile.TemporaryDirectory(prefix="flagcx-tune-") as directory, _bar() as report:
-        address = os.path.join(directory, "progress")
-        with _heard(address, report):
-            return launch(_measure_and_tell, count, (collectives, quick, output, address))[0]
+            return measure(task, report)
+    count = ranks or (count_gpus() if task.gpu else len(os.sched_getaffinity(0)))
+    with _bar() as report, heard(report) as address:
+        return launch(_measure_and_tell, count, (task, address), share_gpu=share_gpu)[0]
+
+
+def count_gpus() -> int:
+    """The GPUs that this process sees."""
+    from flagcx.kernels.cuda import load_cupy
+
+    return int(load_cupy().cuda.runtime.getDeviceCount())
 
 
 def _check(collectives: tuple[str, ...]) -> None:
@@ -85,13 +124,11 @@ def sizes(quick: bool) -> list[int]:
     return found
 
 
-def measure(collectives: tuple[str, ...], quick: bool, output: Path | None, report: Report) -> Path | None:
+def measure(task: Task, report: Report) -> Path | None:
     """What every rank does: measures; rank 0 writes the table.
 
     Args:
-        collectives: Names of the collectives.
-        quick: Whether to measure less.
-        output: Where to write the table; to the user's cache directory if None.
+        task: What is to be measured.
         report: Hears on rank 0 how far it is.
 
     Returns:
@@ -99,51 +136,50 @@ def measure(collectives: tuple[str, ...], quick: bool, output: Path | None, repo
     """
     import flagcx
     from flagcx.config import environment
-    from flagcx.selection.table import fit_here, save_table, table_path
-    from flagcx.selection.tuner import QUICK, Pace
+    from flagcx.selection.measurement import QUICK, Pace
+    from flagcx.selection.table import save_table, table_path
     from flagcx.selection.tuner import tune as measure_all
 
     with flagcx.init(tuning=False) as comm:
-        transport = comm._transport
-        fit = fit_here(comm.size, transport.name, transport.settings(comm.config))
+        bench, fit = _gpu_bench(comm) if task.gpu else _host_bench(comm)
         tell: Report = report if comm.rank == 0 else lambda done, total, what: None
-        pace = QUICK if quick else Pace()
-        table: Table = measure_all(transport, fit, collectives, sizes(quick), pace, tell)
+        pace = QUICK if task.quick else Pace()
+        table: Table = measure_all(bench, fit, task.collectives, sizes(task.quick), pace, tell)
         if comm.rank:
             return None
-        path = output or table_path(fit, environment())
+        path = task.output or table_path(fit, environment())
         save_table(table, path)
         return path
 
 
-def _measure_and_tell(
-    collectives: tuple[str, ...], quick: bool, output: Path | None, address: str
-) -> Path | None:
+def _host_bench(comm: Communicator) -> tuple[Bench, Fit]:
+    from flagcx.selection.measurement import HostBench
+    from flagcx.selection.table import fit_here
+
+    transport = comm._transport
+    return HostBench(transport), fit_here(comm.size, transport.name, transport.settings(comm.config))
+
+
+def _gpu_bench(comm: Communicator) -> tuple[Bench, Fit]:
+    from flagcx.kernels.cuda import load_cupy
+    from flagcx.selection.measurement import Clock
+    from flagcx.selection.measurement_on_device import DeviceBench
+    from flagcx.selection.on_device import fit_on_device
+
+    cupy = load_cupy()
+    comm._engine_of(cupy.zeros(1))
+    engine = comm._device
+    assert engine is not None
+    bench = DeviceBench(engine.transport, cupy, Clock(comm._transport), engine.order)
+    return bench, fit_on_device(engine.transport)
+
+
+def _measure_and_tell(task: Task, address: str) -> Path | None:
     """A rank that the command started: rank 0 tells the command how far it is."""
-    with Client(address, family="AF_UNIX") as line:
-        return measure(collectives, quick, output, lambda *progress: line.send(progress))
+    from flagcx.cli.progress import telling
 
-
-@contextlib.contextmanager
-def _heard(address: str, report: Report) -> Iterator[None]:
-    """Listens to the ranks, each of which connects, on a thread of its own."""
-    listener = Listener(address, family="AF_UNIX", backlog=256)
-
-    def listen(line) -> None:
-        with contextlib.suppress(EOFError, OSError), line:
-            while True:
-                report(*line.recv())
-
-    def accept() -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                threading.Thread(target=listen, args=(listener.accept(),), daemon=True).start()
-
-    threading.Thread(target=accept, daemon=True).start()
-    try:
-        yield
-    finally:
-        listener.close()
+    with telling(address) as line:
+        return measure(task, lambda *progress: line.send(progress))
 
 
 @contextlib.contextmanager

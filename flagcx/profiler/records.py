@@ -29,10 +29,12 @@ class Progress(Protocol):
     Attributes:
         sequence: Number of calls that all ranks made together.
         waited_ns: Time spent waiting for peers.
+        background: Whether waits leave the core to a computation beside them.
     """
 
     sequence: int
     waited_ns: int
+    background: bool
 
 
 @dataclass(slots=True)
@@ -41,6 +43,7 @@ class Uncounted:
 
     sequence: int = NO_CALL
     waited_ns: int = 0
+    background: bool = False
 
 
 @dataclass(frozen=True, slots=True)

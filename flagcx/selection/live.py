@@ -43,6 +43,7 @@ class Exploration:
         due: The call that is the next trial.
         times: For each trial since the last decision: which candidate, begin and end, in ns.
         rounds: Decisions so far.
+        typical_us: What each candidate took when all decided last.
     """
 
     choices: Sequence[Choice]
@@ -52,6 +53,7 @@ class Exploration:
     due: int = INTERVAL
     times: list[tuple[int, int, int]] = field(default_factory=list)
     rounds: int = 0
+    typical_us: dict[Choice, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.current = self.choices[0]
@@ -73,6 +75,7 @@ class Exploration:
         for (i, _, _), start, end in zip(self.times, latest[::2], latest[1::2], strict=True):
             elapsed[i].append(end - start)
         typical = {i: median(times[1:]) for i, times in elapsed.items()}
+        self.typical_us = {self.choices[i]: time_ns / 1e3 for i, time_ns in typical.items()}
         best = min(typical, key=lambda i: (typical[i], i))
         if typical[best] < GAIN * typical[self.choices.index(self.current)]:
             self.current = self.choices[best]

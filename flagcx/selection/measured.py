@@ -16,7 +16,7 @@ from flagcx.algorithms import entry
 from flagcx.config import Config
 from flagcx.errors import ArgumentError
 from flagcx.selection.selector import Choice
-from flagcx.selection.table import Candidate, Fit, Table, load_table, table_path
+from flagcx.selection.table import Candidate, Fit, Table, read_table, table_path
 
 Rule = Callable[[str, int, int, bool], Choice]
 Exchange = Callable[[bytes], list[bytes]]
@@ -33,45 +33,63 @@ class Told:
     Attributes:
         table: Its table, or None.
         note: Where the table comes from, or why there is none.
-        live: Whether the table is corrected while the job runs.
+        live: Whether choices are corrected while the job runs.
+        path: The file to write corrections back to; empty if to none.
     """
 
     table: Table | None
     note: str
     live: bool = False
+    path: str = ""
 
     def to_bytes(self) -> bytes:
         """As text, to travel."""
         text = None if self.table is None else self.table.to_json()
-        return json.dumps([text, self.note, self.live]).encode()
+        return json.dumps([text, self.note, self.live, self.path]).encode()
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> Told:
         """Back from the text."""
-        text, note, live = json.loads(raw)
-        return cls(None if text is None else Table.from_json(text), note, live)
+        text, note, live, path = json.loads(raw)
+        return cls(None if text is None else Table.from_json(text), note, live, path)
 
 
-def look_for_table(config: Config, here: Fit, environ: Mapping[str, str]) -> Told:
-    """Finds the table that fits; one that is there and is of no use is a warning, never an error."""
+def look_for_table(
+    config: Config, here: Fit, environ: Mapping[str, str], command: str = "flagcx tune"
+) -> Told:
+    """Finds the table that fits; one that is there and is of no use is a warning, never an error.
+
+    Args:
+        config: Settings.
+        here: What the table must fit.
+        environ: The process's environment, for the cache directory.
+        command: What makes such a table.
+    """
     if config.deterministic:
         return Told(None, "deterministic: the rule alone chooses")
     if not config.tuning:
         return Told(None, "tuning is switched off")
     path = Path(config.tuning_file) if config.tuning_file else table_path(here, environ)
     try:
-        table = load_table(path, here)
+        table = read_table(path)
+        if config.tuning_file and table.fit.transport != here.transport:
+            # One setting for two kinds of array: the file may be meant for the other.
+            return Told(None, f"{path} was measured with {table.fit.transport}, this is {here.transport}")
+        if difference := table.fit.difference(here):
+            return _ignored(path, difference, command)
     except FileNotFoundError:
         if config.tuning_file:
-            return _ignored(path, "there is no such file")
-        return Told(None, f"not measured on this machine; flagcx tune -n {here.ranks} would")
+            return _ignored(path, "there is no such file", command)
+        return Told(None, f"not measured on this machine; {command} -n {here.ranks} would")
     except ArgumentError as error:
-        return _ignored(path, str(error))
-    return Told(table, f"measured, {path}", config.live_tuning and config.profile)
+        return _ignored(path, str(error), command)
+    live = config.live_tuning and config.profile
+    # A file that the user names is his; that in the cache is ours to keep up to date.
+    return Told(table, f"measured, {path}", live, str(path) if live and not config.tuning_file else "")
 
 
-def _ignored(path: Path, why: str) -> Told:
-    note = f"the tuning table {path} is ignored: {why}; make a new one with flagcx tune"
+def _ignored(path: Path, why: str, command: str) -> Told:
+    note = f"the tuning table {path} is ignored: {why}; make a new one with {command}"
     warnings.warn(note, RuntimeWarning, stacklevel=2)
     return Told(None, note)
 
@@ -111,10 +129,11 @@ class Selector:
     Attributes:
         note: Where the measured times come from, or why there are none.
         live: Whether choices are corrected while the job runs.
+        path: The file to write corrections back to; empty if to none.
     """
 
     def __init__(self, told: Told, rule: Rule, protocols: Callable[[str, str, int], Sequence[str]]) -> None:
-        self.table, self.note, self.live = told.table, told.note, told.live
+        self.table, self.note, self.live, self.path = told.table, told.note, told.live, told.path
         self._rule, self._protocols = rule, protocols
         self._made: dict[tuple[str, int, int, bool], Choice] = {}
 
@@ -150,12 +169,12 @@ class Selector:
     def ranked(
         self, collective: str, nbytes: int, size: int, uneven: bool = False
     ) -> list[tuple[Candidate, float]]:
-        """The measured candidates that can serve a call, with their times in us, the fastest first."""
-        if self.table is None or nbytes < 1:
+        """The measured candidates that can serve a call, with their times in us; see ``Table.rank``."""
+        if self.table is None:
             return []
-        times = self.table.times(collective, nbytes).items()
-        serving = ((c, t) for c, t in times if self._serves(c, collective, nbytes, size, uneven))
-        return sorted(serving, key=lambda pair: (pair[1], str(pair[0])))
+        return self.table.rank(
+            collective, nbytes, lambda candidate: self._serves(candidate, collective, nbytes, size, uneven)
+        )
 
     def _serves(self, candidate: Candidate, collective: str, nbytes: int, size: int, uneven: bool) -> bool:
         """Whether a candidate of a file exists here, and may be used."""

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from flagcx.algorithms import Algorithm, build
-from flagcx.bootstrap.store import Store
-from flagcx.errors import FlagcxError, TopologyError
-from flagcx.schedule.compose import relabel
+from flagcx.errors import ArgumentError, TopologyError
+from flagcx.schedule.compose import beside, relabel
 from flagcx.schedule.model import Schedule
+from flagcx.selection.mixes import Mix, mix_of
 
 if TYPE_CHECKING:
     from flagcx.topology import Topology
@@ -37,15 +35,43 @@ def build_along(
     Args:
         order: The ranks in the order that the topology plans, or None where all are equally close.
         collective: Name of the collective.
-        algorithm: Name of the algorithm.
+        algorithm: Name of the algorithm, or of a mix; see ``flagcx.selection.mixes``.
         size: Number of ranks.
         root: The root, or None.
         pieces: Pieces that each block is cut into.
     """
+    mix = mix_of(collective, algorithm)
+    if mix is not None:
+        if pieces != 1:
+            raise ArgumentError(f"algorithm={algorithm!r} is a mix, which has no pieces, got pieces={pieces}")
+        return _beside(mix, order, collective, size, root)
     if order is None or str(algorithm) not in {str(a) for a in FOLLOWS_ORDER}:
         return build(collective, algorithm, size, root, pieces)
     place = None if root is None else order.index(root)
     return relabel(build(collective, algorithm, size, place, pieces), order, algorithm=str(algorithm))
+
+
+def _beside(mix: Mix, order: Order | None, collective: str, size: int, root: int | None) -> Schedule:
+    """Both algorithms of a mix; one beside itself goes the other way."""
+    one = build_along(order, collective, mix.first, size, root, 1)
+    back = order
+    if mix.first == mix.second:
+        back = (order or tuple(range(size)))[::-1]
+    return beside(
+        one, build_along(back, collective, mix.second, size, root, 1), mix.share, algorithm=mix.name
+    )
+
+
+def gpus_of(topology: Topology, bus_ids: Sequence[str]) -> list[int] | None:
+    """The GPU of each rank in a topology; None where it does not know one, or ranks share one.
+
+    Args:
+        topology: The machine.
+        bus_ids: The PCI bus id of each rank's GPU.
+    """
+    known = {_plain(g.pci_bus_id): g.index for g in topology.gpus}
+    found = [known[_plain(bus_id)] for bus_id in bus_ids if _plain(bus_id) in known]
+    return found if len(set(found)) == len(bus_ids) else None
 
 
 def plan_order(topology: Topology, bus_ids: Sequence[str]) -> Order | None:
@@ -61,31 +87,16 @@ def plan_order(topology: Topology, bus_ids: Sequence[str]) -> Order | None:
     """
     from flagcx.topology import best_order
 
-    gpus = {_plain(g.pci_bus_id): g.index for g in topology.gpus}
-    numbers = [gpus.get(_plain(bus_id)) for bus_id in bus_ids]
-    known = [gpu for gpu in numbers if gpu is not None]
-    if len(known) < 3 or len(set(known)) < len(numbers):
+    gpus = gpus_of(topology, bus_ids)
+    if gpus is None or len(gpus) < 3:
         return None
     try:
-        order = best_order(topology, known)
+        order = best_order(topology, gpus)
     except TopologyError:
         return None
-    ranks = [known.index(gpu) for gpu in order]
+    ranks = [gpus.index(gpu) for gpu in order]
     first = ranks.index(0)
     return tuple(ranks[first:] + ranks[:first])
-
-
-def agree_on_order(
-    store: Store, detect: Callable[[], Topology], bus_ids: Sequence[str], timeout_s: float
-) -> Order | None:
-    """Rank 0 looks at the machine and plans; all ranks take its order, so that they run one schedule."""
-    order = None
-    if store.rank == 0:
-        with contextlib.suppress(FlagcxError):  # a machine that cannot be read has no order
-            order = plan_order(detect(), bus_ids)
-    told = store.exchange("planned order", json.dumps(order).encode(), timeout_s)[0]
-    agreed = json.loads(told)
-    return None if agreed is None else tuple(agreed)
 
 
 def _plain(bus_id: str) -> str:

@@ -12,7 +12,7 @@ import os
 import platform
 import zlib
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,17 @@ from typing import Any
 import numpy as np
 
 from flagcx.collectives import COLLECTIVES
+from flagcx.config import cache_directory
 from flagcx.errors import ArgumentError
 
 FORMAT = 1
 MOST_PIECES = 64
 """A message is cut into at most so many pieces."""
 _MOST_FILE_NBYTES = 16 << 20
+_TIE = 0.1
+"""Times that differ by less than this part are ties."""
+_WIDEST_TIE = 0.3
+"""So are those that differ by less than rounds lay apart, up to this part."""
 _REACH = 4
 """How far beyond the measured sizes the table still speaks, as a factor."""
 
@@ -94,7 +99,7 @@ def fit_here(ranks: int, transport: str, settings: Mapping[str, Any]) -> Fit:
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
     }
-    return Fit(machine, ranks, transport, _versions(), dict(settings))
+    return Fit(machine, ranks, transport, versions_here(), dict(settings))
 
 
 def _processor() -> str:
@@ -108,7 +113,8 @@ def _processor() -> str:
     return platform.processor()
 
 
-def _versions() -> dict[str, str]:
+def versions_here() -> dict[str, str]:
+    """The versions that every table depends on."""
     from flagcx import __version__
 
     python = ".".join(platform.python_version_tuple()[:2])
@@ -122,10 +128,23 @@ class Point:
     Attributes:
         nbytes: Bytes of the message, or of one block where the collective has blocks.
         times_us: Time of each candidate that was measured, in us.
+        spread: By what part of the time the rounds of the fastest lay apart: between quartiles.
     """
 
     nbytes: int
     times_us: Mapping[Candidate, float]
+    spread: float = 0.0
+
+    def ratio(self, candidate: Candidate, serving: Callable[[Candidate], bool]) -> float:
+        """A candidate's time over that of the fastest that can serve; 2 where it was not measured."""
+        times = [time_us for other, time_us in self.times_us.items() if serving(other)]
+        if candidate not in self.times_us or not times:
+            return 2.0
+        return min(self.times_us[candidate] / min(times), 2.0)
+
+
+Ranked = tuple[Candidate, float]
+"""A candidate and its time in us."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,12 +184,45 @@ class Table:
         }
         return between or dict(high.times_us if share > 0.5 else low.times_us)
 
+    def rank(self, collective: str, nbytes: int, serving: Callable[[Candidate], bool]) -> list[Ranked]:
+        """The candidates for a size with their times in us, the best first.
+
+        Of those that cannot be told from the fastest, the best is the one that does best at the sizes around,
+        too: a table has many points, and at some of them chance decides between equals.
+
+        Args:
+            collective: Name of the collective.
+            nbytes: Bytes of the message or block.
+            serving: Whether a candidate can serve the call.
+        """
+        times = self.times(collective, nbytes).items() if nbytes > 0 else ()
+        ranked = sorted(((c, t) for c, t in times if serving(c)), key=lambda pair: (pair[1], str(pair[0])))
+        if len(ranked) < 2:
+            return ranked
+        around = self._around(collective, nbytes)
+        fastest = ranked[0][1]
+        limit = fastest * (1 + min(max(_TIE, *(point.spread for point in around)), _WIDEST_TIE))
+
+        def score(pair: Ranked) -> float:
+            here = math.log(pair[1] / fastest)
+            return 2 * here + sum(math.log(point.ratio(pair[0], serving)) for point in around)
+
+        best = min((pair for pair in ranked if pair[1] <= limit), key=score)
+        return [best, *(pair for pair in ranked if pair is not best)]
+
+    def _around(self, collective: str, nbytes: int) -> tuple[Point, ...]:
+        """The points next to a size, two on each side."""
+        points = self.measured[collective]
+        right = bisect_left([point.nbytes for point in points], nbytes)
+        return points[max(right - 2, 0) : right + 2]
+
     def to_json(self) -> str:
         """The table as the text of its file."""
         measured = {
             collective: [
                 {
                     "nbytes": point.nbytes,
+                    "spread": round(point.spread, 3),
                     "times": [asdict(c) | {"time_us": round(t, 3)} for c, t in point.times_us.items()],
                 }
                 for point in points
@@ -261,7 +313,8 @@ class _Reader:
             times[candidate] = self.number(time.get("time_us"), f"time_us of {what}", False, 1e-3)
         if not times:
             raise ArgumentError(f"{what} has no times")
-        return Point(nbytes, times)
+        spread = self.number(entry.get("spread", 0.0), f"spread of {what}", False, 0)
+        return Point(nbytes, times, spread)
 
 
 def _short(value: Any) -> str:
@@ -274,10 +327,8 @@ def _short(value: Any) -> str:
 
 def table_path(fit: Fit, environ: Mapping[str, str]) -> Path:
     """Where the table of a machine, transport and number of ranks lies in the user's cache directory."""
-    base = environ.get("XDG_CACHE_HOME", "")
-    cache = Path(base) if os.path.isabs(base) else Path(environ.get("HOME") or Path.home()) / ".cache"
     machine = zlib.crc32(json.dumps(dict(fit.machine), sort_keys=True).encode())
-    return cache / "flagcx" / "tuning" / f"{machine:08x}-{fit.transport}-{fit.ranks}.json"
+    return cache_directory(environ) / "tuning" / f"{machine:08x}-{fit.transport}-{fit.ranks}.json"
 
 
 def save_table(table: Table, path: Path) -> None:
@@ -298,23 +349,20 @@ def save_table(table: Table, path: Path) -> None:
         raise ArgumentError(f"the tuning table cannot be written to {path}: {error}") from None
 
 
-def load_table(path: Path, here: Fit) -> Table:
-    """Reads a table that fits.
+def read_table(path: Path) -> Table:
+    """Reads a table, whether it fits or not.
 
     Raises:
         FileNotFoundError: There is no such file.
-        ArgumentError: It is no table, or does not fit; the message says why.
+        ArgumentError: It is no table; the message says why.
     """
     try:
         with open(path, "rb") as file:
             raw = file.read(_MOST_FILE_NBYTES + 1)
         if len(raw) > _MOST_FILE_NBYTES:
             raise ArgumentError(f"it has over {_MOST_FILE_NBYTES >> 20} MiB")
-        table = Table.from_json(raw.decode())
+        return Table.from_json(raw.decode())
     except FileNotFoundError:
         raise
     except (OSError, UnicodeDecodeError) as error:
         raise ArgumentError(f"it cannot be read: {error}") from None
-    if difference := table.fit.difference(here):
-        raise ArgumentError(difference)
-    return table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -45,8 +46,9 @@ def join(machines: Sequence[Topology]) -> Topology:
     devices: list[Device] = []
     links: list[Link] = []
     notes: list[str] = []
+    counts: Counter[DeviceKind] = Counter()
     for host, machine in enumerate(machines):
-        names = place_host(machine, host, devices, links)
+        names = place_host(machine, host, devices, links, counts)
         notes += [note for note in machine.notes if note not in notes]
         for nic in _outward(machine):
             speed = nic_speed(nic)
@@ -66,29 +68,31 @@ def join(machines: Sequence[Topology]) -> Topology:
     return Topology(devices, links, name=f"{len(machines)} hosts", notes=notes)
 
 
-def place_host(machine: Topology, host: int, devices: list[Device], links: list[Link]) -> dict[str, str]:
+def place_host(
+    machine: Topology, host: int, devices: list[Device], links: list[Link], counts: Counter[DeviceKind]
+) -> dict[str, str]:
     """Adds a machine as host number ``host`` to the devices and links of a cluster.
 
     Args:
         machine: One host.
         host: Its number in the cluster.
-        devices: Takes its devices; indices run on from those that are there.
+        devices: Takes its devices.
         links: Takes its links.
+        counts: The first free index of each kind of device, from which its indices run on; moved on.
 
     Returns:
         New id by old id.
     """
-    counts = {kind: 0 for kind in DeviceKind}
-    for device in devices:
-        counts[device.kind] = max(counts[device.kind], device.index + 1)
     prefix = f"host{host}/" if host else ""
     order = {gpu.id: number for number, gpu in enumerate(machine.gpus)}
+    first = counts.copy()
     names: dict[str, str] = {}
     for device in machine.devices():
-        index = counts[device.kind] + order.get(device.id, device.index)
-        local = f"gpu{index}" if device.kind is DeviceKind.GPU else device.id
+        kind, index = device.kind, first[device.kind] + order.get(device.id, device.index)
+        local = f"gpu{index}" if kind is DeviceKind.GPU else device.id
         names[device.id] = prefix + local
         devices.append(replace(device, id=names[device.id], index=index, host=host))
+        counts[kind] = max(counts[kind], index + 1)
     links += [replace(link, a=names[link.a], b=names[link.b]) for link in machine.links]
     return names
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import combinations
 
@@ -246,8 +247,9 @@ def cluster(
     rails = _rails(machine, hosts, nics)
     devices: list[Device] = []
     links: list[Link] = []
+    counts: Counter[DeviceKind] = Counter()
     for host in range(hosts):
-        names = place_host(machine, host, devices, links)
+        names = place_host(machine, host, devices, links, counts)
         for rail, nic in enumerate(rails):
             leaf = f"leaf{host // hosts_per_leaf}.{rail}"
             speed = nic_speed(nic)

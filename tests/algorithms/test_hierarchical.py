@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flagcx.algorithms import build, entries
-from flagcx.algorithms.hierarchical import even_groups
+from flagcx.algorithms.hierarchical import WIDEST, even_groups
 from flagcx.collectives import COLLECTIVES
 from flagcx.errors import ArgumentError
 from flagcx.schedule.model import Send
@@ -74,6 +74,16 @@ def test_each_lane_carries_its_share_between_groups():
 def test_even_groups():
     assert even_groups(10, 3) == ((0, 1, 2, 3), (4, 5, 6), (7, 8, 9))
     assert [len(group) for group in even_groups(17)] == [5, 4, 4, 4]
+
+
+def test_in_groups_that_nobody_named_few_talk_to_all():
+    """Messages inside groups grow with the square of their width: 128 groups of 128 have 2 million."""
+    for size in (64, 65, 1000, 16384):
+        groups = even_groups(size)
+        assert max(map(len, groups)) <= WIDEST
+        assert sorted(chain.from_iterable(groups)) == list(range(size))
+    inside = sum(len(group) * (len(group) - 1) for group in even_groups(16384))
+    assert inside == 16384 * 7
 
 
 @pytest.mark.parametrize(

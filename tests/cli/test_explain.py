@@ -35,7 +35,30 @@ def test_the_choice_as_a_table(call):
     assert "chosen" in result.stdout and "next comes" in " ".join(result.stdout.split())
 
 
+def test_this_machine_is_asked(call):
+    result = call("alltoall", "-b", "1K", "-n", 3, "--json")
+    assert result.exit_code == 0, result.output
+    values = json.loads(result.stdout)
+    assert (values["collective"], values["nbytes"], values["size"]) == ("alltoall", 1024, 3)
+    assert values["topology"].startswith("shared memory of ") and values["chosen"] == "direct"
+    assert {one["name"] for one in values["candidates"]} >= {"direct", "bruck", "pairwise"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--share-gpu",), "--share-gpu was given without --gpu"),
+        (("--gpu", "-t", "dgx-a100"), "leave out --topology"),
+    ],
+)
+def test_options_that_do_not_go_together(call, options, message):
+    result = call("allreduce", "-b", "1M", *options)
+    assert result.exit_code == 2 and message in result.output
+
+
 def test_what_is_wrong_is_told_in_a_line(call):
+    result = call("sum", "-b", "1M")
+    assert result.exit_code == 2 and "collective='sum' is not known" in result.output
     result = call("sum", "-b", "1M", "-t", "dgx-a100")
     assert result.exit_code == 2 and "collective='sum' is not known" in result.output
 

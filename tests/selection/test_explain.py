@@ -7,7 +7,8 @@ import json
 import pytest
 
 from flagcx.errors import ArgumentError
-from flagcx.selection.explain import explain, format_nbytes
+from flagcx.selection.explain import explain
+from flagcx.selection.explanation import format_nbytes
 from flagcx.topology import preset
 
 

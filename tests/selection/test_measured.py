@@ -17,9 +17,10 @@ from flagcx.collectives import COLLECTIVES
 from flagcx.config import Config, environment
 from flagcx.dtypes import dtype_of, resolve_op
 from flagcx.selection.measured import Rider, Selector, Told, look_for_table
+from flagcx.selection.measurement import QUICK, HostBench, Pace
 from flagcx.selection.selector import Choice, choose_on_host
 from flagcx.selection.table import Candidate, Fit, Point, Table, fit_here, save_table, table_path
-from flagcx.selection.tuner import QUICK, TUNED, Pace, candidates, counted, hopeless, tune
+from flagcx.selection.tuner import TUNED, counted, hopeless, tune, unsteady
 from flagcx.transport.shared_memory import SharedMemoryTransport
 from tests.ranks import run_ranks
 
@@ -99,14 +100,14 @@ def test_a_table_is_found_in_the_cache_directory(tmp_path):
         table = Table(here, {"allreduce": (Point(8, {Candidate("ring"): 1.0}),)})
         save_table(table, table_path(here, environ))
         found = look_for_table(Config(), here, environ)
-        assert found.table == table and found.live
+        assert found.table == table and found.live and found.path == str(table_path(here, environ))
         assert str(tmp_path) in found.note
         assert Told.from_bytes(found.to_bytes()) == found
         for off in (Config(tuning=False), Config(deterministic=True)):
             told = look_for_table(off, here, environ)
             assert told.table is None and not told.live
         for still in (Config(live_tuning=False), Config(profile=False)):
-            assert look_for_table(still, here, environ) == replace(found, live=False)
+            assert look_for_table(still, here, environ) == replace(found, live=False, path="")
 
 
 @pytest.mark.parametrize(
@@ -205,7 +206,7 @@ def _every_candidate(nbytes: int):
         op = resolve_op("sum", kind) if what.reduces else None
         inputs = [_data(q, what.input_blocks(size) * count) for q in range(size)]
         wanted = _expected(name, inputs, size, rank, root, count)
-        for candidate in candidates(comm._transport, name, nbytes):
+        for candidate in HostBench(comm._transport).candidates(name, nbytes):
             choice = Choice(candidate.algorithm, candidate.pieces(nbytes), "", candidate.protocol)
             plan = comm._engine._make(name, count, kind, op, root, False, choice)
             given = inputs[rank] if what.has_input(rank, root) else None
@@ -247,7 +248,9 @@ def _tune():
     told: list = []
     fit = fit_here(comm.size, "shared_memory", {})
     sizes, pace = [4, 1024, 8192], Pace(2e-4, 2)
-    table = tune(comm._transport, fit, ("allreduce", "scatter"), sizes, pace, lambda *p: told.append(p))
+    table = tune(
+        HostBench(comm._transport), fit, ("allreduce", "scatter"), sizes, pace, lambda *p: told.append(p)
+    )
     return table.to_json(), told
 
 
@@ -262,6 +265,16 @@ def test_tuning_gives_the_same_table_on_every_rank():
     serving = {str(e.algorithm) for e in entries("allreduce") if not e.grouped and e.allows(2)}
     assert names == serving
     assert {c.protocol for c in table.measured["allreduce"][2].times_us} >= {"slots", "cross_memory", ""}
+
+
+def test_times_that_scatter_are_told():
+    times = {Candidate("ring"): 1.0}
+    steady, wild = Point(8, times, 0.1), Point(16, times, 0.8)
+    assert unsteady(Table(FIT, {"allreduce": (steady,) * 3 + (wild,)})) == ""
+    assert "the times of 2 of 4 sizes scattered by over 50%: other work ran" in unsteady(
+        Table(FIT, {"allreduce": (steady, wild), "reduce": (steady, wild)})
+    )
+    assert Table.from_json(Table(FIT, {"reduce": (wild,)}).to_json()).measured["reduce"][0].spread == 0.8
 
 
 def test_sizes_of_blocks_and_hopeless_candidates():

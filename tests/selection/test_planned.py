@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-
 import numpy as np
 import pytest
 
 import flagcx as fc
-from flagcx.bootstrap.remote_store import RemoteStore
-from flagcx.bootstrap.store import StoreServer
 from flagcx.schedule.model import Send
 from flagcx.schedule.verify import verify
-from flagcx.selection.planned import FOLLOWS_ORDER, agree_on_order, build_along, plan_order
+from flagcx.selection.planned import FOLLOWS_ORDER, build_along, gpus_of, plan_order
 from flagcx.topology import preset
 from tests.ranks import run_ranks
 
@@ -68,35 +64,9 @@ def test_where_the_topology_says_nothing():
     assert plan_order(machine, bus_ids[:2]) is None, "two ranks have one order"
     assert plan_order(machine, [*bus_ids[:3], "0000:ff:00.0"]) is None, "a GPU that it does not know"
     assert plan_order(machine, [bus_ids[0]] * 4) is None, "ranks that share a GPU"
-
-
-def test_all_ranks_take_the_order_of_rank_0():
-    machine, other = preset("dgx-1v"), preset("dgx-a100")
-    with StoreServer(3) as server:
-        stores = [RemoteStore(server.address, server.authkey, rank, 3) for rank in range(3)]
-        orders: dict[int, tuple] = {}
-
-        def agree(rank: int) -> None:
-            seen = machine if rank == 0 else other
-            orders[rank] = agree_on_order(stores[rank], lambda: seen, _bus_ids(machine)[:3], 10)
-
-        threads = [threading.Thread(target=agree, args=(rank,)) for rank in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for store in stores:
-            store.close()
-    assert orders[0] == orders[1] == orders[2] == plan_order(machine, _bus_ids(machine)[:3])
-
-
-def test_a_machine_that_cannot_be_read_has_no_order():
-    from flagcx.bootstrap.store import LocalStore
-
-    def broken():
-        raise fc.TopologyError("no /sys here")
-
-    assert agree_on_order(LocalStore(), broken, ["0000:0c:00.0"], 1) is None
+    assert gpus_of(machine, [bus_ids[0], bus_ids[0], bus_ids[1]]) is None
+    assert gpus_of(machine, [*bus_ids[:3], "0000:ff:00.0"]) is None
+    assert gpus_of(machine, bus_ids[2:0:-1]) == [2, 1]
 
 
 def _along():

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from flagcx.errors import ArgumentError
+
 _BUS_SHARE = MappingProxyType(
     {
         "allreduce": lambda size: 2 * (size - 1) / size,
@@ -149,15 +151,15 @@ def sizes(begin: int, end: int, factor: int) -> list[int]:
     """The sizes from ``begin`` to ``end``, each ``factor`` times the one before.
 
     Raises:
-        ValueError: They would not end.
+        ArgumentError: They would not end.
 
     Example:
         >>> sizes(8, 128, 4)
         [8, 32, 128]
     """
     if begin < 1 or factor < 2:
-        raise ValueError(
-            f"sizes from {begin} by a factor of {factor} don't end; begin at 1 or more, by 2 or more"
+        raise ArgumentError(
+            f"sizes from {begin} by a factor of {factor} don't end; begin at 1 byte or more, by 2 or more"
         )
     result = []
     while begin <= end:

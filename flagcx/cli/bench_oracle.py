@@ -7,12 +7,16 @@ are chosen so that the right result is exact in the message's dtype, in any orde
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from harness import PERIOD, count_wrong, fill
 
 from flagcx.collectives import COLLECTIVES
 from flagcx.dtypes import DType, ReduceOp
+from flagcx.errors import ArgumentError
+
+PERIOD = 65521
+"""Elements after which the data repeats: a prime, so that no two chunks of one message are alike."""
 
 SHIFT = 7919
 """By how many elements the data of a block is turned against that of the block before."""
@@ -59,7 +63,7 @@ def data(message: Message, rank: int, block: int) -> np.ndarray:
     """The first ``PERIOD`` elements of a block that ``rank`` gives; then they repeat.
 
     Raises:
-        ValueError: No data of this dtype has an exact result over so many ranks.
+        ArgumentError: No data of this dtype has an exact result over so many ranks.
     """
     dtype, op = message.dtype, message.op
     random = np.random.default_rng([rank, dtype.code, op.code if op else 0])
@@ -80,7 +84,7 @@ def _values_below(message: Message) -> int:
     terms = message.size if op and op.ufunc is np.add else 1
     limit = min(whole, 1 << 18) // terms // (terms if op and op.average else 1)
     if limit < 2:
-        raise ValueError(
+        raise ArgumentError(
             f"{op.name if op else 'this'} of {dtype.name} over {message.size} ranks can't be verified "
             f"exactly; use fewer ranks or a wider dtype"
         )
@@ -95,22 +99,29 @@ def expected(message: Message, rank: int, block: int) -> np.ndarray:
     if message.op is None:
         return parts[0]
     wide = {"float": np.dtype(np.float64), "complex": np.dtype(np.complex128)}
+    assert isinstance(message.op.ufunc, np.ufunc)
     combined = message.op.ufunc.reduce(parts.astype(wide.get(message.dtype.kind, parts.dtype)), axis=0)
     combined = combined / message.size if message.op.average else combined
     return combined.astype(message.dtype.numpy)
 
 
 class Buffers:
-    """The arrays of one rank for one message.
+    """The arrays of one rank for one message, on the host or on a GPU.
+
+    Args:
+        message: The message.
+        rank: This rank.
+        storage: An array in which they are laid out; it has ``storage_count`` elements at least.
+        in_place: Whether input and output lie over each other.
+        module: NumPy, or CuPy for a storage on a GPU.
 
     Attributes:
         given: What the rank contributes, or None.
         got: Where its result goes, or None; it overlaps ``given`` in a call in place.
     """
 
-    def __init__(self, message: Message, rank: int, storage: np.ndarray, in_place: bool) -> None:
-        """Lays the buffers out in ``storage``, which has ``storage_count`` elements at least."""
-        self._message, self._rank = message, rank
+    def __init__(self, message: Message, rank: int, storage: Any, in_place: bool, module: Any = np) -> None:
+        self._message, self._rank, self._module = message, rank, module
         inputs, outputs = (blocks * message.count for blocks in message.blocks(rank))
         start_in, start_out = (0, inputs) if not in_place else _overlap(message, rank)
         self.given = storage[start_in : start_in + inputs] if message.blocks(rank)[0] else None
@@ -121,18 +132,28 @@ class Buffers:
         if self.got is not None:
             self.got.view(np.uint8)[:] = 1
         for block in range(self._message.blocks(self._rank)[0]):
-            fill(self._block(self.given, block), data(self._message, self._rank, block))
+            values = repeated(data(self._message, self._rank, block), self._message.count)
+            # As bytes: CuPy does not know all of NumPy's dtypes.
+            self._block(self.given, block)[:] = self._module.asarray(values.view(np.uint8))
 
     def count_wrong(self) -> int:
         """How many elements of the result are not what they must be."""
-        return sum(
-            count_wrong(self._block(self.got, block), expected(self._message, self._rank, block))
-            for block in range(self._message.blocks(self._rank)[1])
-        )
+        wrong = 0
+        for block in range(self._message.blocks(self._rank)[1]):
+            want = repeated(expected(self._message, self._rank, block), self._message.count)
+            bytes_got = self._block(self.got, block)
+            got = bytes_got if self._module is np else self._module.asnumpy(bytes_got)
+            wrong += int(np.count_nonzero(got.view(want.dtype) != want))
+        return wrong
 
-    def _block(self, array: np.ndarray | None, block: int) -> np.ndarray:
-        assert array is not None
-        return array[block * self._message.count : (block + 1) * self._message.count]
+    def _block(self, array: Any, block: int) -> Any:
+        """The bytes of a block."""
+        return array[block * self._message.count : (block + 1) * self._message.count].view(np.uint8)
+
+
+def repeated(values: np.ndarray, count: int) -> np.ndarray:
+    """``values`` over and over, ``count`` elements in all."""
+    return np.resize(values, count)
 
 
 def storage_count(message: Message, rank: int) -> int:

@@ -1,0 +1,155 @@
+"""``flagcx bench``: times one collective over a range of sizes and prints the table of nccl-tests."""
+
+from __future__ import annotations
+
+import json as json_format
+import os
+import platform
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flagcx.errors import FlagcxError
+
+if TYPE_CHECKING:
+    from flagcx.cli.bench_ranks import Task
+    from flagcx.cli.bench_table import Row
+
+Tell = Callable[[str, Any], object]
+
+
+def bench(
+    collective: Annotated[str, typer.Argument(help="allreduce, allgather, broadcast, ...")] = "allreduce",
+    ranks: Annotated[
+        int, typer.Option("-n", "--ranks", min=0, help="How many ranks; 0: each core, or each GPU.")
+    ] = 0,
+    begin: Annotated[str, typer.Option("--begin", "-b", help="First size, of the whole message.")] = "8",
+    end: Annotated[str, typer.Option("--end", "-e", help="Last size: 64M, 1GiB.")] = "64M",
+    factor: Annotated[int, typer.Option("--factor", "-f", help="From one size to the next.")] = 4,
+    dtype: Annotated[str, typer.Option("--dtype", "-d")] = "float32",
+    op: Annotated[str, typer.Option("--op", "-o", help="sum, max, avg, ...")] = "sum",
+    root: Annotated[int, typer.Option("--root", "-r")] = 0,
+    algorithm: Annotated[
+        str | None, typer.Option("--algorithm", "-a", help="flagcx chooses if none is named.")
+    ] = None,
+    symmetric: Annotated[bool, typer.Option("--symmetric", help="Use arrays of comm.empty.")] = False,
+    gpu: Annotated[bool, typer.Option("--gpu", help="Use arrays on GPUs.")] = False,
+    share_gpu: Annotated[
+        bool, typer.Option("--share-gpu", help="Let several ranks use one GPU; with --gpu.")
+    ] = False,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="For each time; the median counts.")] = 7,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object for each size.")] = False,
+) -> None:
+    """Time a collective over a range of sizes, verify its results, and print the table of nccl-tests.
+
+    Under mpirun, srun or flagcx run the ranks that there are take part. Each time is the median of several
+    rounds, and a round counts with its slowest rank. The exit code is 1 where a result was wrong.
+    """
+    from flagcx.cli.bench_ranks import Task
+    from flagcx.cli.sizes import parse_nbytes
+
+    try:
+        task = Task(
+            collective,
+            parse_nbytes(begin),
+            parse_nbytes(end),
+            factor,
+            dtype,
+            op,
+            root,
+            algorithm,
+            symmetric,
+            gpu,
+            rounds,
+        )
+        task.check()
+        wrong = _run(task, ranks, share_gpu, _as_json() if json else _as_table())
+    except FlagcxError as error:
+        typer.echo(f"flagcx bench: {error}", err=True)
+        raise typer.Exit(2) from None
+    raise typer.Exit(int(wrong > 0))
+
+
+def _run(task: Task, ranks: int, share_gpu: bool, tell: Tell) -> int:
+    """Lets the ranks measure; returns how many elements were wrong."""
+    from flagcx._launch.notebook import launch
+    from flagcx.bootstrap.environment import identify
+    from flagcx.cli.progress import heard
+    from flagcx.cli.tune import count_gpus
+    from flagcx.config import environment
+    from flagcx.errors import ArgumentError
+
+    if share_gpu and not task.gpu:
+        raise ArgumentError("--share-gpu was given without --gpu; NumPy arrays need no GPU")
+    if identify(environment()).size > 1:
+        return measure(task, tell)
+    count = ranks or (count_gpus() if task.gpu else len(os.sched_getaffinity(0)))
+    with heard(tell) as address:
+        return launch(_measure_and_tell, count, (task, address), share_gpu=share_gpu)[0]
+
+
+def measure(task: Task, tell: Tell) -> int:
+    """What every rank does; rank 0 tells of each row, before them of the job, and of all at the end.
+
+    Returns:
+        How many elements were wrong.
+    """
+    import numpy as np
+
+    import flagcx
+    from flagcx.cli.bench_ranks import Memory, rows
+
+    with flagcx.init() as comm:
+        memory = Memory(comm, task)
+        if comm.rank:
+            return sum(timing.wrong for row in rows(comm, task, memory) for timing in row.timings)
+        chosen = task.algorithm or "chosen by flagcx"
+        title = f"{task.collective}, {comm.size} ranks, {memory.describe()}, algorithm {chosen}"
+        versions = {
+            "flagcx": flagcx.__version__,
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+        }
+        further = {"algorithm": task.algorithm, "symmetric": task.symmetric, "gpu": task.gpu}
+        tell("head", (title, {**further, "versions": versions}))
+        found: list[Row] = []
+        for row in rows(comm, task, memory):
+            found.append(row)
+            tell("row", row)
+        tell("end", found)
+        return sum(timing.wrong for row in found for timing in row.timings)
+
+
+def _measure_and_tell(task: Task, address: str) -> int:
+    """A rank that the command started."""
+    from flagcx.cli.progress import telling
+
+    with telling(address) as line:
+        return measure(task, lambda *what: line.send(what))
+
+
+def _as_table() -> Tell:
+    from flagcx.cli.bench_table import footer, format_row, header
+
+    def tell(what: str, value: Any) -> None:
+        if what == "head":
+            typer.echo(f"# {value[0]}\n{header()}")
+        elif what == "row":
+            typer.echo(format_row(value))
+        else:
+            typer.echo(footer(value))
+
+    return tell
+
+
+def _as_json() -> Tell:
+    common: dict[str, Any] = {}
+
+    def tell(what: str, value: Any) -> None:
+        if what == "head":
+            common.update(value[1])
+        elif what == "row":
+            typer.echo(json_format.dumps({**value.as_json(), **common}))
+
+    return tell

@@ -1,0 +1,197 @@
+"""What every rank of ``flagcx bench`` does: verifies and times one collective over a range of sizes.
+
+Each time is the median over several rounds; a round is a batch of calls after a barrier and counts with its
+slowest rank. Each size begins with a call on fresh data, whose result is compared with NumPy's.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flagcx.cli.bench_oracle import Buffers, Message, has_place, storage_count
+from flagcx.cli.bench_table import Row, Timing, sizes
+from flagcx.collectives import COLLECTIVES
+from flagcx.dtypes import OPS, dtype_of, resolve_op
+from flagcx.errors import ArgumentError, RankError
+
+if TYPE_CHECKING:
+    from flagcx.communicator import Communicator
+
+NAMES = tuple(name for name in COLLECTIVES if name != "barrier")
+BATCH_S = 0.02
+"""How long a batch should take, in seconds."""
+_MOST_CALLS = 1024
+_WARM_UP = 20
+_LEAST_WARM_UP = 4
+"""Calls with the same arrays after which a plan on a GPU surely replays a graph."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What is measured.
+
+    Attributes:
+        collective: Its name.
+        begin: The first size in bytes: of the whole message, all blocks together where there are blocks.
+        end: The last size at most.
+        factor: From one size to the next.
+        dtype: Name of the dtype.
+        op: Name of the operation, for collectives that reduce.
+        root: The root, for rooted collectives.
+        algorithm: Its name; flagcx chooses if None.
+        symmetric: Whether arrays are those of ``comm.empty``.
+        gpu: Whether they are on GPUs.
+        rounds: Rounds for each time.
+    """
+
+    collective: str = "allreduce"
+    begin: int = 8
+    end: int = 64 << 20
+    factor: int = 4
+    dtype: str = "float32"
+    op: str = "sum"
+    root: int = 0
+    algorithm: str | None = None
+    symmetric: bool = False
+    gpu: bool = False
+    rounds: int = 7
+
+    def check(self) -> None:
+        """Refuses what cannot be measured, before any rank is started.
+
+        Raises:
+            ArgumentError: A name is unknown, or the sizes don't end.
+        """
+        if self.collective not in NAMES:
+            raise ArgumentError(
+                f"collective={self.collective!r} is not known; expected one of {', '.join(NAMES)}"
+            )
+        if self.op not in OPS:
+            raise ArgumentError(f"op={self.op!r} is not known; expected one of {', '.join(OPS)}")
+        resolve_op(self.op, dtype_of(self.dtype))
+        sizes(self.begin, self.end, self.factor)
+
+    def message(self, comm: Communicator, nbytes: int) -> Message:
+        """What is carried at one size."""
+        kind, dtype = COLLECTIVES[self.collective], dtype_of(self.dtype)
+        if kind.rooted and not 0 <= self.root < comm.size:
+            raise RankError(f"root {self.root} is no rank; expected 0 to {comm.size - 1}")
+        count = nbytes // dtype.numpy.itemsize // (comm.size if kind.blocks else 1)
+        op = resolve_op(self.op, dtype) if kind.reduces else None
+        return Message(self.collective, comm.size, self.root if kind.rooted else None, count, dtype, op)
+
+
+class Memory:
+    """Where arrays come from, and how to wait until calls on them are over.
+
+    Args:
+        comm: The communicator.
+        task: What is measured.
+
+    Attributes:
+        module: NumPy or CuPy.
+    """
+
+    def __init__(self, comm: Communicator, task: Task) -> None:
+        self._comm, self._symmetric, self._gpu = comm, task.symmetric, task.gpu
+        self.module: Any = np
+        if task.gpu:
+            from flagcx.kernels.cuda import load_cupy
+
+            self.module = load_cupy()
+
+    def storage(self, count: int, dtype: np.dtype) -> Any:
+        """An array of so many elements."""
+        if self._symmetric:
+            return self._comm.empty(count, dtype, "gpu" if self._gpu else "cpu")
+        # As bytes: CuPy does not make arrays of all of NumPy's dtypes.
+        return self.module.zeros(count * dtype.itemsize, np.uint8).view(dtype)
+
+    def settle(self) -> None:
+        """Waits until all that was enqueued is done."""
+        if self._gpu:
+            self.module.cuda.get_current_stream().synchronize()
+
+    def describe(self) -> str:
+        """What arrays they are, in words."""
+        kind = "CuPy" if self._gpu else "NumPy"
+        return f"{kind} arrays of comm.empty" if self._symmetric else f"{kind} arrays"
+
+
+def bind(comm: Any, message: Message, buffers: Buffers, in_place: bool, algorithm: str | None) -> Callable:
+    """One call of the collective on the given buffers, without arguments."""
+    name, given, got = message.collective, buffers.given, buffers.got
+    options: dict[str, Any] = {"algorithm": algorithm}
+    if message.op is not None:
+        options["op"] = message.op
+    if message.root is not None:
+        options["root"] = message.root
+    in_place_by_default = name == "broadcast" or (in_place and name in ("allreduce", "reduce"))
+    if not in_place_by_default:
+        options["out"] = got
+    method = getattr(comm, name)
+    first = got if name == "broadcast" else given
+    return lambda: method(first, **options)
+
+
+def time_calls(comm: Any, memory: Memory, call: Callable, rounds: int) -> float:
+    """The time of a call in us: the median over the rounds, each with its slowest rank."""
+
+    def batch(calls: int) -> float:
+        for _ in range(max(min(calls, _WARM_UP), _LEAST_WARM_UP if memory.module is not np else 1)):
+            call()
+        memory.settle()
+        comm.barrier()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        memory.settle()
+        seconds = (time.perf_counter() - start) / calls
+        return float(comm.allreduce(np.array([seconds]), op="max")[0])
+
+    calls = 1
+    while (seconds := batch(calls)) * calls < BATCH_S / 5 and calls < _MOST_CALLS:
+        calls *= 4
+    calls = max(1, math.ceil(BATCH_S / seconds))
+    return 1e6 * statistics.median(batch(calls) for _ in range(rounds))
+
+
+def measure(comm: Any, memory: Memory, message: Message, storage: Any, in_place: bool, task: Task) -> Timing:
+    """Verifies one call on fresh data, then times calls on zeros, which never overflow."""
+    buffers = Buffers(message, comm.rank, storage, in_place, memory.module)
+    call = bind(comm, message, buffers, in_place, task.algorithm)
+    buffers.fill()
+    call()
+    memory.settle()
+    wrong = comm.allreduce(np.array([buffers.count_wrong()]))
+    storage.view(np.uint8)[:] = 0
+    return Timing(time_calls(comm, memory, call, task.rounds), int(wrong[0]))
+
+
+def rows(comm: Communicator, task: Task, memory: Memory) -> Iterator[Row]:
+    """Measures every size, smallest first. All ranks must call it."""
+    for nbytes in sizes(task.begin, task.end, task.factor):
+        message = task.message(comm, nbytes)
+        storage = memory.storage(storage_count(message, comm.rank), message.dtype.numpy)
+        out_of_place, in_place = (
+            measure(comm, memory, message, storage, place, task) if has else None
+            for place, has in zip((False, True), has_place(message), strict=True)
+        )
+        yield Row(
+            collective=task.collective,
+            size=comm.size,
+            nbytes=message.nbytes,
+            count=message.count,
+            dtype=message.dtype.name,
+            op=message.op.name if message.op else "none",
+            root=-1 if message.root is None else message.root,
+            out_of_place=out_of_place,
+            in_place=in_place,
+        )

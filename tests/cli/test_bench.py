@@ -1,0 +1,325 @@
+"""``flagcx bench``: its oracle agrees with the collectives' meaning, its table with nccl-tests' layout."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import flagcx as fc
+from flagcx.cli import bench, bench_table
+from flagcx.cli import bench_oracle as oracle
+from flagcx.cli.bench_ranks import Memory, Task, rows
+from flagcx.cli.bench_table import Row, Timing
+from flagcx.collectives import COLLECTIVES
+from flagcx.dtypes import OPS, dtype_of, resolve_op
+from flagcx.errors import ArgumentError
+
+ROOT = Path(__file__).parents[2]
+NAMES = [name for name in COLLECTIVES if name != "barrier"]
+
+
+def message(collective, size=3, root=1, count=5, dtype=np.float32, op="sum"):
+    kind = COLLECTIVES[collective]
+    return oracle.Message(
+        collective,
+        size,
+        root if kind.rooted else None,
+        count,
+        dtype_of(dtype),
+        resolve_op(op, dtype_of(dtype)) if kind.reduces else None,
+    )
+
+
+def carried_out(collective, given):
+    """What NumPy makes of the ranks' inputs, by a rule for each collective."""
+    size, root = 3, 1
+    if collective in ("allreduce", "reduce"):
+        results = [np.sum(given, axis=0)] * size
+    elif collective == "broadcast":
+        results = [given[root]] * size
+    elif collective in ("allgather", "gather"):
+        results = [np.concatenate(given)] * size
+    elif collective == "reduce_scatter":
+        results = np.split(np.sum(given, axis=0), size)
+    elif collective == "scatter":
+        results = np.split(given[root], size)
+    else:
+        blocks = [np.split(array, size) for array in given]
+        results = [np.concatenate([blocks[source][rank] for source in range(size)]) for rank in range(size)]
+    only_root = collective in ("reduce", "gather")
+    return [result if rank == root or not only_root else None for rank, result in enumerate(results)]
+
+
+def three_ranks(collective, in_place):
+    sent = message(collective)
+    ranks = []
+    for rank in range(3):
+        storage = np.empty(oracle.storage_count(sent, rank), np.float32)
+        ranks.append(oracle.Buffers(sent, rank, storage, in_place))
+        ranks[-1].fill()
+    given = [None if buffers.given is None else buffers.given.copy() for buffers in ranks]
+    return ranks, carried_out(collective, given)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("collective", NAMES)
+def test_right_result_has_nothing_wrong(collective, in_place):
+    ranks, results = three_ranks(collective, in_place)
+    for buffers, result in zip(ranks, results, strict=True):
+        assert (buffers.got is None) == (result is None)
+        if result is not None:
+            buffers.got[:] = result
+            assert buffers.count_wrong() == 0
+
+
+@pytest.mark.parametrize("collective", NAMES)
+def test_wrong_results_are_counted(collective):
+    ranks, results = three_ranks(collective, in_place=False)
+    for buffers, result in zip(ranks, results, strict=True):
+        if result is None:
+            continue
+        assert buffers.count_wrong() > 0  # nothing has been done yet
+        for faulty in (np.roll(result, 5) if result.size > 5 else result[::-1], 2 * result):
+            buffers.got[:] = faulty
+            assert buffers.count_wrong() > result.size / 2
+        buffers.got[:] = result
+        buffers.got[-1] += 1
+        assert buffers.count_wrong() == 1
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("collective", ["allgather", "gather", "reduce_scatter", "scatter"])
+def test_in_place_the_own_block_is_shared(collective, in_place):
+    sent = message(collective)
+    storage = np.empty(oracle.storage_count(sent, 1), np.float32)
+    buffers = oracle.Buffers(sent, 1, storage, in_place)
+    assert np.shares_memory(buffers.given, buffers.got) == in_place
+    larger, smaller = sorted((buffers.given, buffers.got), key=len, reverse=True)
+    assert (smaller.ctypes.data == larger[5:].ctypes.data) == in_place  # rank 1's block of 5
+
+
+DTYPES = [np.bool_, np.int8, np.uint64, np.float16, np.complex64, ml_dtypes.bfloat16]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "op"), [(dtype, op) for dtype in DTYPES for op in OPS if dtype_of(dtype).kind in OPS[op].kinds]
+)
+def test_expected_is_exact_in_any_order(dtype, op):
+    sent = message("allreduce", dtype=dtype, op=op)
+    parts = [oracle.data(sent, rank, 0) for rank in range(3)]
+    for order in ((0, 1, 2), (2, 0, 1)):
+        total = parts[order[0]]
+        for rank in order[1:]:
+            total = OPS[op].ufunc(total, parts[rank]).astype(dtype)
+        total = (total / 3).astype(dtype) if OPS[op].average else total
+        np.testing.assert_array_equal(total, oracle.expected(sent, 0, 0))
+
+
+def test_no_exact_data_is_said():
+    sent = message("allreduce", size=9, dtype=ml_dtypes.float8_e5m2)
+    with pytest.raises(ArgumentError, match="sum of float8_e5m2 over 9 ranks can't be verified exactly"):
+        oracle.data(sent, 0, 0)
+
+
+def test_sizes_count_the_whole_message():
+    assert message("allreduce").nbytes == 20
+    assert message("allgather").nbytes == message("scatter").nbytes == 60
+
+
+@pytest.mark.parametrize(
+    ("collective", "size", "share"),
+    [("allreduce", 2, 1), ("allreduce", 8, 1.75), ("allgather", 4, 0.75), ("alltoall", 4, 0.75)]
+    + [("broadcast", 8, 1), ("reduce", 8, 1), ("reduce_scatter", 1, 0)],
+)
+def test_bus_share(collective, size, share):
+    assert bench_table.bus_share(collective, size) == pytest.approx(share)
+
+
+ROW = Row("allreduce", 4, 1 << 20, 1 << 18, "float32", "sum", -1, Timing(100.0, 0), Timing(200.0, 3))
+
+
+def test_row_has_the_columns_of_nccl_tests():
+    columns = bench_table.format_row(ROW).split()
+    assert columns[:5] == ["1048576", "262144", "float32", "sum", "-1"]
+    assert columns[5:9] == ["100.00", "10.49", "15.73", "0"]
+    assert columns[9:] == ["200.00", "5.24", "7.86", "3"]
+    names = bench_table.header().splitlines()[1].replace("#", "", 1).split()
+    assert len(names) == len(columns)
+    assert len(bench_table.header().splitlines()[1]) == len(bench_table.format_row(ROW))
+
+
+def test_missing_form_shows_as_dashes():
+    row = Row("alltoall", 4, 64, 4, "float32", "none", -1, Timing(1.0, 0), None)
+    assert bench_table.format_row(row).split()[-4:] == ["-"] * 4
+    assert "in_place_us" not in row.as_json()
+
+
+def test_json_has_both_halves():
+    row = ROW.as_json()
+    assert (row["ranks"], row["out_of_place_us"], row["in_place_wrong"]) == (4, 100.0, 3)
+    assert row["in_place_busbw_gb_per_s"] == pytest.approx(7.8643)
+
+
+def test_footer_tells_wrong_elements_and_average():
+    assert "3 FAILED" in bench_table.footer([ROW])
+    assert "0 OK" in bench_table.footer([])
+    assert "11.8" in bench_table.footer([ROW])
+
+
+def test_sizes_from_begin_to_end():
+    assert bench_table.sizes(8, 64 << 20, 4)[-1] == 8 * 4**11
+    with pytest.raises(ArgumentError, match="don't end"):
+        bench_table.sizes(0, 8, 4)
+
+
+def flagcx_bench(*words, under=()):
+    """Runs the command; returns its exit code and its output."""
+    command = [sys.executable, "-m", "flagcx.cli", *under, "bench", "--rounds", 1, *words]
+    done = subprocess.run(
+        [str(word) for word in command],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        stdin=subprocess.DEVNULL,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def _every_collective():
+    comm = fc.init()
+    found = []
+    for collective in NAMES:
+        task = Task(collective, 60, 7680, 64, root=comm.size - 1, rounds=1)
+        found += [row.as_json() for row in rows(comm, task, Memory(comm, task))]
+    return found
+
+
+def test_every_collective_and_nothing_wrong():
+    found = fc.launch(_every_collective, 3)[0]
+    assert [row["collective"] for row in found] == [name for name in NAMES for _ in range(2)]
+    for row in found:
+        assert row["ranks"] == 3 and row["nbytes"] in (60, 3840)
+        assert row.get("out_of_place_wrong", 0) == row.get("in_place_wrong", 0) == 0
+        assert row.get("out_of_place_us", 1) > 0
+
+
+def test_the_table_on_the_command_line():
+    options = ("-n", 2, "-b", "1K", "-e", "4K", "-a", "ring", "-d", "int8", "-o", "max", "--symmetric")
+    code, output, errors = flagcx_bench("allreduce", *options)
+    assert code == 0, output + errors
+    lines = output.splitlines()
+    assert lines[0] == "# allreduce, 2 ranks, NumPy arrays of comm.empty, algorithm ring"
+    assert [line.split()[:4] for line in lines[4:6]] == [
+        ["1024", "1024", "int8", "max"],
+        ["4096", "4096", "int8", "max"],
+    ]
+    assert lines[6] == "# Out of bounds values : 0 OK"
+
+
+def test_json_from_the_ranks_of_a_job():
+    script = "flagcx.cli"
+    code, output, errors = flagcx_bench(
+        "alltoall", "-b", "64", "-e", "64", "--json", under=("run", "-n", 2, "--no-prefix", "-m", script)
+    )
+    assert code == 0, output + errors
+    (row,) = [json.loads(line) for line in output.splitlines()]
+    assert (row["collective"], row["ranks"], row["count"], row["out_of_place_wrong"]) == ("alltoall", 2, 8, 0)
+    assert row["versions"]["numpy"] == np.__version__ and "in_place_us" not in row
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("barrier",), "collective='barrier' is not known; expected one of allreduce"),
+        (("allreduce", "-o", "mean"), "op='mean' is not known; expected one of sum"),
+        (("allreduce", "-b", "0"), "sizes from 0 by a factor of 4 don't end"),
+        (("allreduce", "-f", "1"), "sizes from 8 by a factor of 1 don't end"),
+        (("allreduce", "--share-gpu"), "--share-gpu was given without --gpu"),
+        (("allreduce", "-d", "float31"), "float31"),
+    ],
+)
+def test_a_wrong_call_is_told_in_a_line(words, message, capsys):
+    given = dict(zip(("collective", "flag", "value"), words, strict=False))
+    options = {"-o": "op", "-b": "begin", "-f": "factor", "-d": "dtype", "--share-gpu": "share_gpu"}
+    settings = {"op": "sum", "begin": "8", "factor": 4, "dtype": "float32", "share_gpu": False}
+    if "flag" in given:
+        name = options[given["flag"]]
+        settings[name] = type(settings[name])(given.get("value", True))
+    with pytest.raises(Exception) as ended:
+        bench.bench(given["collective"], end="64M", **settings)
+    assert ended.value.exit_code == 2
+    assert message in capsys.readouterr().err
+
+
+class Lossy:
+    """A communicator that loses what the other rank contributes."""
+
+    rank, size = 0, 2
+
+    def allreduce(self, x, op="sum", **options):
+        return x
+
+    def barrier(self):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+
+def test_wrong_elements_are_counted(monkeypatch):
+    monkeypatch.setattr(fc, "init", Lossy)
+    told = []
+    wrong = bench.measure(Task(begin=1024, end=1024, rounds=1), lambda *what: told.append(what))
+    assert wrong >= 2 * 250, "out of place and in place"
+    assert [what for what, _ in told] == ["head", "row", "end"]
+    assert "FAILED" in bench_table.footer(told[2][1])
+
+
+def test_arrays_on_a_gpu_are_filled_and_compared_as_bytes():
+    """A module that takes bytes alone, as CuPy does for bfloat16."""
+
+    class Bytes:
+        @staticmethod
+        def asarray(array):
+            assert array.dtype == np.uint8
+            return array.copy()
+
+        @staticmethod
+        def asnumpy(array):
+            assert array.dtype == np.uint8
+            return array.copy()
+
+    sent = message("allreduce", dtype=ml_dtypes.bfloat16)
+    buffers = [
+        oracle.Buffers(sent, rank, np.zeros(10, ml_dtypes.bfloat16), False, Bytes) for rank in range(3)
+    ]
+    for each in buffers:
+        each.fill()
+        assert each.count_wrong() == 5
+    buffers[0].got[:] = sum(each.given.astype(np.float32) for each in buffers)
+    assert buffers[0].count_wrong() == 0
+
+
+def test_a_batch_on_a_gpu_ends_when_its_work_is_done(monkeypatch):
+    settled = []
+    stream = SimpleNamespace(synchronize=lambda: settled.append(1))
+    cupy = SimpleNamespace(cuda=SimpleNamespace(get_current_stream=lambda: stream), zeros=np.zeros)
+    monkeypatch.setattr("flagcx.kernels.cuda.load_cupy", lambda: cupy)
+    memory = Memory(Lossy(), Task(gpu=True))
+    assert memory.storage(3, np.dtype(np.float32)).shape == (3,)
+    assert memory.describe() == "CuPy arrays"
+    memory.settle()
+    assert settled == [1]

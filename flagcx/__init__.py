@@ -15,6 +15,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from flagcx import compression
     from flagcx._launch.notebook import launch
     from flagcx.algorithms import Algorithm, register, unregister
     from flagcx.communicator import Communicator
@@ -39,6 +40,10 @@ if TYPE_CHECKING:
         ScheduleError,
         TopologyError,
     )
+    from flagcx.gradients import GradientSynchronizer
+    from flagcx.interop import enhance_process_group, restore_process_group
+    from flagcx.memory import memory_stats
+    from flagcx.selection.advise import Advice, advise
     from flagcx.topology import Topology, plot_topology, preset
     from flagcx.work import Work
     from flagcx.world import get_topology, init
@@ -47,6 +52,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "AbortedError": "errors",
+    "Advice": "selection.advise",
     "Algorithm": "algorithms",
     "ArgumentError": "errors",
     "ArrayError": "errors",
@@ -56,6 +62,7 @@ _HOMES = {
     "CommunicatorError": "errors",
     "Config": "config",
     "FlagcxError": "errors",
+    "GradientSynchronizer": "gradients",
     "LaunchError": "errors",
     "MismatchError": "errors",
     "MissingDependencyError": "errors",
@@ -68,18 +75,24 @@ _HOMES = {
     "Topology": "topology",
     "TopologyError": "errors",
     "Work": "work",
+    "advise": "selection.advise",
+    "compression": "compression",
+    "enhance_process_group": "interop",
     "get_topology": "world",
     "init": "world",
     "launch": "_launch.notebook",
+    "memory_stats": "memory",
     "plot_topology": "topology",
     "preset": "topology",
     "register": "algorithms",
+    "restore_process_group": "interop",
     "scaled_sum": "dtypes",
     "unregister": "algorithms",
 }
 
 __all__ = [
     "AbortedError",
+    "Advice",
     "Algorithm",
     "ArgumentError",
     "ArrayError",
@@ -89,6 +102,7 @@ __all__ = [
     "CommunicatorError",
     "Config",
     "FlagcxError",
+    "GradientSynchronizer",
     "LaunchError",
     "MismatchError",
     "MissingDependencyError",
@@ -101,12 +115,17 @@ __all__ = [
     "Topology",
     "TopologyError",
     "Work",
+    "advise",
+    "compression",
+    "enhance_process_group",
     "get_topology",
     "init",
     "launch",
+    "memory_stats",
     "plot_topology",
     "preset",
     "register",
+    "restore_process_group",
     "scaled_sum",
     "unregister",
 ]
@@ -115,7 +134,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'flagcx' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"flagcx.{_HOMES[name]}"), name)
+    home = importlib.import_module(f"flagcx.{_HOMES[name]}")
+    value = home if name == _HOMES[name] else getattr(home, name)
     globals()[name] = value
     return value
 

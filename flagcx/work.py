@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
@@ -20,9 +21,10 @@ class Work:
         >>> x = work.wait()                          # doctest: +SKIP
     """
 
-    def __init__(self, future: Future, what: str) -> None:
+    def __init__(self, future: Future, what: str, hurry: Callable[[], None] | None = None) -> None:
         self._future = future
         self._what = what
+        self._hurry = hurry
 
     def done(self) -> bool:
         """Whether the operation has ended, well or not."""
@@ -39,6 +41,8 @@ class Work:
             PeerTimeoutError: It still runs; ``wait`` may be called again.
             FlagcxError: Whatever error the operation ended with.
         """
+        if self._hurry is not None and not self._future.done():
+            self._hurry()
         try:
             return self._future.result(timeout_s)
         except FutureTimeout:

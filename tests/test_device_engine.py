@@ -10,15 +10,20 @@ import pytest
 from flagcx.device_engine import DeviceEngine, DeviceWork
 from flagcx.dtypes import OPS, dtype_of
 from flagcx.errors import ArgumentError, CommunicatorError
+from flagcx.profiler import Ring
+from flagcx.selection.measured import Told
+from flagcx.selection.on_device import Agreed, DeviceSelector
+from flagcx.selection.table import Candidate, Fit, Point, Table
 from flagcx.work import Work
 
 
 class FakeTransport:
     """Compiles a call to a plan that notes its runs."""
 
-    rank, size, nccl_version, array_class = 1, 4, 22809, np.ndarray
+    name, rank, size, nccl_version, array_class = "nccl", 1, 4, 22809, np.ndarray
 
     def __init__(self) -> None:
+        self.own_ways: frozenset[str] = frozenset()
         self.runs: list = []
         self.aborted: list = []
         self.error: BaseException | None = None
@@ -29,7 +34,10 @@ class FakeTransport:
                 raise self.error
             self.runs.append((call.schedule.algorithm, given, result))
 
-        return SimpleNamespace(run=run, schedule=call.schedule)
+        return SimpleNamespace(run=run, schedule=call.schedule, protocol=call.protocol)
+
+    def protocols(self, collective, nbytes, dtype, op):
+        return self.own_ways if collective == "allreduce" and dtype.name == "float32" else frozenset()
 
     def submit(self, plan, given, result):
         plan.run(given, result)
@@ -64,13 +72,45 @@ def algorithm(engine: DeviceEngine, *what, **options) -> str:
     [
         (("allreduce", 10, "float32", "sum"), "native"),
         (("allreduce", 10, "int16", "sum"), "one_shot"),
-        (("allreduce", 1 << 20, "int32", "bxor"), "two_shot"),
+        (("allreduce", 1 << 20, "int32", "bxor"), "double_binary_tree"),
+        (("allreduce", 1 << 22, "int32", "bxor"), "ring"),
         (("alltoall", 10, "float8_e5m2", None), "native"),
         (("reduce_scatter", 10, "complex64", "prod"), "direct"),
     ],
 )
 def test_nccls_own_is_taken_where_it_serves(engine, what, chosen):
     assert algorithm(engine, *what) == chosen
+
+
+def test_blocks_of_different_sizes_are_nccls_own_too(engine):
+    plan = engine.find("allgather", (1, 2, 3, 4), dtype_of("float32"))
+    assert plan.schedule.algorithm == "native"
+    plan = engine.find("reduce_scatter", (1, 2, 3, 4), dtype_of("int32"), OPS["bxor"])
+    assert plan.schedule.algorithm == "direct"
+    with pytest.raises(ArgumentError, match="algorithm='bruck' of alltoall needs blocks of one size"):
+        counts = tuple((1, 2, 3, 4) for _ in range(4))
+        engine.find("alltoall", counts, dtype_of("float32"), algorithm="bruck")
+
+
+def test_measured_times_choose_among_nccls_own_schedules_and_protocols(engine):
+    shot = Candidate("one_shot", 0, "peer_packets")
+    times = {shot: 3.0, Candidate("native"): 5.0, Candidate("two_shot"): 7.0, Candidate("ring"): 8.0}
+    table = Table(Fit({}, 4, "nccl", {}, {}), {"allreduce": (Point(4096, times),)})
+    engine.selector = DeviceSelector(Agreed(Told(table, "measured")))
+    plan = engine.find("allreduce", 1024, dtype_of("float32"), OPS["sum"])
+    assert (plan.schedule.algorithm, plan.protocol) == ("native", ""), "the transport has no such protocol"
+    engine.transport.own_ways = frozenset({"peer_packets"})
+    plan = engine.find("allreduce", 1000, dtype_of("float32"), OPS["sum"])
+    assert (plan.schedule.algorithm, plan.protocol) == ("one_shot", "peer_packets")
+    plan = engine.find("allreduce", 1024, dtype_of("int32"), OPS["bxor"])
+    assert (plan.schedule.algorithm, plan.protocol) == ("two_shot", "")
+
+
+def test_what_ran_is_recorded_as_it_was_chosen(engine):
+    engine.ring = Ring()
+    engine.find("allreduce", 1024, dtype_of("float32"), OPS["sum"]).run(None, None)
+    engine.find("allreduce", 1024, dtype_of("float32"), OPS["sum"], algorithm="tree").run(None, None)
+    assert [r.operation.algorithm for r in engine.ring.records()] == ["native", "tree"]
 
 
 def test_what_the_caller_names_is_taken(engine):

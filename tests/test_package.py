@@ -15,6 +15,7 @@ PACKAGE = Path(fc.__file__).parent
 
 PUBLIC = [
     "AbortedError",
+    "Advice",
     "Algorithm",
     "ArgumentError",
     "ArrayError",
@@ -24,6 +25,7 @@ PUBLIC = [
     "CommunicatorError",
     "Config",
     "FlagcxError",
+    "GradientSynchronizer",
     "LaunchError",
     "MismatchError",
     "MissingDependencyError",
@@ -36,12 +38,17 @@ PUBLIC = [
     "Topology",
     "TopologyError",
     "Work",
+    "advise",
+    "compression",
+    "enhance_process_group",
     "get_topology",
     "init",
     "launch",
+    "memory_stats",
     "plot_topology",
     "preset",
     "register",
+    "restore_process_group",
     "scaled_sum",
     "unregister",
 ]
@@ -52,23 +59,25 @@ LAYERS = [
     ["dtypes", "schedule", "collectives"],
     ["algorithms", "topology", "bootstrap", "memory"],
     ["kernels", "arguments"],
+    ["compression"],
     ["transport"],
     ["profiler"],
     ["selection", "_launch"],
-    ["work", "group", "engine", "device_engine"],
+    ["work", "group", "engine", "device_engine", "fusion", "fusion_device", "progress_thread"],
     ["communicator"],
-    ["world"],
+    ["world", "gradients"],
+    ["interop"],
     ["cli"],
 ]
 SIBLINGS = [{"algorithms", "topology"}, {"topology", "bootstrap"}, {"algorithms", "bootstrap"}]
 OPTIONAL = {
     "cupy": {"transport", "kernels", "_launch", "cli", "bootstrap", "arguments", "device_engine"},
-    "mpi4py": {"bootstrap", "cli"},
-    "torch": set(),
+    "mpi4py": {"bootstrap", "cli", "transport"},
+    "torch": {"interop"},
     "networkx": {"topology", "schedule"},
     "matplotlib": {"topology", "schedule", "profiler"},
     "typer": {"cli"},
-    "rich": {"cli", "topology", "profiler"},
+    "rich": {"cli", "topology", "profiler", "selection"},
 }
 
 

@@ -7,6 +7,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,17 +17,22 @@ from flagcx.communicator.transfers import Transfers
 from flagcx.config import Config, environment
 from flagcx.dtypes import dtype_of
 from flagcx.engine import Engine
-from flagcx.errors import ArgumentError, BootstrapError
-from flagcx.group import Pending, run_group
+from flagcx.errors import ArgumentError
+from flagcx.fusion import Fusion
+from flagcx.group import Group
 from flagcx.profiler import Profiler
+from flagcx.selection.learned import write_back
 from flagcx.selection.measured import Rider, Selector, Told, look_for_table
 from flagcx.selection.selector import choose_on_host
 from flagcx.selection.table import fit_here
 from flagcx.transport.shared_memory import SharedMemoryTransport
+from flagcx.transport.throttled import throttled
 
 if TYPE_CHECKING:
     from flagcx.bootstrap.store import Store
+    from flagcx.communicator.compressed import Compressor
     from flagcx.device_engine import DeviceEngine
+    from flagcx.selection.explanation import Explanation
 
 Exchange = Callable[[bytes], list[bytes]]
 
@@ -37,7 +43,8 @@ class Communicator(Transfers):
     Made by ``fc.init()`` and ``split``. A context manager; ``close`` may be called again. One thread at a
     time may use it. Operations take:
 
-    * ``algorithm``: a member of ``fc.Algorithm`` or its name; chosen by size where it is not given.
+    * ``algorithm``: a member of ``fc.Algorithm`` or its name, or two at once on parts of the message, such as
+      "ring|double_binary_tree" or "ring 3/4|two_shot"; chosen by size where it is not given.
     * ``async_op``: True returns a ``Work`` at once; its ``wait`` returns what the call would.
     * ``stream``: for arrays on a GPU, the CuPy stream to enqueue on; the current one by default.
 
@@ -59,9 +66,6 @@ class Communicator(Transfers):
         hosts: The host of each rank.
         config: Settings.
         profiler: The records of what the ranks did together; see ``flagcx.profiler.Profiler``.
-
-    Raises:
-        BootstrapError: The ranks are not on one host.
     """
 
     def __init__(
@@ -74,30 +78,38 @@ class Communicator(Transfers):
         store: Store | None = None,
     ) -> None:
         self.rank, self.size, self.hosts, self.config = rank, size, tuple(hosts), config
-        if len(set(hosts)) > 1:
-            raise BootstrapError(
-                f"the ranks run on {len(set(hosts))} hosts: {', '.join(sorted(set(hosts)))}; NumPy arrays "
-                f"travel through shared memory, which joins the ranks of one host only"
-            )
-        rider = Rider(exchange, self._look_for_table() if rank == 0 else None)
-        self._transport = SharedMemoryTransport(rank, size, rider, config)
         self.profiler = Profiler(rank, size, self.allgather_object, self.barrier)
-        rule = partial(choose_on_host, attached=self._transport.cross_memory)
-        self._selector = Selector(rider.told or Told(None, ""), rule, self._transport.protocols)
-        self._engine = Engine(
-            rank,
-            size,
-            self._transport,
-            self._selector.choose,
-            alternatives=self._selector.alternatives if self._selector.live else None,
-            ring=self.profiler.ring if config.profile else None,
-        )
+        self._selector = Selector(Told(None, "not measured between hosts"), choose_on_host, lambda *_: ("",))
+        self._engine = self._make_host_engine(exchange, store)
         self._device: DeviceEngine | None = None
         self._store, self._splits = store, 0
-        self._group: list[Pending] | None = None
+        self._group: Group | None = None
+        self._fusions: dict[int, Fusion] = {}
+        self._compressors: dict[int, Compressor] = {}
         self._children: weakref.WeakSet[Communicator] = weakref.WeakSet()
         self._at_close: list[Callable[[], object]] = []
         _alive().add(self._engine)
+
+    def _make_host_engine(self, exchange: Exchange, store: Store | None) -> Engine:
+        """What runs calls on NumPy arrays."""
+        rank, size, config = self.rank, self.size, self.config
+        ring = self.profiler.ring if config.profile else None
+        if len(set(self.hosts)) > 1:
+            from flagcx.communicator.hosts import HostsEngine
+
+            return HostsEngine(rank, self.hosts, exchange, config, store, ring)
+        rider = Rider(exchange, self._look_for_table() if rank == 0 else None)
+        self._transport = transport = SharedMemoryTransport(rank, size, rider, config)
+        rule = partial(choose_on_host, attached=transport.cross_memory)
+        self._selector = Selector(rider.told or Told(None, ""), rule, transport.protocols)
+        return Engine(
+            rank,
+            size,
+            throttled(transport, config.throttle),
+            self._selector.choose,
+            alternatives=self._selector.alternatives if self._selector.live else None,
+            ring=ring,
+        )
 
     def _look_for_table(self) -> Told:
         """On rank 0: the measured times that choose for all ranks."""
@@ -106,7 +118,7 @@ class Communicator(Transfers):
             self.config, fit_here(self.size, SharedMemoryTransport.name, settings), environment()
         )
 
-    def empty(self, shape: tuple[int, ...] | int, dtype: Any = np.float32) -> np.ndarray:
+    def empty(self, shape: tuple[int, ...] | int, dtype: Any = np.float32, device: str = "cpu") -> Any:
         """Makes an uninitialised array that the peers reach without a copy.
 
         Every operation takes it like any other array; all-reduces of it are the fastest there are, if
@@ -115,19 +127,26 @@ class Communicator(Transfers):
         Args:
             shape: Shape, or number of elements.
             dtype: Element type.
+            device: "cpu" for a NumPy array, "gpu" for a CuPy array on this rank's GPU. All ranks must make
+                arrays on GPUs together, of as many bytes.
 
         Raises:
             ResourceError: The machine has no memory left.
+            MissingDependencyError: There is no GPU, or no CuPy.
         """
-        self._engine.check()
-        return self._transport.empty(shape, dtype_of(dtype).numpy)
+        if device not in ("cpu", "gpu"):
+            raise ArgumentError(f'device must be "cpu" or "gpu", got {device!r}')
+        engine = self._engine if device == "cpu" else self._device_engine()
+        engine.check()
+        return engine.transport.empty(shape, dtype_of(dtype).numpy)
 
     @contextlib.contextmanager
     def group(self) -> Iterator[None]:
         """Puts the calls of a ``with`` block off to its end, where they run together.
 
-        All-reduces in place of the same dtype and operation travel as one message, which is far faster
-        for many small arrays; sends and receives all run at once, so that their order doesn't matter.
+        All-reduces travel in few messages, one for each dtype and operation where they are small, which is
+        far faster for many small arrays; sends and receives all run at once, so that their order doesn't
+        matter.
         Results are in their arrays when the block ends. A block that raises makes none of its calls.
 
         Example:
@@ -137,13 +156,13 @@ class Communicator(Transfers):
         """
         if self._group is not None:
             raise ArgumentError("comm.group() is open already; groups cannot be nested")
-        self._group = []
+        self._group = Group(self._fusion_of)
         for engine in self._engines():
             engine.hold()
         try:
             yield
             calls, self._group = self._group, None
-            run_group(calls)
+            calls.run()
         finally:
             self._group = None
             for engine in self._engines():
@@ -203,17 +222,66 @@ class Communicator(Transfers):
         """Returns entry ``rank`` of the root's ``values``, which must have one entry a rank."""
         return objects.scatter(self, values, root)
 
+    # -- choices ----------------------------------------------------------------------------------
+
+    def explain(
+        self,
+        collective: str,
+        nbytes: int,
+        dtype: Any = "float32",
+        op: Any = "sum",
+        *,
+        gpu: bool | None = None,
+    ) -> Explanation:
+        """Says what would carry a call, why, and what each candidate would cost. Nothing is run.
+
+        Times are those that ``flagcx tune`` measured, where there are any, beside those of a model: of the
+        machine's links for GPUs, of cores and memory for NumPy arrays on one host.
+
+        Args:
+            collective: Its name, such as "allreduce".
+            nbytes: Bytes of the message; of one block, where the collective has one a rank.
+            dtype: The element type; on GPUs it decides what can carry the call.
+            op: The operation; likewise.
+            gpu: Whether arrays are on GPUs; by default if this communicator has had one.
+
+        Returns:
+            A table where it is shown, in a terminal and in a notebook, with ``chosen``, ``reason``, ``rows``
+            and ``to_json()``. Each candidate has its steps, bytes sent by a rank, busiest link, predicted and
+            measured time, or why it is not possible.
+
+        Raises:
+            ArgumentError: There is no such collective, dtype or operation.
+            CommunicatorError: ``gpu=True``, and no array on a GPU was used yet.
+
+        Example:
+            >>> print(comm.explain("allreduce", 64 << 20))  # doctest: +SKIP
+        """
+        from flagcx.communicator.explained import explain
+
+        return explain(self, collective, nbytes, dtype, op, gpu)
+
     # -- the end ----------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Ends the communicator and those split from it. Idempotent; the peers need not close together."""
         for child in list(self._children):
             child.close()
+        self._keep_learned()
         if self._device is not None:
             self._device.close()
+        for fusion in self._fusions.values():
+            fusion.close()
         self._engine.close()
         while self._at_close:
             self._at_close.pop()()
+
+    def _keep_learned(self) -> None:
+        """On rank 0: corrects the user's table by what the trials of this job found."""
+        selector = self._selector
+        if self.rank or not selector.path or selector.table is None or self.closed:
+            return
+        write_back(Path(selector.path), selector.table, self._engine.findings())
 
     def at_close(self, call: Callable[[], object]) -> None:
         """Makes a call when the communicator is closed; the last one added comes first."""

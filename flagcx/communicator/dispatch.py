@@ -8,16 +8,17 @@ import numpy as np
 
 from flagcx.arguments import on_device
 from flagcx.collectives import Counts
-from flagcx.config import Config
+from flagcx.config import Config, environment
 from flagcx.dtypes import ReduceOp, dtype_of
 from flagcx.engine import Engine
 from flagcx.errors import ArgumentError, CommunicatorError
-from flagcx.group import Pending
-from flagcx.selection.planned import agree_on_order
+from flagcx.fusion import Fusion, HostPacker, Packer
+from flagcx.group import Group, Pending
 from flagcx.transport.base import Plan
 
 if TYPE_CHECKING:
     from flagcx.bootstrap.store import Store
+    from flagcx.communicator.compressed import Compressor
     from flagcx.device_engine import DeviceEngine
 
 Op = str | ReduceOp | np.ufunc
@@ -37,12 +38,16 @@ class Dispatch:
     _engine: Engine
     _device: DeviceEngine | None
     _store: Store | None
-    _group: list[Pending] | None
+    _group: Group | None
+    _fusions: dict[int, Fusion]
+    _compressors: dict[int, Compressor]
 
     def _engine_of(self, array: Any) -> Engine:
         """The engine for arrays like ``array``."""
-        if not on_device(array):
-            return self._engine
+        return self._device_engine() if on_device(array) else self._engine
+
+    def _device_engine(self) -> DeviceEngine:
+        """The engine for arrays on GPUs, made at the first need of it."""
         if self._device is None:
             self._device = self._make_device_engine()
         return self._device
@@ -50,6 +55,7 @@ class Dispatch:
     def _make_device_engine(self) -> DeviceEngine:
         """Joins the ranks for arrays on GPUs, at the first call with one, which all ranks make."""
         from flagcx.device_engine import DeviceEngine
+        from flagcx.selection.on_device import DeviceSelector, agree
         from flagcx.topology import detect
         from flagcx.transport.nccl_transport import NcclTransport
 
@@ -57,14 +63,27 @@ class Dispatch:
             raise CommunicatorError("this communicator was made without a store, which arrays on GPUs need")
         self._engine.check()
         transport = NcclTransport(self._store, self.config)
-        made = DeviceEngine(transport)
-        made.ring = self._engine.ring
-        if self.config.topology_detection and self.size > 1:
-            bus_ids = [identity.pci_bus_id for identity in transport.identities]
-            made.order = agree_on_order(self._store, detect, bus_ids, self.config.init_timeout_s)
+        agreed = agree(self._store, transport, self.config, environment(), detect)
+        made = DeviceEngine(transport, DeviceSelector(agreed))
+        made.ring, made.order = self._engine.ring, agreed.order
         if self._group is not None:
             made.hold()
         return made
+
+    def _fusion_of(self, engine: Engine) -> Fusion:
+        """What fuses all-reduces of an engine; made when first needed."""
+        found = self._fusions.get(id(engine))
+        if found is None:
+            packer: Packer = (
+                HostPacker(engine.transport.empty) if engine is self._engine else self._device_packer(engine)
+            )
+            found = self._fusions[id(engine)] = Fusion(engine, packer)
+        return found
+
+    def _device_packer(self, engine: Engine) -> Packer:
+        from flagcx.fusion_device import DevicePacker
+
+        return DevicePacker(engine.transport.device)  # type: ignore[attr-defined]
 
     def _call(
         self,
@@ -98,11 +117,16 @@ class Dispatch:
         return value
 
     def _put_off(self, call: Pending, async_op: bool, value: Any) -> Any:
-        if async_op:
-            raise ArgumentError("async_op=True has no meaning inside comm.group(): its calls run at the end")
+        refuse_async(async_op)
         assert self._group is not None
         self._group.append(call)
         return value
+
+
+def refuse_async(async_op: bool) -> None:
+    """Raises ArgumentError for a call inside ``comm.group()`` that would be asynchronous."""
+    if async_op:
+        raise ArgumentError("async_op=True has no meaning inside comm.group(): its calls run at the end")
 
 
 def untangle(collective: str, rank: int, given: Any, result: Any, counts: Counts = 0) -> tuple[Any, bool]:
@@ -125,6 +149,8 @@ def untangle(collective: str, rank: int, given: Any, result: Any, counts: Counts
         return given, True
     if not np.may_share_memory(given, result):
         return given, False
+    if collective == "alltoall":
+        return _copy(given), False
     at, to = _address(given), _address(result)
     block = min(given.nbytes, result.nbytes)
     before = rank * block if isinstance(counts, int) else sum(counts[:rank]) * given.itemsize
@@ -133,7 +159,7 @@ def untangle(collective: str, rank: int, given: Any, result: Any, counts: Counts
     elif collective in ("reduce_scatter", "scatter"):
         fits = to - at == before and result.nbytes < given.nbytes
     else:
-        fits = at == to and given.nbytes == result.nbytes and collective != "alltoall"
+        fits = at == to and given.nbytes == result.nbytes
     return (given, True) if fits else (_copy(given), False)
 
 

@@ -38,7 +38,8 @@ def run_on(
     Raises:
         ArgumentError: No array of the call is on a GPU, or a group is open.
     """
-    arrays = [a for a in (*args, options.get("x"), options.get("out")) if a is not None]
+    given = (*args, options.get("x"), options.get("out"))
+    arrays = [a for one in given for a in (one if isinstance(one, (list, tuple)) else [one]) if a is not None]
     if not any(on_device(a) for a in arrays):
         raise ArgumentError("stream= is for arrays on a GPU, and none of this call's is; leave it out")
     if comm._group is not None:

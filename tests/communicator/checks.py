@@ -31,10 +31,15 @@ def check_allreduce_dtypes() -> int:
                 expected = reduced(comm.size, count, dtype.numpy, op.name)
                 what = f"allreduce {dtype.name} {op.name} count {count} of {comm.size}"
                 x = contribution(comm.rank, count, dtype.numpy, op.name)
-                out = _poisoned(count, dtype.numpy)
-                assert comm.allreduce(x, op.name, out=out) is out
-                assert_same(x, contribution(comm.rank, count, dtype.numpy, op.name), what + " (x kept)")
-                assert_same(out, expected, what + " out of place")
+                for _ in range(2):  # the second goes the quick way
+                    out = _poisoned(count, dtype.numpy)
+                    assert comm.allreduce(x, op.name, out=out) is out
+                    assert_same(x, contribution(comm.rank, count, dtype.numpy, op.name), what + " (x kept)")
+                    assert_same(out, expected, what + " out of place")
+                room = _poisoned(count + 1, dtype.numpy)
+                room[:count] = x
+                comm.allreduce(room[:count], op.name, out=room[1:])
+                assert_same(room[1:], expected, what + " into an array that overlaps")
                 for _ in range(2):  # the second goes the quick way
                     x = contribution(comm.rank, count, dtype.numpy, op.name)
                     assert comm.allreduce(x, op.name) is x
@@ -236,6 +241,11 @@ def check_uneven() -> int:
         received = [contribution(q, (q + 2 * rank) % 4, np.int32, offset=9 * rank) for q in range(size)]
         result = comm.alltoallv(x, sent, algorithm=entry.algorithm)
         assert_same(result, np.concatenate(received), "alltoallv")
+        room = _poisoned(len(x) + len(result), np.int32)
+        x, out = room[: len(x)], room[len(x) // 2 : len(x) // 2 + len(result)]
+        x[...] = np.concatenate([contribution(rank, c, np.int32, offset=9 * q) for q, c in enumerate(sent)])
+        comm.alltoallv(x, sent, out=out, algorithm=entry.algorithm)
+        assert_same(out, np.concatenate(received), "alltoallv into part of what it sends")
         done += 1
     return done
 

@@ -135,6 +135,13 @@ def test_flagcx_run_learns_what_one_rank_learns(ranks):
 
 
 @pytest.mark.slow
+def test_overlap_learns_what_one_rank_learns():
+    code, output = run(sys.executable, "-m", "flagcx.cli", "run", "-n", 3, SCRIPT, "--check", "--overlap")
+    assert code == 0, output
+    check_summary(output, ranks=3)
+
+
+@pytest.mark.slow
 def test_alone():
     code, output = run(sys.executable, SCRIPT, "--check")
     assert code == 0, output

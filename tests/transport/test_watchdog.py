@@ -9,7 +9,7 @@ import pytest
 
 from flagcx.bootstrap.remote_store import RemoteStore
 from flagcx.bootstrap.store_server import StoreServer
-from flagcx.errors import AbortedError, FlagcxError, PeerDiedError, PeerTimeoutError
+from flagcx.errors import AbortedError, CommunicationError, FlagcxError, PeerDiedError, PeerTimeoutError
 from flagcx.transport.watchdog import Watchdog
 
 
@@ -21,6 +21,7 @@ class Fake:
         self.since: float | None = None
         self.stuck = False
         self.error: FlagcxError | None = None
+        self.given_up: CommunicationError | None = None
         self.failed, self.aborted = threading.Event(), threading.Event()
 
     def describe(self) -> str:
@@ -28,6 +29,9 @@ class Fake:
 
     def pending_since(self) -> float | None:
         return self.since
+
+    def fault(self) -> CommunicationError | None:
+        return self.given_up
 
     def fail(self, error: FlagcxError) -> None:
         self.error = error
@@ -110,3 +114,15 @@ def test_a_closed_store_ends_the_watch(stores):
     stores[0].close()
     dog._thread.join(5)
     assert not dog._thread.is_alive()
+
+
+def test_a_wait_that_was_given_up_on_the_gpu_ends_the_communicator(stores):
+    late, peer = Fake("allreduce (two_shot) of 10 float32", 5), Fake("nothing yet", 4)
+    late.given_up = PeerTimeoutError("rank 1 did not come (seen on the GPU)", peer=1)
+    dogs = watch(stores, late, peer, timeout_s=5.0)
+    assert late.aborted.wait(5) and peer.aborted.wait(5)
+    assert late.error is late.given_up
+    assert isinstance(peer.error, AbortedError)
+    assert "seen on the GPU" in str(peer.error)
+    for dog in dogs:
+        dog.close()

@@ -30,6 +30,7 @@ import numpy as np
 from flagcx.arguments import host_array, result_array
 from flagcx.collectives import COLLECTIVES
 from flagcx.config import Config
+from flagcx.dtypes import check_for_host
 from flagcx.schedule.model import Buffer
 from flagcx.transport.base import Call, Plan
 from flagcx.transport.shared_memory.arena import ONE_SHOT_NBYTES, Arena
@@ -117,7 +118,12 @@ class SharedMemoryTransport:
         return SLOTS, CROSS_MEMORY
 
     def compile(self, call: Call) -> Plan:
-        """See ``transport.base.Transport``."""
+        """See ``transport.base.Transport``.
+
+        Raises:
+            OperationError: The operation is a kernel for GPUs.
+        """
+        check_for_host(call.op)
         with self._compiling:
             return self._compile_scaled(call)
 

@@ -89,7 +89,7 @@ def run_exchange(
         leaving = _advance_in_order(leaving)
         coming = _take_in_order(coming, arrivals, bool(leaving))
         if (leaving or coming) and _moves(departures, arrivals) == before:
-            _pause(arena, leaving, coming, point_to_point)
+            _pause(arena, _unblocked(leaving, coming, arrivals), point_to_point)
     for arrival in arrivals:
         arrival.settle()
 
@@ -111,9 +111,26 @@ def _take_in_order(coming: list[_Incoming], arrivals: list[_Incoming], leaving: 
     return still
 
 
-def _pause(arena: Arena, leaving: list[_Outgoing], coming: list[_Incoming], point_to_point: bool) -> None:
-    waiting: list[_Outgoing | _Incoming] = [*leaving, *coming]
+def _unblocked(
+    leaving: list[_Outgoing], coming: list[_Incoming], arrivals: list[_Incoming]
+) -> list[_Outgoing | _Incoming]:
+    """Those that only a peer holds up. Others may be ready for long, and nothing comes of it."""
+    first: dict[tuple[bool, int], _Outgoing | _Incoming] = {}
+    for arrival in coming:
+        first.setdefault((False, arrival.peer), arrival)
+    for departure in leaving:
+        first.setdefault((True, departure.peer), departure)
+    return [message for message in first.values() if not _is_blocked(message, bool(leaving), arrivals)]
 
+
+def _is_blocked(message: _Outgoing | _Incoming, leaving: bool, arrivals: list[_Incoming]) -> bool:
+    if isinstance(message, _Outgoing):
+        return False
+    plan = message.plan
+    return (plan.after_sends and leaving) or not all(arrivals[i].finished for i in plan.after)
+
+
+def _pause(arena: Arena, waiting: list[_Outgoing | _Incoming], point_to_point: bool) -> None:
     def ready() -> bool:
         return any(w.ready() for w in waiting)
 
@@ -122,7 +139,7 @@ def _pause(arena: Arena, leaving: list[_Outgoing], coming: list[_Incoming], poin
         if ready():
             signals.waited_ns += now() - start
             return
-    words = signals.words[(coming or leaving)[0].peer]
+    words = signals.words[waiting[0].peer]
     signals.wait_for(words, ready, point_to_point=point_to_point)
     signals.waited_ns += now() - start
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-import threading
 import weakref
+from dataclasses import replace
 
 import numpy as np
 
 from flagcx.errors import ResourceError
-from flagcx.memory import FreeList
+from flagcx.memory import SHARED as SHARED_KIND
+from flagcx.memory import Block, Pool
 from flagcx.transport.shared_memory.segment import Handle, Segment
 from flagcx.transport.shared_memory.signals import HEAP_COUNT, HEAPS, MOST_HEAPS
 
@@ -28,9 +29,9 @@ class Heap:
 
     def __init__(self, words: memoryview) -> None:
         self._words = words
-        self._segments: list[tuple[Segment, FreeList, np.ndarray]] = []
+        self._segments: list[Segment] = []
+        self._pool = Pool(SHARED_KIND, self._announce, _LEAST_NBYTES)
         self._homes: dict[int, tuple[int, int]] = {}
-        self._lock = threading.RLock()
 
     def empty(self, shape, dtype) -> np.ndarray:
         """An uninitialised C-contiguous array of shared memory, page-aligned.
@@ -40,42 +41,33 @@ class Heap:
         """
         dtype = np.dtype(dtype)
         count = math.prod(shape) if isinstance(shape, tuple) else int(shape)
-        with self._lock:
-            index, offset = self._take(count * dtype.itemsize)
-            memory = self._segments[index][2]
-            array = np.frombuffer(memory.data, dtype, count, offset)
-            self._homes[id(array)] = (index, offset)
-        weakref.finalize(array, self._give, index, offset, id(array)).atexit = False
+        block = self._pool.take(count * dtype.itemsize)
+        array = np.frombuffer(block.memory.data, dtype, count, block.offset)
+        self._homes[id(array)] = (block.piece, block.offset)
+        # It must not keep the memory alive: after close, that goes with the last array.
+        where = replace(block, memory=None)
+        weakref.finalize(array, self._give, where, id(array)).atexit = False
         return array.reshape(shape)
 
-    def _take(self, nbytes: int) -> tuple[int, int]:
-        for index, (_, free, _) in enumerate(self._segments):
-            offset = free.take(nbytes)
-            if offset is not None:
-                return index, offset
-        self._grow(nbytes)
-        return len(self._segments) - 1, self._segments[-1][1].take(nbytes)  # type: ignore[return-value]
-
-    def _grow(self, nbytes: int) -> None:
+    def _announce(self, nbytes: int) -> tuple[np.ndarray, int]:
+        """Makes a segment and tells the peers of it."""
         index = len(self._segments)
         if index == MOST_HEAPS:
             raise ResourceError(
                 f"{MOST_HEAPS} pieces of shared memory are in use already; make fewer, larger arrays with "
                 f"comm.empty, or let go of some"
             )
-        doubled = 2 * self._segments[-1][0].handle.nbytes if self._segments else 0
-        segment = Segment.create(max(nbytes, min(doubled, 1 << 30), _LEAST_NBYTES))
+        segment = Segment.create(nbytes)
         handle = segment.handle
-        self._segments.append((segment, FreeList(handle.nbytes), np.frombuffer(segment.memory, np.uint8)))
+        self._segments.append(segment)
         self._words[HEAPS + 2 * index] = handle.descriptor
         self._words[HEAPS + 2 * index + 1] = handle.nbytes
         self._words[HEAP_COUNT] = index + 1
+        return np.frombuffer(segment.memory, np.uint8), handle.nbytes
 
-    def _give(self, index: int, offset: int, key: int) -> None:
-        with self._lock:
-            self._homes.pop(key, None)
-            if self._segments:
-                self._segments[index][1].give(offset)
+    def _give(self, block: Block, key: int) -> None:
+        self._homes.pop(key, None)
+        self._pool.give(block)
 
     def locate(self, array: np.ndarray) -> int | None:
         """Where ``array`` lies, as a location word for peers, or None where it is not of this heap."""
@@ -89,16 +81,15 @@ class Heap:
 
     def used_nbytes(self) -> int:
         """Bytes in arrays that are alive."""
-        return sum(free.used_nbytes for _, free, _ in self._segments)
+        return self._pool.stats().used_nbytes
 
     def close(self) -> None:
         """Gives the memory back as soon as no array views it."""
-        with self._lock:
-            segments, self._segments = self._segments, []
-            self._words = memoryview(b"")
-            for segment, _, memory in segments:
-                del memory
-                segment.close()
+        self._pool.close()
+        segments, self._segments = self._segments, []
+        self._words = memoryview(b"")
+        for segment in segments:
+            segment.close()
 
 
 class PeerHeaps:

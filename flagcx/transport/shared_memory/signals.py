@@ -12,7 +12,8 @@ finds out when a peer called something else; the text behind a signature lies in
 
 Waiting
 -------
-A rank looks a few times, then yields the processor between looks, then sleeps. Now and then it
+A rank looks a few times, then yields the processor between looks, then sleeps; behind a computation
+(``background``) it sleeps at once, so that the core and Python's lock are left to that. Now and then it
 examines its peers: a dead process, a closed communicator, another call in the ledger, a rank that gave
 up, and the deadline each end the wait with an error that names the rank at fault.
 """
@@ -48,11 +49,13 @@ _TEXT_NBYTES, _TEXTS, _REASON_NBYTES = 160, 128, 1024
 _SPINS = 50
 _LOOK_NS = 40  # about; reading the clock would take longer than most of the short waits
 _SPINS_CROWDED = 20
+_SPINS_BEHIND = range(1)
 _GIVE_WAY = range(200)
 _YIELDS = 32
 _PATIENCE_NS = 2_000_000
 _EXAMINE_NS = 5_000_000
 _STALE_NS = 500_000_000
+_SHORTEST_SLEEP_S = 20e-6
 _LONGEST_SLEEP_S = 1e-3
 
 
@@ -100,7 +103,8 @@ class Signals:
         self.timeout_s = timeout_s
         self.fence = memory_fence()
         crowded = self.size > (os.cpu_count() or 1)
-        self.spins = range(_SPINS_CROWDED if crowded else _SPINS)
+        self._busy_spins = range(_SPINS_CROWDED if crowded else _SPINS)
+        self.background = False
         self._bytes = [memoryview(s.memory) for s in segments]
         self._texts_at = 8 * (PAIRS + _PAIR_WORDS * self.size) + _REASON_NBYTES
         self._texts = 0
@@ -109,6 +113,17 @@ class Signals:
         for q, segment in enumerate(segments):
             if q != rank:
                 self._watch(q, segment.handle.pid)
+
+    @property
+    def background(self) -> bool:
+        """Whether waits leave the core to others at once."""
+        return self._background
+
+    @background.setter
+    def background(self, behind: bool) -> None:
+        self._background = behind
+        self.spins = _SPINS_BEHIND if behind else self._busy_spins
+        self._give_way = range(0) if behind else _GIVE_WAY
 
     def _watch(self, peer: int, pid: int) -> None:
         if not hasattr(os, "pidfd_open"):
@@ -175,7 +190,7 @@ class Signals:
                 return
         start = now()
         give_way = os.sched_yield
-        for _ in _GIVE_WAY:
+        for _ in self._give_way:
             give_way()
             if words[index] | SHARED_BIT == wanted:
                 self.waited_ns += now() - start
@@ -191,7 +206,7 @@ class Signals:
                 return
         start = now()
         give_way = os.sched_yield
-        for _ in _GIVE_WAY:
+        for _ in self._give_way:
             give_way()
             if words[index] >= value:
                 self.waited_ns += now() - start
@@ -223,16 +238,16 @@ class Signals:
         examine = start + _EXAMINE_NS // 5
         self.own[HEARTBEAT] = start
         self.own[WAITING_FOR] = peer + 1
-        yields = range(_YIELDS)
+        yields = range(1 if self._background else _YIELDS)
         while not self._looked(ready, yields):
             now = time.monotonic_ns()
             if now >= examine:
                 self.own[HEARTBEAT] = now
                 self._examine(peer, ready, now >= deadline, point_to_point, (now - start) / 1e9)
                 examine = now + _EXAMINE_NS
-            if now - start > _PATIENCE_NS:
+            if self._background or now - start > _PATIENCE_NS:
                 yields = range(1)
-                time.sleep(min((now - start) / 16e9, _LONGEST_SLEEP_S))
+                time.sleep(min(max((now - start) / 16e9, _SHORTEST_SLEEP_S), _LONGEST_SLEEP_S))
         self.own[WAITING_FOR] = 0  # not after an error: a rank that gives up is not the one at fault
 
     def blame(self, peer: int, point_to_point: bool) -> None:

@@ -44,6 +44,8 @@ _SLEEP_S = 50e-6
 _LOOK_S = 0.25
 _TELL_S = 0.5
 _TRANSFER_TAG = 1
+_ASKED = 16
+"""Ranks that are asked each time what they are doing."""
 
 
 def _find_mpi() -> tuple[Any, str]:
@@ -118,7 +120,8 @@ class MpiTransport:
             requests += self.post(False, array.reshape(-1), peer, _TRANSFER_TAG)
         for array, peer in sends:
             requests += self.post(True, array.reshape(-1), peer, _TRANSFER_TAG)
-        self.finish(requests, f"send to {[p for _, p in sends]} and receive from {[p for _, p in receives]}")
+        what = f"send to {[p for _, p in sends]} and receive from {[p for _, p in receives]}"
+        self.finish(requests, what, alike=False)
 
     def post(self, sends: bool, array: np.ndarray, peer: int, tag: int) -> list[Any]:
         """Begins a message, in pieces where it is very long. The array stays as it is until all is done."""
@@ -127,8 +130,13 @@ class MpiTransport:
         starts = range(0, max(raw.nbytes, 1), _PIECE_NBYTES)
         return [begin([raw[s : s + _PIECE_NBYTES], self._mpi.BYTE], peer, tag) for s in starts]
 
-    def finish(self, requests: list[Any], what: str) -> None:
+    def finish(self, requests: list[Any], what: str, alike: bool = True) -> None:
         """Waits until all messages have come and gone.
+
+        Args:
+            requests: The messages.
+            what: The call, for messages.
+            alike: Whether all ranks make this very call.
 
         Raises:
             CommunicationError: A rank died, gave up, called something else or came too late.
@@ -139,7 +147,7 @@ class MpiTransport:
             while not test(requests):
                 now = time.monotonic()
                 if now >= look_at:
-                    self.watch.look(what, now - start)
+                    self.watch.look(what, now - start, alike)
                     look_at = now + _LOOK_S
                 if now - start > _SPIN_S:
                     time.sleep(_SLEEP_S)
@@ -182,14 +190,15 @@ class Watch:
     def __init__(self, store: Store, timeout_s: float) -> None:
         self._store, self._timeout_s = store, timeout_s
         self.calls = 0
-        self._told = -1
+        self._told, self._asked = (-1, True), 0
 
-    def look(self, what: str, waited_s: float) -> None:
+    def look(self, what: str, waited_s: float, alike: bool) -> None:
         """Looks whether there is a reason to give up.
 
         Args:
             what: The call that waits.
             waited_s: For how long it has, in seconds.
+            alike: Whether all ranks make this very call.
 
         Raises:
             CommunicationError: A rank died, gave up, called something else or came too late.
@@ -202,20 +211,22 @@ class Watch:
             raise AbortedError(f"another rank gave up: {reason}; {here}", peer=culprit)
         if waited_s < _TELL_S:
             return
-        if self._told != self.calls:
-            self._told = self.calls
-            store.set(f"mpi/call/{store.rank}", json.dumps([self.calls, what]).encode())
+        if self._told != (self.calls, alike):
+            self._told = self.calls, alike
+            word = json.dumps([self.calls, what if alike else ""])
+            store.set(f"mpi/call/{store.rank}", word.encode())
             return
-        seen = {q: self._call_of(q) for q in range(store.size) if q != store.rank}
+        late = waited_s > self._timeout_s
+        seen = {q: self._call_of(q) for q in (self._others(store.size) if late else self._next(store.size))}
         for peer, (number, other) in seen.items():
-            if number == self.calls and other != what:
+            if number == self.calls and alike and other not in ("", what):
                 raise MismatchError(
                     f"ranks disagree on call {number}: rank {store.rank} called {what}, rank {peer} called "
                     f"{other}; every rank must make the same calls in the same order, with the same count, "
                     f"dtype and operation",
                     peer=peer,
                 )
-        if waited_s > self._timeout_s:
+        if late:
             behind = [q for q, (number, _) in seen.items() if number < self.calls]
             names = ", ".join(f"rank {q}" for q in behind) or "a rank that is further on already"
             raise PeerTimeoutError(
@@ -224,8 +235,19 @@ class Watch:
                 peer=behind[0] if behind else None,
             )
 
+    def _others(self, size: int) -> list[int]:
+        return [q for q in range(size) if q != self._store.rank]
+
+    def _next(self, size: int) -> list[int]:
+        """The ranks to ask this time: a few of many, and others the next time."""
+        others = self._others(size)
+        self._asked %= len(others)
+        chosen = (others + others)[self._asked : self._asked + min(_ASKED, len(others))]
+        self._asked += len(chosen)
+        return chosen
+
     def _call_of(self, rank: int) -> tuple[int, str]:
-        """The call in which another rank waits, as far as it said so."""
+        """The call in which another rank waits, as far as it said so; "" for one in which others differ."""
         try:
             number, what = json.loads(self._store.get(f"mpi/call/{rank}", 1e-3))
         except PeerTimeoutError:

@@ -42,7 +42,8 @@ _PIECE_NBYTES = 1 << 30
 _SPIN_S = 2e-3
 _SLEEP_S = 50e-6
 _LOOK_S = 0.25
-_TELL_S = 0.5
+_TELL_S, _MOST_BETWEEN_S = 0.5, 10.0
+"""When a wait is first told to the others, and how long it is at most until they are asked again."""
 _TRANSFER_TAG = 1
 _ASKED = 16
 """Ranks that are asked each time what they are doing."""
@@ -190,7 +191,7 @@ class Watch:
     def __init__(self, store: Store, timeout_s: float) -> None:
         self._store, self._timeout_s = store, timeout_s
         self.calls = 0
-        self._told, self._asked = (-1, True), 0
+        self._told, self._asked, self._ask_at_s = (-1, True), 0, _TELL_S
 
     def look(self, what: str, waited_s: float, alike: bool) -> None:
         """Looks whether there is a reason to give up.
@@ -203,37 +204,53 @@ class Watch:
         Raises:
             CommunicationError: A rank died, gave up, called something else or came too late.
         """
+        self._store.check()
+        late = waited_s > self._timeout_s
+        if waited_s < 2 * _LOOK_S:
+            self._ask_at_s = _TELL_S  # another wait has begun
+        if waited_s < self._ask_at_s and not late:
+            return
+        self._ask_at_s = waited_s + min(waited_s, _MOST_BETWEEN_S)
+        try:
+            seen = self._ask(what, alike, late)
+        except PeerTimeoutError:
+            # The store's messages may share a slow link with those that are waited for.
+            seen = {}
+        self._compare(seen, what, alike)
+        if late:
+            raise self._lateness(seen, what)
+
+    def _ask(self, what: str, alike: bool, late: bool) -> dict[int, tuple[int, str]]:
+        """Says where this rank is, and reads where others are: the numbers and words of their calls."""
         store = self._store
-        here = f"rank {store.rank} waited in {what}"
-        store.check()
         if store.add("mpi/failures", 0):
             reason, culprit = json.loads(store.get("mpi/reason", 1.0))
+            here = f"rank {store.rank} waited in {what}"
             raise AbortedError(f"another rank gave up: {reason}; {here}", peer=culprit)
-        if waited_s < _TELL_S:
-            return
         if self._told != (self.calls, alike):
+            store.set(f"mpi/call/{store.rank}", json.dumps([self.calls, what if alike else ""]).encode())
             self._told = self.calls, alike
-            word = json.dumps([self.calls, what if alike else ""])
-            store.set(f"mpi/call/{store.rank}", word.encode())
-            return
-        late = waited_s > self._timeout_s
-        seen = {q: self._call_of(q) for q in (self._others(store.size) if late else self._next(store.size))}
+        others = self._others(store.size) if late else self._next(store.size)
+        return {rank: self._call_of(rank) for rank in others}
+
+    def _compare(self, seen: dict[int, tuple[int, str]], what: str, alike: bool) -> None:
         for peer, (number, other) in seen.items():
             if number == self.calls and alike and other not in ("", what):
                 raise MismatchError(
-                    f"ranks disagree on call {number}: rank {store.rank} called {what}, rank {peer} called "
-                    f"{other}; every rank must make the same calls in the same order, with the same count, "
-                    f"dtype and operation",
+                    f"ranks disagree on call {number}: rank {self._store.rank} called {what}, rank {peer} "
+                    f"called {other}; every rank must make the same calls in the same order, with the same "
+                    f"count, dtype and operation",
                     peer=peer,
                 )
-        if late:
-            behind = [q for q, (number, _) in seen.items() if number < self.calls]
-            names = ", ".join(f"rank {q}" for q in behind) or "a rank that is further on already"
-            raise PeerTimeoutError(
-                f"{here} (call {self.calls}) for {self._timeout_s:g} s, and {names} did not come; "
-                f"FLAGCX_TIMEOUT_S sets the time-out",
-                peer=behind[0] if behind else None,
-            )
+
+    def _lateness(self, seen: dict[int, tuple[int, str]], what: str) -> PeerTimeoutError:
+        behind = [q for q, (number, _) in seen.items() if number < self.calls]
+        names = ", ".join(f"rank {q}" for q in behind) or "a rank that is further on already"
+        return PeerTimeoutError(
+            f"rank {self._store.rank} waited in {what} (call {self.calls}) for {self._timeout_s:g} s, and "
+            f"{names} did not come; FLAGCX_TIMEOUT_S sets the time-out",
+            peer=behind[0] if behind else None,
+        )
 
     def _others(self, size: int) -> list[int]:
         return [q for q in range(size) if q != self._store.rank]

@@ -10,7 +10,9 @@ import pytest
 
 from flagcx.communicator.hosts import groups_of
 from flagcx.config import environment
+from flagcx.errors import PeerTimeoutError
 from flagcx.selection.across_hosts import choose_across_hosts
+from flagcx.transport.mpi import Watch
 
 ROOT = Path(__file__).parents[2]
 MPIRUN = Path(sys.executable).with_name("mpirun")
@@ -101,6 +103,26 @@ def test_a_rank_that_stays_away_is_named():
     said = [line for line in printed.splitlines() if line.startswith("rank ")]
     assert len(said) == 3, printed
     assert any("PeerTimeoutError" in line and "rank 2 did not come" in line for line in said), printed
+
+
+class SlowStore:
+    """A store behind a link that is full: no answer comes in time."""
+
+    rank, size = 0, 2
+
+    def check(self) -> None:
+        pass
+
+    def add(self, key: str, amount: int) -> int:
+        raise PeerTimeoutError("the store does not answer")
+
+
+def test_a_store_that_is_slow_ends_no_call_before_its_time():
+    watch = Watch(SlowStore(), timeout_s=60)
+    for waited_s in (0.25, 0.5, 1.0, 30.0):
+        watch.look("allreduce", waited_s, True)
+    with pytest.raises(PeerTimeoutError, match=r"waited in allreduce \(call 0\) for 60 s"):
+        watch.look("allreduce", 60.5, True)
 
 
 def test_the_ranks_of_each_host():

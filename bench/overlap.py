@@ -26,6 +26,7 @@ import typer
 
 import flagcx as fc
 from flagcx.gradients.buckets import Bucket
+from flagcx.kernels.cuda import load_cupy
 from flagcx.profiler.trace import trace_events, write_trace
 
 CLASSES, RATE = 16, 1e-3
@@ -277,15 +278,6 @@ def _events(rank: int, spans: list[tuple[int, str, int, int]], origin_ns: int) -
     ]
 
 
-def choose_arrays(gpu: bool) -> Any:
-    """NumPy or CuPy."""
-    if not gpu:
-        return np
-    import cupy
-
-    return cupy
-
-
 def main(
     throttle: Annotated[str, typer.Option(help="A link between the ranks: GB/s, or GB/s,us.")] = "",
     gpu: Annotated[bool, typer.Option("--gpu", help="CuPy arrays.")] = False,
@@ -299,7 +291,7 @@ def main(
 ) -> None:
     """Measures a training step with and without overlap."""
     with fc.init(throttle=throttle) as comm:
-        xp = choose_arrays(gpu)
+        xp: Any = load_cupy() if gpu else np
         trial = Trial(comm, xp, layers, width or (GPU_WIDTH if gpu else WIDTH), bucket_bytes)
         trial.set_batch(batch)
         trial.overlapped()  # the first step forms the buckets

@@ -197,7 +197,9 @@ def asynchronous(group: Any, rank: int, size: int) -> Result:
     dist.all_reduce(behind, group=group)
     for work in works:
         work.wait()
-        assert work.is_completed()
+    if behind.is_cuda:  # there a wait holds up the stream, and not the host
+        torch.cuda.synchronize()
+    assert all(work.is_completed() for work in works)
     future = dist.all_reduce(tensors[0], group=group, async_op=True).get_future()
     (first,) = future.wait()
     return [*tensors, *gathered, behind, first]

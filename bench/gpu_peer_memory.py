@@ -36,6 +36,7 @@ from flagcx.transport.peer_memory import PACKETS, PEER_MEMORY, connect
 
 WAYS = {
     "packets": ("one_shot", PACKETS, False),
+    "two_shot_packets": ("two_shot", PACKETS, False),
     "one_shot": ("one_shot", PEER_MEMORY, False),
     "two_shot": ("two_shot", PEER_MEMORY, False),
     "in_place": ("two_shot", PEER_MEMORY, True),
@@ -110,7 +111,7 @@ class Bench:
         cupy, size = self.cupy, self.comm.size
         count = nbytes // self.dtype.numpy.itemsize
         plan = self.plan(way, count, blocks, chunk)
-        if plan is None or (way == "packets") == (plan.way == "chunks"):
+        if plan is None or WAYS[way][1] == PACKETS and plan.way == "chunks":
             return None
         make = self.peers.segments.empty if WAYS[way][2] else cupy.empty
         x = make(count, self.dtype.numpy)

@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
@@ -64,12 +64,36 @@ class Packing(Protocol):
         """Gives a message of its own back."""
 
 
+class Places(Protocol):
+    """Where certain arrays lie, worked out once.
+
+    Attributes:
+        kept: Whether it is still known; else it is to be worked out anew.
+    """
+
+    kept: bool
+
+
+class LastingPacking(Packing, Protocol):
+    """A packing of arrays that keep their place."""
+
+    def places(self, arrays: Sequence[Any]) -> Places:
+        """Where these arrays lie."""
+
+    def pack_at(self, places: Any) -> None:
+        """Copies the arrays that lie there into the message."""
+
+    def unpack_at(self, places: Any) -> None:
+        """Copies the message into the arrays that lie there."""
+
+
 class Packer(Protocol):
     """Packs arrays of one kind.
 
     Attributes:
         limits: What is worth packing.
-        lasting: Whether an array of this kind keeps its place and size as long as it lives.
+        lasting: Whether an array of this kind keeps its place and size as long as it lives. Its packings are
+            of the kind ``LastingPacking``.
     """
 
     limits: Limits
@@ -194,11 +218,59 @@ class Fused:
             part.plan.run(part.packing.flat, part.packing.flat)
             part.packing.unpack(mine if result is given else result[part.first : part.last])
 
+    def bind(self, given: Sequence[Any], numbers: Sequence[int]) -> Iterator[_BoundPart]:
+        """What is left to do for certain arrays that keep their place, in place.
+
+        Args:
+            given: Arrays, among others those of this plan.
+            numbers: Which of them are this plan's, in order.
+        """
+        for part in self._parts:
+            if part.packing is None:
+                yield _BoundPart(part.plan, numbers[part.first], None, None)
+                continue
+            packing = cast(LastingPacking, part.packing)
+            places = packing.places([given[i] for i in numbers[part.first : part.last]])
+            yield _BoundPart(part.plan, -1, packing, places)
+
     def close(self) -> None:
         """Gives back what its packings have for themselves."""
         for part in self._parts:
             if part.packing is not None:
                 part.packing.close()
+
+
+class _BoundPart(NamedTuple):
+    """A message of certain arrays; a single array, by its number, without a packing."""
+
+    plan: Plan
+    number: int
+    packing: LastingPacking | None
+    places: Places | None
+
+
+class Bound:
+    """All-reduces of certain arrays as few, in place. Where they lie need not be looked up any more."""
+
+    __slots__ = ("_parts",)
+
+    def __init__(self, parts: Iterable[_BoundPart]) -> None:
+        self._parts = tuple(parts)
+
+    @property
+    def holds(self) -> bool:
+        """Whether all that it is made of is still there."""
+        return all([part.places is None or part.places.kept for part in self._parts])
+
+    def run(self, given: Sequence[Any], result: Sequence[Any]) -> None:
+        """Reduces them; ``given`` and ``result`` are those very arrays."""
+        for plan, number, packing, places in self._parts:
+            if packing is None:
+                plan.run(given[number], given[number])
+                continue
+            packing.pack_at(places)
+            plan.run(packing.flat, packing.flat)
+            packing.unpack_at(places)
 
 
 class Familiar:
@@ -239,12 +311,13 @@ class Fusion:
         packer: Packs its arrays.
 
     Attributes:
+        engine: Makes the plans.
         packer: Packs its arrays.
-        familiar: The plans of lists of arrays that came before; None where arrays may change under way.
+        familiar: What is bound to arrays that came before; None where arrays may change under way.
     """
 
     def __init__(self, engine: Engine, packer: Packer) -> None:
-        self._engine, self.packer = engine, packer
+        self.engine, self.packer = engine, packer
         self.familiar = Familiar() if packer.lasting else None
         self._plans: OrderedDict[tuple, Fused] = OrderedDict()
 
@@ -263,13 +336,36 @@ class Fusion:
         key = dtype.code, op, algorithm, in_place, shapes
         found = self._plans.get(key)
         if found is None:
-            self._engine.check()
+            self.engine.check()
             found = self._plans[key] = Fused(list(self._parts(dtype, op, algorithm, shapes, in_place)))
             if len(self._plans) > _MOST_PLANS:
                 self._forget(self._plans.popitem(last=False)[1])
         else:
             self._plans.move_to_end(key)
         return found
+
+    def recall(self, key: tuple) -> Bound | None:
+        """What ``learn`` made under a key, if it still holds."""
+        assert self.familiar is not None
+        try:
+            found = self.familiar.get(key)
+        except TypeError:  # an operation that is none
+            return None
+        return found if found is not None and found.holds else None
+
+    def learn(self, key: tuple, given: Sequence[Any], plans: Sequence[tuple[Fused, Sequence[int]]]) -> Bound:
+        """Binds plans to arrays, until the first of these is gone.
+
+        Args:
+            key: What is asked for when they come back: operations and algorithms as they are named, each with
+                the number of the first array, and the ``id`` of each array.
+            given: The arrays.
+            plans: For each kind of them the plan, and which of them are its own.
+        """
+        assert self.familiar is not None
+        bound = Bound([part for plan, numbers in plans for part in plan.bind(given, numbers)])
+        self.familiar.put(key, bound, given)
+        return bound
 
     def _forget(self, plan: Fused) -> None:
         if self.familiar is not None:
@@ -282,12 +378,12 @@ class Fusion:
         for first, last in cut_into_messages(shapes, dtype.numpy.itemsize, self.packer.limits):
             if last - first == 1:
                 count = _size(shapes[first])
-                plan = self._engine.find("allreduce", count, dtype, op, None, algorithm, in_place)
+                plan = self.engine.find("allreduce", count, dtype, op, None, algorithm, in_place)
                 yield _Part(first, last, None, plan)
                 continue
             packing = self.packer.packing(shapes[first:last], dtype.numpy)
             count = packing.flat.size
-            plan = self._engine.find("allreduce", count, dtype, op, None, algorithm, True)
+            plan = self.engine.find("allreduce", count, dtype, op, None, algorithm, True)
             yield _Part(first, last, packing, plan)
 
     def close(self) -> None:

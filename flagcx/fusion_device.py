@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from flagcx.fusion import Limits, Shapes
 from flagcx.kernels.cuda import load_cupy
-from flagcx.kernels.pack import ALIGNMENT, DevicePacking, Layout, PackKernel
+from flagcx.kernels.pack import ALIGNMENT, DevicePacking, Layout, PackKernel, Table
 from flagcx.memory import DEVICE, PINNED, Pool
 
 _LEAST_PINNED_NBYTES = 1 << 20
@@ -115,12 +115,12 @@ class _Shared(DevicePacking):
         super().__init__(cupy, kernel, flat, layout)
         self._turn = turn
 
-    def pack(self, arrays: Sequence[Any]) -> None:
+    def pack_at(self, places: Table) -> None:
         """See ``DevicePacking``."""
         self._turn.take()
-        super().pack(arrays)
+        super().pack_at(places)
 
-    def unpack(self, arrays: Sequence[Any]) -> None:
+    def unpack_at(self, places: Table) -> None:
         """See ``DevicePacking``."""
-        super().unpack(arrays)
+        super().unpack_at(places)
         self._turn.give()

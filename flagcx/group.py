@@ -12,7 +12,7 @@ import numpy as np
 from flagcx.dtypes import DType, ReduceOp
 from flagcx.engine import Engine
 from flagcx.errors import ArgumentError
-from flagcx.fusion import Fusion
+from flagcx.fusion import Fused, Fusion
 from flagcx.transport.base import Plan
 from flagcx.work import Work
 
@@ -39,28 +39,30 @@ class Group:
 
     Args:
         fusion_of: Gives the ``Fusion`` of an engine.
+
+    Attributes:
+        add_quickly: Adds an all-reduce in place like one that was added before: ``add_quickly(x, op)``
+            returns whether it could.
     """
 
     def __init__(self, fusion_of: Callable[[Engine], Fusion]) -> None:
         self._fusion_of = fusion_of
         self._entries: list[Pending | Reductions] = []
         self._open: Reductions | None = None
+        self.add_quickly: Callable[[Any, Any], bool] = _adds_nothing
 
     def append(self, call: Pending | Reductions) -> None:
         """Adds any call. It runs behind all that were added before."""
         self._entries.append(call)
-        self._open = None
+        self._open, self.add_quickly = None, _adds_nothing
 
     def reductions(self) -> Reductions:
         """The all-reduces at the end of what was added so far, for one more."""
         if self._open is None:
             self._open = Reductions(self._fusion_of)
             self._entries.append(self._open)
+            self.add_quickly = self._open.add_quickly
         return self._open
-
-    def add_quickly(self, x: Any, op: Any) -> bool:
-        """Adds an all-reduce in place like one that was added before; returns whether it could."""
-        return self._open is not None and self._open.add_quickly(x, op)
 
     def run(self) -> None:
         """Makes the calls in order; neighbours that belong together become one."""
@@ -89,23 +91,34 @@ def _run_batch(batch: list[Pending]) -> None:
 class _Kind:
     """All-reduces that one message can carry: of one engine, dtype, operation and algorithm."""
 
-    __slots__ = ("algorithm", "dtype", "engine", "fits", "fusion", "given", "op", "results")
+    __slots__ = ("algorithm", "dtype", "engine", "fits", "fusion", "in_place", "op", "results")
 
-    def __init__(self, engine: Engine, fusion: Fusion, dtype: DType, op: ReduceOp, algorithm: str | None):
+    def __init__(
+        self,
+        engine: Engine,
+        fusion: Fusion,
+        dtype: DType,
+        op: ReduceOp,
+        algorithm: str | None,
+        in_place: bool,
+    ):
         self.engine, self.fusion, self.dtype, self.op, self.algorithm = engine, fusion, dtype, op, algorithm
-        self.given: list[Any] = []
-        self.results: list[Any] = self.given  # another list, where they are not in place
+        self.in_place = in_place
+        self.results: list[Any] = []  # only where they are not in place
         self.fits: Callable[[Any], bool] = _fits_not
 
-    def plan(self) -> Plan:
-        shapes = tuple([array.shape for array in self.given])
-        return self.fusion.plan(self.dtype, self.op, self.algorithm, shapes, self.given is self.results)
+    def plan(self, given: Sequence[Any]) -> Fused:
+        shapes = tuple([array.shape for array in given])
+        return self.fusion.plan(self.dtype, self.op, self.algorithm, shapes, self.in_place)
 
 
 class Reductions:
     """All-reduces that are made together: a message for each dtype and operation, or few.
 
     Arrays that overlap are reduced one after the other, in the order in which they were added.
+
+    To add an array costs little more than its place in a list: only where another kind begins is that noted.
+    The rest is done once, at the end, and not at all for arrays of GPUs that came together before.
 
     Args:
         fusion_of: Gives the ``Fusion`` of an engine.
@@ -115,22 +128,47 @@ class Reductions:
         self._fusion_of = fusion_of
         self._kinds: dict[tuple, _Kind] = {}
         self._quick: dict[tuple, _Kind] = {}
-        self._order: list[_Kind] = []
+        self._given: list[Any] = []
+        self._runs: list[tuple[_Kind, int]] = []  # where another kind begins
+        self._names: list[tuple[Any, str | None, int]] = []  # where another operation or algorithm is named
+        self._class: type | None = None  # what the last array was, if another like it may be added quickly
+        self._dtype: Any = None
+        self._op: Any = None
+        self._fits: Callable[[Any], bool] = _fits_not
 
     def add(
-        self, engine: Engine, given: Any, result: Any, dtype: DType, op: ReduceOp, algorithm: str | None
+        self, engine: Engine, given: Any, result: Any, dtype: DType, op: ReduceOp, named: Any, algorithm: Any
     ) -> None:
-        """Adds an all-reduce of ``given`` into ``result``, which is the same object for one in place."""
+        """Adds an all-reduce of ``given`` into ``result``, which is the same object for one in place.
+
+        Args:
+            engine: Makes it.
+            given: An array.
+            result: An array, or ``given``.
+            dtype: Of both.
+            op: How the ranks' arrays are combined.
+            named: The operation as its caller named it.
+            algorithm: As its caller named it; None if he did not.
+        """
         in_place = given is result
         key = id(engine), dtype.code, op, algorithm, in_place
         kind = self._kinds.get(key)
         if kind is None:
-            kind = self._kinds[key] = _Kind(engine, self._fusion_of(engine), dtype, op, algorithm)
-            kind.results = kind.given if in_place else []
-        kind.given.append(given)
+            fusion = self._fusion_of(engine)
+            kind = self._kinds[key] = _Kind(engine, fusion, dtype, op, algorithm, in_place)
         if not in_place:
             kind.results.append(result)
-        self._order.append(kind)
+        self._note(kind, named)
+        self._class = None
+        self._given.append(given)
+
+    def _note(self, kind: _Kind, named: Any) -> None:
+        """Notes what the next array is, where that changes."""
+        at = len(self._given)
+        if not at or self._runs[-1][0] is not kind:
+            self._runs.append((kind, at))
+        if not at or self._names[-1][0] is not named or self._names[-1][1] != kind.algorithm:
+            self._names.append((named, kind.algorithm, at))
 
     def remember(self, x: Any, op: Any, fits: Callable[[Any], bool]) -> None:
         """Lets ``add_quickly`` take arrays like the one that was added last, in place.
@@ -140,52 +178,80 @@ class Reductions:
             op: As the caller named the operation.
             fits: Tells whether another array of its class and dtype can be taken as it is.
         """
-        self._quick[x.__class__, x.dtype, op] = self._order[-1]
-        self._order[-1].fits = fits
+        kind = self._quick[x.__class__, x.dtype, op] = self._runs[-1][0]
+        kind.fits = fits
+        self._class, self._dtype, self._op, self._fits = x.__class__, x.dtype, op, fits
 
     def add_quickly(self, x: Any, op: Any) -> bool:
         """Adds an all-reduce in place like one that was added before; returns whether it could."""
+        if x.__class__ is self._class and x.dtype is self._dtype and op is self._op and self._fits(x):
+            self._given.append(x)
+            return True
         try:
             kind = self._quick.get((x.__class__, x.dtype, op))
         except (AttributeError, TypeError):
             return False
         if kind is None or not kind.fits(x):
             return False
-        kind.given.append(x)
-        self._order.append(kind)
+        self._note(kind, op)
+        self._class, self._dtype, self._op, self._fits = x.__class__, x.dtype, op, kind.fits
+        self._given.append(x)
         return True
 
     def calls(self) -> list[tuple[Engine, Plan, Sequence[Any], Sequence[Any]]]:
         """What is to be run, in order: engine, plan, its INPUT and its OUTPUT arrays."""
-        kinds = list(self._kinds.values())
-        if len(kinds) == 1 and kinds[0].given is kinds[0].results and kinds[0].fusion.familiar is not None:
-            return self._familiar_calls(kinds[0])
-        if _apart([array for kind in kinds for array in kind.given], [a for k in kinds for a in _others(k)]):
-            return [(kind.engine, kind.plan(), kind.given, kind.results) for kind in kinds]
-        return list(self._one_by_one())
-
-    def _familiar_calls(self, kind: _Kind) -> list[tuple[Engine, Plan, Sequence[Any], Sequence[Any]]]:
-        """The calls for arrays that may have come before: what was found out about them then still holds."""
-        familiar, given = kind.fusion.familiar, kind.given
-        assert familiar is not None
-        key = kind.dtype.code, kind.op, kind.algorithm, tuple(map(id, given))
-        plan = familiar.get(key)
-        if plan is None:
-            if not _apart(given, []):
+        fusion = self._lasting()
+        if fusion is None:
+            return self._fresh_calls()
+        key = tuple(self._names), tuple(map(id, self._given))
+        bound = fusion.recall(key)
+        if bound is None:
+            if not _apart(self._given, []):
                 return list(self._one_by_one())
-            plan = kind.plan()
-            familiar.put(key, plan, given)
-        return [(kind.engine, plan, given, given)]
+            plans = [(kind.plan(given), at) for kind, given, at in self._members()]
+            bound = fusion.learn(key, self._given, plans)
+        return [(fusion.engine, bound, self._given, self._given)]
+
+    def _lasting(self) -> Fusion | None:
+        """What fuses them all, if they are in place, in arrays that can be recognised when they come back."""
+        fusions = {id(kind.fusion): kind.fusion for kind in self._kinds.values()}
+        if len(fusions) != 1 or not all([kind.in_place for kind in self._kinds.values()]):
+            return None
+        (fusion,) = fusions.values()
+        return None if fusion.familiar is None else fusion
+
+    def _fresh_calls(self) -> list[tuple[Engine, Plan, Sequence[Any], Sequence[Any]]]:
+        if not _apart(self._given, [array for kind in self._kinds.values() for array in kind.results]):
+            return list(self._one_by_one())
+        members = self._members()
+        return [
+            (k.engine, k.plan(given), given, given if k.in_place else k.results) for k, given, _ in members
+        ]
+
+    def _stretches(self) -> Iterator[tuple[_Kind, int, int]]:
+        """Arrays of one kind in a row: the kind, the number of the first, and of the one behind the last."""
+        ends = [*[first for _, first in self._runs[1:]], len(self._given)]
+        for (kind, first), end in zip(self._runs, ends, strict=bool(self._runs)):
+            yield kind, first, end
+
+    def _members(self) -> list[tuple[_Kind, list[Any], Sequence[int]]]:
+        """The arrays of each kind, and their numbers."""
+        if len(self._runs) == 1:
+            return [(self._runs[0][0], self._given, range(len(self._given)))]
+        members: dict[int, tuple[_Kind, list[Any], list[int]]] = {}
+        for kind, first, end in self._stretches():
+            _, given, numbers = members.setdefault(id(kind), (kind, [], []))
+            given += self._given[first:end]
+            numbers += range(first, end)
+        return list(members.values())
 
     def _one_by_one(self) -> Iterator[tuple[Engine, Plan, Sequence[Any], Sequence[Any]]]:
-        at = dict.fromkeys(map(id, self._kinds.values()), 0)
-        for kind in self._order:
-            i = at[id(kind)]
-            at[id(kind)] += 1
-            given, results = kind.given[i : i + 1], kind.results[i : i + 1]
-            in_place = kind.given is kind.results
-            plan = kind.fusion.plan(kind.dtype, kind.op, kind.algorithm, (given[0].shape,), in_place)
-            yield kind.engine, plan, given, given if in_place else results
+        results = {id(kind): iter(kind.results) for kind in self._kinds.values()}
+        for kind, first, end in self._stretches():
+            for array in self._given[first:end]:
+                given = [array]
+                result = given if kind.in_place else [next(results[id(kind)])]
+                yield kind.engine, kind.plan(given), given, result
 
     def run(self) -> None:
         """Makes them, now."""
@@ -206,7 +272,7 @@ class Reductions:
                 f"{'both' if engines else 'an empty list'}"
             )
         every = [array for _, _, given, results in calls for array in (*given, *results)]
-        what = f"allreduce of {len(self._order)} arrays"
+        what = f"allreduce of {len(self._given)} arrays"
         return calls[0][0].start(_Several(calls), every, every, value, what)
 
 
@@ -226,8 +292,8 @@ def _fits_not(x: Any) -> bool:
     return False
 
 
-def _others(kind: _Kind) -> list[Any]:
-    return [] if kind.results is kind.given else kind.results
+def _adds_nothing(x: Any, op: Any) -> bool:
+    return False
 
 
 def _apart(given: list[Any], results: list[Any]) -> bool:

@@ -77,6 +77,10 @@ class FakeCupy:
                 attributes={"MultiProcessorCount": 2}, synchronize=lambda: None
             ),
             get_current_stream=lambda: self.current,
+            function=SimpleNamespace(Module=self._module),
+            nvrtc=SimpleNamespace(getVersion=lambda: (13, 0)),
+            device=SimpleNamespace(get_compute_capability=lambda: "90"),
+            compiler=SimpleNamespace(compile_using_nvrtc=lambda source, options, filename: (b"", {})),
             runtime=SimpleNamespace(
                 memcpyAsync=self._copy,
                 memset=lambda ptr, value, n: ctypes.memset(ptr, value, n),
@@ -97,7 +101,9 @@ class FakeCupy:
         self.uploads += 1
         ctypes.memmove(to, source, nbytes)
 
-    def RawKernel(self, source: str, name: str, options) -> SimpleNamespace:
+    def _module(self) -> SimpleNamespace:
+        """A compiled module: its kernel moves what the table says, at once."""
+
         def launch(grid, block, args, stream) -> None:
             table, parts, message, unpacks = args
             rows = np.frombuffer((ctypes.c_char * (24 * parts)).from_address(table), np.int64).reshape(-1, 3)
@@ -106,7 +112,7 @@ class FakeCupy:
                 ctypes.memmove(*((at, there) if unpacks else (there, at)), nbytes)
             self.log.append(("unpack" if unpacks else "pack", stream.ptr))
 
-        return SimpleNamespace(kernel=launch)
+        return SimpleNamespace(load=lambda binary: None, get_function=lambda name: launch)
 
     def array(self, values: np.ndarray) -> DeviceArray:
         made = DeviceArray(values.shape, values.dtype, Memory(np.zeros(max(values.nbytes, 1), np.uint8)))
@@ -118,7 +124,8 @@ SHAPES = ((3,), (100, 70), (), (0,), (5,))
 
 
 @pytest.fixture
-def cupy() -> FakeCupy:
+def cupy(tmp_path, monkeypatch) -> FakeCupy:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return FakeCupy()
 
 

@@ -14,6 +14,7 @@ from flagcx.communicator.streams import on_stream, run_on
 from flagcx.dtypes import DType, ReduceOp, dtype_of, resolve_op
 from flagcx.engine import Engine
 from flagcx.errors import ArgumentError
+from flagcx.fusion import Bound
 from flagcx.group import Pending, Reductions
 
 if TYPE_CHECKING:
@@ -63,6 +64,14 @@ class EvenCollectives(Dispatch):
         Example:
             >>> comm.allreduce(gradient, op="avg")  # doctest: +SKIP
         """
+        group = self._group
+        if (
+            group is not None
+            and out is algorithm is compression is stream is None
+            and not async_op
+            and group.add_quickly(x, op)
+        ):
+            return x
         if stream is not None:
             options = {"out": out, "algorithm": algorithm, "compression": compression, "async_op": async_op}
             return run_on(stream, EvenCollectives.allreduce, self, (x, op), options)
@@ -124,9 +133,6 @@ class EvenCollectives(Dispatch):
         if isinstance(x, (list, tuple)):
             return self._allreduce_many(x, op, out, algorithm, async_op)
         group = self._group
-        plain = out is None and algorithm is None
-        if group is not None and plain and not async_op and group.add_quickly(x, op):
-            return x
         engine = self._engine_of(x)
         given, result, dtype, resolved = self._reduced(engine, x, op, out, "x", "out")
         given, in_place = untangle("allreduce", self.rank, given, result)
@@ -134,8 +140,8 @@ class EvenCollectives(Dispatch):
         if group is not None:
             refuse_async(async_op)
             reductions = group.reductions()
-            reductions.add(engine, result if in_place else given, result, dtype, resolved, algorithm)
-            if given is x and plain:
+            reductions.add(engine, result if in_place else given, result, dtype, resolved, op, algorithm)
+            if given is x and out is None and algorithm is None:
                 reductions.remember(x, op, self._fits(engine))
             return value
         plan = engine.find("allreduce", given.size, dtype, resolved, None, algorithm, in_place)
@@ -170,6 +176,11 @@ class EvenCollectives(Dispatch):
         if outs is not None and (not isinstance(outs, (list, tuple)) or len(outs) != len(xs)):
             got = f"{len(outs)} arrays" if isinstance(outs, (list, tuple)) else type(outs).__name__
             raise ArgumentError(f"out must be a list of {len(xs)} arrays, one for each of x; got {got}")
+        bound = self._bound(xs, op, algorithm) if outs is None and self._group is None else None
+        if bound is not None:
+            assert self._device is not None
+            given = [*xs]  # the caller may change his list while the work goes on
+            return self._go(self._device, bound, given, given, xs, async_op, f"allreduce of {len(xs)} arrays")
         reductions = Reductions(self._fusion_of)
         plain = outs is None and algorithm is None
         for i, x in enumerate(xs):
@@ -179,7 +190,7 @@ class EvenCollectives(Dispatch):
             engine = self._engine_of(x)
             given, result, dtype, resolved = self._reduced(engine, x, op, out, f"x[{i}]", f"out[{i}]")
             given, in_place = untangle("allreduce", self.rank, given, result)
-            reductions.add(engine, result if in_place else given, result, dtype, resolved, algorithm)
+            reductions.add(engine, result if in_place else given, result, dtype, resolved, op, algorithm)
             if plain and given is x:
                 reductions.remember(x, op, self._fits(engine))
         value = xs if outs is None else outs
@@ -191,6 +202,13 @@ class EvenCollectives(Dispatch):
         else:
             reductions.run()
         return value
+
+    def _bound(self, xs: Sequence[Any], op: Op, algorithm: str | None) -> Bound | None:
+        """What was bound to a list of arrays of GPUs that came before."""
+        device = self._device
+        if device is None or not xs or xs[0].__class__ is not device.array_class:
+            return None
+        return self._fusion_of(device).recall((((op, algorithm, 0),), tuple(map(id, xs))))
 
     @on_stream
     def reduce(

@@ -11,6 +11,10 @@ from flagcx.fusion import Packing
 from flagcx.transport.base import Plan
 from flagcx.work import Work
 
+ALONE_NBYTES = 16 << 20
+"""A larger gradient on a GPU is reduced where it lies. To pack and unpack it would take the memory as long
+as the call takes that it saves."""
+
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
@@ -30,6 +34,11 @@ class Gradient:
     nbytes: int
     place: Hashable = "host"
 
+    @property
+    def goes_alone(self) -> bool:
+        """Whether it is too large to be packed with others."""
+        return self.place == "device" and self.nbytes > ALONE_NBYTES
+
     def __str__(self) -> str:
         return f"{self.name!r} of shape {self.shape} and dtype {self.dtype}"
 
@@ -40,7 +49,8 @@ def form_buckets(
     """Puts gradients that become ready one after the other into buckets.
 
     A bucket has one dtype and place, and is closed before it grows beyond ``bucket_nbytes``; a larger
-    gradient has one of its own. Buckets are ordered by their last gradient: so they become full.
+    gradient has one of its own, and so has one that is not worth packing. Buckets are ordered by their last
+    gradient: so they become full.
 
     Args:
         order: The gradients' numbers, in the order in which they become ready.
@@ -60,6 +70,9 @@ def form_buckets(
     done: list[list[int]] = []
     for number in order:
         gradient = gradients[number]
+        if gradient.goes_alone:
+            done.append([number])
+            continue
         kind = gradient.dtype, gradient.place
         bucket = open_buckets.get(kind)
         if bucket is None or filled[kind] + gradient.nbytes > bucket_nbytes:

@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import logging
 import os
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,19 @@ from flagcx.config import cache_directory, environment
 from flagcx.kernels.source import OPTIONS
 
 logger = logging.getLogger("flagcx")
+
+
+@lru_cache(maxsize=512)
+def load_kernel(cupy: Any, device: int, source: str, name: str) -> Any:
+    """A kernel that all communicators of the process share; see ``compile_kernel``.
+
+    Args:
+        cupy: The CuPy module.
+        device: Number of the device, which is the current one.
+        source: CUDA source that includes no header.
+        name: Name of an ``extern "C"`` kernel in it.
+    """
+    return compile_kernel(cupy, source, name)
 
 
 def compile_kernel(cupy: Any, source: str, name: str) -> Any:

@@ -9,7 +9,7 @@ import numpy as np
 
 from flagcx.dtypes import DType, ReduceOp
 from flagcx.errors import OperationError
-from flagcx.kernels.compile import compile_kernel
+from flagcx.kernels.compile import load_kernel
 from flagcx.kernels.fuse import Chain, Finish, Phase
 from flagcx.kernels.source import NAME, THREADS, base_name, has_kernel, kernel_source
 
@@ -34,7 +34,7 @@ class Kernels:
     """
 
     def __init__(self, cupy: Any, device: int) -> None:
-        self._cupy = cupy
+        self._cupy, self._device = cupy, device
         self._functions: dict[tuple[str, str], Any] = {}
         attributes = cupy.cuda.Device(device).attributes
         self._blocks = _BLOCKS_PER_PROCESSOR * attributes["MultiProcessorCount"]
@@ -64,7 +64,7 @@ class Kernels:
     def _function(self, dtype: DType, op: ReduceOp | None) -> Any:
         key = dtype.name, base_name(op)
         if key not in self._functions:
-            self._functions[key] = compile_kernel(self._cupy, kernel_source(dtype, op), NAME)
+            self._functions[key] = load_kernel(self._cupy, self._device, kernel_source(dtype, op), NAME)
         return self._functions[key]
 
     def _fused(self, function: Any, chains: Phase, dtype: DType, factor: float, stream: Any) -> Launch:

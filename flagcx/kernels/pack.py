@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from flagcx.errors import ArrayError
-from flagcx.kernels.source import OPTIONS
+from flagcx.kernels.compile import load_kernel
 from flagcx.memory import Block, Pool
 
 THREADS = 256
@@ -119,7 +119,7 @@ class PackKernel:
 
     def __init__(self, cupy: Any, device: int, memory: Pool, pinned: Pool) -> None:
         self._cupy, self.device, self._memory, self._pinned = cupy, device, memory, pinned
-        self._function = cupy.RawKernel(pack_source(), NAME, options=OPTIONS).kernel
+        self._function = load_kernel(cupy, device, pack_source(), NAME)
         self._blocks = _BLOCKS_PER_PROCESSOR * cupy.cuda.Device(device).attributes["MultiProcessorCount"]
         self._copies = cupy.cuda.Stream(non_blocking=True)
 
@@ -165,31 +165,41 @@ class DevicePacking:
     def __init__(self, cupy: Any, kernel: PackKernel, flat: Any, layout: Layout, give: Any = None) -> None:
         self.flat = flat
         self._cupy, self._kernel, self._layout, self._give = cupy, kernel, layout, give
-        self._tables: OrderedDict[tuple[int, ...], _Table] = OrderedDict()
-        self._packed: tuple[Sequence[Any], _Table] | None = None
+        self._tables: OrderedDict[tuple[int, ...], Table] = OrderedDict()
+        self._packed: tuple[Sequence[Any], Table] | None = None
 
     def pack(self, arrays: Sequence[Any]) -> None:
         """Enqueues the copy of the arrays into the message, on the current stream."""
-        self._packed = None
-        table = self._move(arrays, False)
-        self._packed = None if table is None else (arrays, table)
+        table = self.places(arrays)
+        self.pack_at(table)
+        self._packed = arrays, table
 
     def unpack(self, arrays: Sequence[Any]) -> None:
         """Enqueues the copy of the message into the arrays, on the current stream."""
-        self._move(arrays, True)
+        packed, self._packed = self._packed, None  # the very list that was packed need not be looked up
+        self.unpack_at(packed[1] if packed is not None and packed[0] is arrays else self.places(arrays))
+
+    def pack_at(self, places: Table) -> None:
+        """Enqueues the copy of the arrays that lie there into the message."""
         self._packed = None
+        self._move(places, False)
 
-    def _move(self, arrays: Sequence[Any], unpacks: bool) -> _Table | None:
-        if not self._layout.parts:
-            return None
-        packed = self._packed  # what is unpacked into the very list that was packed need not be looked up
-        table = packed[1] if packed is not None and packed[0] is arrays else self._table(arrays)
-        stream = self._cupy.cuda.get_current_stream()
-        self._kernel.launch(table.block, self._layout.parts, self.flat.data.ptr, unpacks, stream)
-        table.used(stream)
-        return table
+    def unpack_at(self, places: Table) -> None:
+        """Enqueues the copy of the message into the arrays that lie there."""
+        self._move(places, True)
 
-    def _table(self, arrays: Sequence[Any]) -> _Table:
+    def _move(self, table: Table, unpacks: bool) -> None:
+        if table.block is not None:
+            stream = self._cupy.cuda.get_current_stream()
+            self._kernel.launch(table.block, self._layout.parts, self.flat.data.ptr, unpacks, stream)
+            table.used(stream)
+
+    def places(self, arrays: Sequence[Any]) -> Table:
+        """Where these arrays lie, in the form that the kernel reads.
+
+        Raises:
+            ArrayError: One lies on another device.
+        """
         key = tuple([array.data.ptr for array in arrays])
         found = self._tables.get(key)
         if found is not None:
@@ -201,7 +211,8 @@ class DevicePacking:
                     f"{self._kernel.device}; move it there"
                 )
         self._forget_oldest()
-        made = self._tables[key] = _Table(self._cupy, self._kernel.upload(self._layout.table(key)))
+        block = self._kernel.upload(self._layout.table(key)) if self._layout.parts else None
+        made = self._tables[key] = Table(self._cupy, block)
         return made
 
     def _forget_oldest(self) -> None:
@@ -209,28 +220,41 @@ class DevicePacking:
         if len(evictable) >= _MOST_TABLES:
             oldest = self._tables.pop(evictable[0])
             oldest.finish()
-            self._kernel.give(oldest.block)
+            self._give_back(oldest)
+
+    def _give_back(self, table: Table) -> None:
+        block, table.block, table.kept = table.block, None, False
+        if block is not None:
+            self._kernel.give(block)
 
     def close(self) -> None:
         """Gives its memory back, but for what kernels still use. Never waits. Idempotent."""
         idle = True
         while self._tables:
             _, table = self._tables.popitem()
+            table.kept = False
             if table.is_idle:
-                self._kernel.give(table.block)
-            idle = idle and table.is_idle
+                self._give_back(table)
+            else:
+                idle = False
         give, self._give = self._give, None
         if give is not None and idle:
             give()
 
 
-class _Table:
-    """A table on the device, and when it was used last."""
+class Table:
+    """Where certain arrays lie: a table on the device, and when it was used last.
 
-    __slots__ = ("_event", "_runtime", "block", "captured")
+    Attributes:
+        block: The table; None where there is nothing to move.
+        captured: Whether a graph has it.
+        kept: Whether it is still there.
+    """
 
-    def __init__(self, cupy: Any, block: Block) -> None:
-        self.block, self.captured = block, False
+    __slots__ = ("_event", "_runtime", "block", "captured", "kept")
+
+    def __init__(self, cupy: Any, block: Block | None) -> None:
+        self.block, self.captured, self.kept = block, False, True
         self._runtime, self._event = cupy.cuda.runtime, cupy.cuda.Event(disable_timing=True)
 
     def used(self, stream: Any) -> None:

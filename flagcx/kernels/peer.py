@@ -36,7 +36,7 @@ FORMS = ("one_shot", "two_shot", "reduce_scatter", "allgather", "alltoall", "bro
 """What a kernel does: the two schedules of all-reduce, and the other collectives."""
 
 REDUCING = FORMS[:3]
-PACKET_FORMS = ("one_shot", "reduce_scatter", "allgather", "alltoall")
+PACKET_FORMS = ("one_shot", "two_shot", "reduce_scatter", "allgather", "alltoall")
 """Those that there are packets for. In a broadcast the root hears from nobody, which packets need."""
 
 _FLIGHT = 8

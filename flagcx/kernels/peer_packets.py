@@ -1,7 +1,8 @@
 """The kernel for small messages: packets that say themselves that they have come.
 
 Each rank pushes what is meant for a peer straight into the peer's memory and watches its own memory for what
-the peers push: one hop, no fence, no barrier. There are two kinds of packets.
+the peers push: one hop, no fence, no barrier. Two-shot takes two hops: who has added up its part pushes the
+sum to all peers, into the second half of each slot. There are two kinds of packets.
 
 * *Flagged*: a pack of 16 bytes travels as two packets of {4 bytes, flag, 4 bytes, flag}, each among its like,
   so that a warp writes whole lines. The flag is the number of the call. For all elements, at half the speed.
@@ -26,13 +27,19 @@ FLAGCX_DEVICE uint4* packets_of(const Args& a, int rank, u32 half, int from) {
   const u64 slot = ((u64)block_index() * 2 + half) * RANKS + from;
   return (uint4*)(memory_of(a, rank) + AT_SLOTS) + slot * SLOT_PACKS;
 }
-FLAGCX_DEVICE void send_pack(uint4* to, uint4 v, u32 flag) {
+// Bare packets travel without the one NaN that means that nothing has come.
+FLAGCX_DEVICE uint4 clean(uint4 v) {
 #if BARE
-  (void)flag;
   v.x = v.x == ~0u ? OTHER_NAN : v.x;
   v.y = v.y == ~0u ? OTHER_NAN : v.y;
   v.z = v.z == ~0u ? OTHER_NAN : v.z;
   v.w = v.w == ~0u ? OTHER_NAN : v.w;
+#endif
+  return v;
+}
+FLAGCX_DEVICE void send_pack(uint4* to, uint4 v, u32 flag) {
+#if BARE
+  (void)flag;
   store_packet(to, v);
 #else
   store_packet(to, uint4{v.x, flag, v.y, flag});
@@ -53,27 +60,29 @@ FLAGCX_DEVICE bool see_pack(const uint4* from, u32 flag, uint4* v) {
 #endif
 }
 FLAGCX_DEVICE uint4 load_run(const Run& run, i64 pack) {
-  return whole(run, pack + 1) ? load_own_pack((const uint4*)run.at + pack) : load_loose(run, pack);
+  return clean(whole(run, pack + 1) ? load_own_pack((const uint4*)run.at + pack) : load_loose(run, pack));
 }
 FLAGCX_DEVICE void store_run(const Run& run, i64 pack, uint4 v) {
   if (whole(run, pack + 1)) store_pack((uint4*)run.at + pack, v);
   else store_loose(run, pack, v);
 }
-// What goes to all peers alike is loaded before anything is known of the call.
+// All that goes out is loaded before the first packet leaves, and for the first packs before anything is
+// known of the call.
 #define ALIKE (FORM == ONE_SHOT || FORM == ALLGATHER)
-FLAGCX_DEVICE void push_packets(const Args& a, u32 flag, u32 j, i64 pack, uint4 v) {
+const int PARCELS = ALIKE ? 1 : RANKS - 1;
+FLAGCX_DEVICE void load_parcels(const Args& a, i64 pack, uint4* v) {
 #pragma unroll
-  for (int k = 1; k < RANKS; k++) {
-    const int p = other(a, k);
-    if (!ALIKE) v = load_run(departure(a, p), pack);
-    uint4* const to = packets_of(a, p, flag & 1, a.rank) + j;
-    send_pack(to, v, flag);
-  }
+  for (int k = 0; k < PARCELS; k++) v[k] = load_run(departure(a, other(a, k + 1)), pack);
+}
+FLAGCX_DEVICE void push_parcels(const Args& a, u32 flag, u32 j, const uint4* v) {
+#pragma unroll
+  for (int k = 1; k < RANKS; k++)
+    send_pack(packets_of(a, other(a, k), flag & 1, a.rank) + j, v[PARCELS == 1 ? 0 : k - 1], flag);
 }
 const int GROUP = RANKS < 8 ? RANKS : 8;  // ranks whose packets are looked at together
 
-// The packs of ranks first to first + GROUP, once they have all come.
-FLAGCX_DEVICE bool take_packets(const Args& a, u32 flag, u32 j, i64 pack, int first, uint4* v) {
+// The packs of ranks first to first + GROUP at j in their slots, once they have all come; not the own one.
+FLAGCX_DEVICE bool take_packets(const Args& a, u32 flag, u32 j, int first, uint4* v) {
   uint4* const from = packets_of(a, a.rank, flag & 1, 0) + j;
   Patience patience = {0, 0};
   for (;;) {
@@ -85,47 +94,68 @@ FLAGCX_DEVICE bool take_packets(const Args& a, u32 flag, u32 j, i64 pack, int fi
     if (missing < 0) break;
     if (!lasts(a, patience, missing)) return false;
   }
+#if BARE
 #pragma unroll
   for (int g = 0; g < GROUP; g++)
-    if (first + g < RANKS) {
-      if (first + g == a.rank) v[g] = load_run(departure(a, a.rank), pack);
-#if BARE
-      else store_pack(from + (u64)(first + g) * SLOT_PACKS, uint4{~0u, ~0u, ~0u, ~0u});
+    if (first + g < RANKS && first + g != a.rank)
+      store_pack(from + (u64)(first + g) * SLOT_PACKS, uint4{~0u, ~0u, ~0u, ~0u});
 #endif
-    }
   return true;
 }
-FLAGCX_DEVICE bool finish_pack(const Args& a, u32 flag, u32 j, i64 pack) {
-#if REDUCES
-  A sum[N];
-#endif
+// Puts what came at j in the slots to its places in the result.
+FLAGCX_DEVICE bool collect_pack(const Args& a, u32 flag, u32 j, i64 pack) {
 #pragma unroll
   for (int first = 0; first < RANKS; first += GROUP) {
     uint4 v[GROUP];
-    if (!take_packets(a, flag, j, pack, first, v)) return false;
+    if (!take_packets(a, flag, j, first, v)) return false;
+#pragma unroll
+    for (int g = 0; g < GROUP; g++)
+      if (first + g < RANKS && first + g != a.rank) store_run(arrival(a, first + g), pack, v[g]);
+  }
+  return true;
+}
+// Where packets of the second hop lie in a slot.
+#define SECOND ((BARE ? MOST_BARE : MOST_PACKETS) / 2)
+#if REDUCES
+FLAGCX_DEVICE bool finish_pack(const Args& a, u32 flag, u32 j, i64 pack) {
+  A sum[N];
+  const uint4 own = load_run(departure(a, a.rank), pack);
+#pragma unroll
+  for (int first = 0; first < RANKS; first += GROUP) {
+    uint4 v[GROUP];
+    if (!take_packets(a, flag, j, first, v)) return false;
 #pragma unroll
     for (int g = 0; g < GROUP; g++)
       if (first + g < RANKS) {
-#if REDUCES
+        if (first + g == a.rank) v[g] = own;
         if (first + g == 0) widen_pack(sum, v[g]);
         else combine_pack(sum, v[g]);
-#else
-        store_run(arrival(a, first + g), pack, v[g]);
-#endif
       }
   }
-#if REDUCES
-  store_run(arrival(a, a.rank), pack, narrow_pack(sum, a));
+  uint4 made = narrow_pack(sum, a);
+#if FORM == TWO_SHOT
+  made = clean(made);
+#pragma unroll
+  for (int k = 1; k < RANKS; k++)
+    send_pack(packets_of(a, other(a, k), flag & 1, a.rank) + SECOND + j, made, flag);
 #endif
+  store_run(arrival(a, a.rank), pack, made);
   return true;
 }
+#else
+FLAGCX_DEVICE bool finish_pack(const Args& a, u32 flag, u32 j, i64 pack) {
+  const Run from = departure(a, a.rank), to = arrival(a, a.rank);
+  if (from.at != to.at) store_run(to, pack, load_run(from, pack));
+  return collect_pack(a, flag, j, pack);
+}
+#endif
 
 FLAGCX_KERNEL(PACKET_THREADS, 1) flagcx_packets(FLAGCX_PARAMETER Args a) {
   const u32 t = (u32)thread_index(), threads = (u32)block_size();
   const i64 first = (i64)block_index() * a.chunk;
   const u32 packs = first + a.chunk < a.part ? a.chunk : (u32)(a.part - first);
-  uint4 own = {0, 0, 0, 0};
-  if (ALIKE && t < packs) own = load_run(departure(a, a.rank), first + t);
+  uint4 parcels[PARCELS];
+  if (t < packs) load_parcels(a, first + t, parcels);
   State* const state = state_of(a);
   const u32 dead = ((State*)(memory_of(a, a.rank) + AT_STATE))->dead;
   u32* const count = BARE ? &state->bare : &state->packets;
@@ -133,13 +163,18 @@ FLAGCX_KERNEL(PACKET_THREADS, 1) flagcx_packets(FLAGCX_PARAMETER Args a) {
   if (flag == 0) flag = 2;  // What was never written is 0.
   if (dead == 0) {
     // What has come is looked at when the next ones have left.
-    for (u32 j = t; j < packs + 2 * threads; j += threads) {
+    const u32 lag = 2 * threads, hops = FORM == TWO_SHOT ? 2 : 1;
+    for (u32 j = t; j < packs + hops * lag; j += threads) {
       if (j < packs) {
-        if (ALIKE && j != t) own = load_run(departure(a, a.rank), first + j);
-        push_packets(a, flag, j, first + j, own);
+        if (j != t) load_parcels(a, first + j, parcels);
+        push_parcels(a, flag, j, parcels);
       }
-      const u32 k = j - 2 * threads;
-      if (j >= 2 * threads && !finish_pack(a, flag, k, first + k)) break;
+      const u32 k = j - lag;
+      if (j >= lag && k < packs && !finish_pack(a, flag, k, first + k)) break;
+#if FORM == TWO_SHOT
+      const u32 l = k - lag;
+      if (k >= lag && k < j && !collect_pack(a, flag, SECOND + l, first + l)) break;
+#endif
     }
   }
   join_block();

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from flagcx.topology import Topology
 
 DIRECT_ALGORITHMS = (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT, Algorithm.DIRECT)
-"""The algorithms that a protocol of the transport's own may carry out."""
+"""The algorithms that a protocol of the transport's own may carry out, in place of NCCL."""
 _MOST_CHOICES = 4096
 
 Rule = Callable[[str, int, int, bool, Possible], Choice]
@@ -212,8 +212,10 @@ def why_not(
         return str(error)
     if candidate.protocol and candidate.algorithm not in DIRECT_ALGORITHMS:
         return f"{candidate.protocol} carries {', '.join(map(str, DIRECT_ALGORITHMS))} alone"
-    if candidate.protocol and candidate.protocol not in possible.protocols:
-        return f"the transport has no {candidate.protocol} for this call"
+    if candidate.protocol and (candidate.algorithm, candidate.protocol) not in possible.ways:
+        return f"the transport has no {candidate.protocol} for {candidate.algorithm} of this call"
+    if candidate.protocol and uneven:
+        return f"{candidate.protocol} needs blocks of one size"
     if not all(part.trusted and not part.grouped and part.allows(size) for part in parts):
         return f"{candidate.algorithm} is not used for {size} ranks"
     if uneven and (mix or not parts[0].uneven):

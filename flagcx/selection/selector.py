@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from flagcx.algorithms import Algorithm, entry
 from flagcx.selection.mixes import mix_of
+from flagcx.selection.peer_model import NATIVE_WAY, NVLINK, Reach, Way, predict_us
 
 ONE_SHOT_NBYTES = 64 << 10
 _PIPELINE_NBYTES = 256 << 10
@@ -16,7 +17,6 @@ _MOST_PIECES = 64
 _DEVICE_PIECE_NBYTES = 4 << 20
 _MOST_DEVICE_PIECES = 8
 _MOST_DIRECT = 16
-_PEER_ONE_SHOT_NBYTES = 1 << 20
 RING_NBYTES = 10_000_000
 """On GPUs longer messages go round a ring, where neither a measurement nor a model knows better."""
 ROUNDS_ONCE = (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT, Algorithm.DIRECT)
@@ -96,13 +96,32 @@ class Possible:
 
     Attributes:
         native: Whether NCCL's own collective does the call's dtype and operation.
-        protocols: The transport's own ways for this call; see ``NcclTransport.protocols``.
+        ways: The algorithms that the transport can carry out without NCCL, each with a protocol; see
+            ``NcclTransport.protocols``.
         narrow: Whether results have 8 bits, so that an algorithm that rounds at every hop loses too much.
+        flagged: Whether packets have flags, which makes them twice as long.
+        reach: How the GPUs reach each other.
     """
 
     native: bool = False
-    protocols: frozenset[str] = frozenset()
+    ways: frozenset[Way] = frozenset()
     narrow: bool = False
+    flagged: bool = False
+    reach: Reach = NVLINK
+
+    def predict_us(self, way: Way, collective: str, nbytes: int, size: int) -> float | None:
+        """What the model of peer memory says of a way, in us; None where the call has no such way.
+
+        It speaks of NCCL's own too, as far as the two are to be compared.
+        """
+        if way in self.ways or (way == NATIVE_WAY and self.native and self.ways):
+            return predict_us(way, collective, nbytes, size, self.reach, self.flagged)
+        return None
+
+    def fastest(self, collective: str, nbytes: int, size: int) -> list[tuple[float, Way]]:
+        """The ways that the model knows with their times in us, the fastest first."""
+        found = [(self.predict_us(way, collective, nbytes, size), way) for way in {*self.ways, NATIVE_WAY}]
+        return sorted((time_us, way) for time_us, way in found if time_us is not None)
 
 
 def choose_on_device(
@@ -110,7 +129,8 @@ def choose_on_device(
 ) -> Choice:
     """Chooses for arrays on GPUs, where nothing was measured.
 
-    That is the ranks' own memory where it serves, else NCCL's own collective where that does.
+    Where the ranks reach each other's memory, that is what ``flagcx.selection.peer_model`` takes for the
+    fastest, NCCL's own collective included; else NCCL's own where it does the call.
 
     Args:
         collective: Name of the collective.
@@ -124,8 +144,8 @@ def choose_on_device(
         'ring'
     """
     possible = possible or Possible()
-    if possible.protocols and not uneven:
-        return _in_peer_memory(collective, nbytes * (size - 1), possible.protocols)
+    if possible.ways and not uneven:
+        return _in_peer_memory(collective, nbytes, size, possible)
     if possible.native:
         return Choice(Algorithm.NATIVE, 1, "NCCL's own collective does this")
     if collective == "allreduce":
@@ -137,20 +157,54 @@ def choose_on_device(
     return Choice(Algorithm.DIRECT, 1, "one group")
 
 
-def _in_peer_memory(collective: str, sent_nbytes: int, protocols: frozenset[str]) -> Choice:
-    """Measured on one and two H200: ``bench/gpu_peer_memory.py``.
+_WORDS = {
+    "": "NCCL's own",
+    "peer_packets": "one kernel pushes packets to all peers",
+    "peer_memory": "one kernel moves chunks through the peers' memory",
+}
+
+
+def _in_peer_memory(collective: str, nbytes: int, size: int, possible: Possible) -> Choice:
+    """The fastest by the model."""
+    ranked = possible.fastest(collective, nbytes, size)
+    time_us, (algorithm, protocol) = ranked[0]
+    reason = f"{_WORDS[protocol]}; by the model of peer memory about {time_us:.3g} us"
+    if len(ranked) > 1:
+        reason += f", {ranked[1][0] / time_us:.2f} times that the next way"
+    return Choice(algorithm, 1, reason, protocol)
+
+
+def choose_named(
+    algorithm: str,
+    collective: str,
+    nbytes: int,
+    size: int,
+    uneven: bool,
+    possible: Possible,
+) -> Choice:
+    """How an algorithm that the caller names moves arrays on GPUs, where nothing was measured.
+
+    That is the fastest of the transport's ways for it; sends and receives through NCCL where it has none.
 
     Args:
+        algorithm: Name of the algorithm.
         collective: Name of the collective.
-        sent_nbytes: What a rank sends to all peers if it sends each the message, or a block.
-        protocols: Those that can carry the call.
+        nbytes: Bytes of the message (of one block, where there is one a rank).
+        size: Number of ranks.
+        uneven: Whether the blocks differ in size.
+        possible: What can carry the call.
+
+    Example:
+        >>> ways = frozenset({("one_shot", "peer_memory"), ("one_shot", "peer_packets")})
+        >>> choose_named("one_shot", "allreduce", 4096, 2, False, Possible(ways=ways)).protocol
+        'peer_packets'
     """
-    algorithm = Algorithm.ONE_SHOT if collective == "allreduce" else Algorithm.DIRECT
-    if "peer_packets" in protocols:
-        return Choice(algorithm, 1, "small: one kernel pushes packets to all peers", "peer_packets")
-    if collective == "allreduce" and sent_nbytes > _PEER_ONE_SHOT_NBYTES:
-        algorithm = Algorithm.TWO_SHOT
-    return Choice(algorithm, 1, "one kernel in the peers' memory", "peer_memory")
+    pieces = pieces_on_device(collective, algorithm, nbytes)
+    if not uneven:
+        for _, (name, protocol) in possible.fastest(collective, nbytes, size):
+            if name == algorithm and protocol:
+                return Choice(algorithm, 1, f"named by the caller; {_WORDS[protocol]}", protocol)
+    return Choice(algorithm, pieces, "named by the caller")
 
 
 def _allreduce_on_device(nbytes: int, size: int, narrow: bool) -> Choice:

@@ -91,7 +91,7 @@ class Scratch:
 
     def close(self) -> None:
         """Gives the memory back."""
-        self._memory = None
+        self._memory = self._stream = self.captures = None
         self._pinned.clear()
 
 

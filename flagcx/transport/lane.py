@@ -162,6 +162,11 @@ class Lane:
             self.wait(self._last.record(self.event()), timeout_s)
         self._kept.clear()
 
+    def close(self) -> None:
+        """Lets go of streams and events, of which each costs memory of the GPU."""
+        self._last, self._last_ptr, self._marker = None, -1, None
+        self._kept.clear()
+
 
 def again(error: FlagcxError) -> FlagcxError:
     """A fresh exception like ``error``, so that each raise has a traceback of its own."""

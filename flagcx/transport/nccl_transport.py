@@ -341,6 +341,9 @@ class NcclTransport:
             self._scratch.close()
             if self.peers is not None:
                 self.peers.close(together=self._lane.failure is None)
+            # Whoever still refers to the transport keeps no stream of it.
+            self._lane.close()
+            self._side = None
         if self._lane.failure is None:
             self._communicator.destroy()
 

@@ -7,6 +7,9 @@ their ranks are recognised: in a ring, all; in a hierarchy, those of the same pl
 
 Every chunk counts alike here; on a machine, chunks of a message differ by an element at most. What a rank
 sends to one peer on one level is one message here, even where it lies in several places.
+
+Local work is counted in two ways: as the schedule says, and as one launch does it that reads every operand of
+a sum once, writes every sum once, and leaves out copies to where a call in place has its data already.
 """
 
 from __future__ import annotations
@@ -18,9 +21,10 @@ from itertools import groupby
 
 import numpy as np
 
+from flagcx.collectives import COLLECTIVES
 from flagcx.errors import ScheduleError
 from flagcx.schedule.lower import levels
-from flagcx.schedule.model import Program, RecvReduce, Reduce, Schedule, Send, Step
+from flagcx.schedule.model import Buffer, Copy, RecvReduce, Reduce, Schedule, Send, Span, Step
 
 #: All programs are made where they name no more chunks than this together.
 MOST_CHUNKS = 3_000_000
@@ -39,6 +43,7 @@ class Block:
         worker: Ranks that reduce or copy, int64 of shape (workers,).
         reduced: Chunks that each of them reduces, on arrival or locally.
         copied: Chunks that each of them copies.
+        touched: Chunks that it reads and writes if one launch does all its work of the level, in place.
     """
 
     source: np.ndarray
@@ -47,6 +52,7 @@ class Block:
     worker: np.ndarray
     reduced: np.ndarray
     copied: np.ndarray
+    touched: np.ndarray
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,12 +94,13 @@ class Rounds:
 
 # -- one rank's side of a level
 
-_Side = tuple[tuple, tuple, int, int]
-"""(offset of the peer, chunks) of what is sent and of what is received; chunks reduced and copied."""
-_NOTHING: _Side = ((), (), 0, 0)
+_Side = tuple[tuple, tuple, int, int, int]
+"""(offset of the peer, chunks) of what is sent and of what is received; chunks reduced, copied, touched."""
+_NOTHING: _Side = ((), (), 0, 0, 0)
+_Shift = tuple[int, int] | None
 
 
-def _side(step: Step, rank: int, size: int) -> _Side:
+def _side(step: Step, rank: int, size: int, shift: _Shift) -> _Side:
     if not step.transfers and not step.local:
         return _NOTHING
     sent: dict[int, int] = {}
@@ -111,11 +118,43 @@ def _side(step: Step, rank: int, size: int) -> _Side:
             reduced += len(work.dst)
         elif work.src != work.dst:
             copied += len(work.dst)
-    return tuple(sorted(sent.items())), tuple(sorted(received.items())), reduced, copied
+    touched = _touched(step, shift) if reduced or copied else 0
+    return tuple(sorted(sent.items())), tuple(sorted(received.items())), reduced, copied, touched
 
 
-def _sides(program: Program, size: int) -> list[_Side]:
-    return [_side(step, program.rank, size) for step in program.steps]
+def _touched(step: Step, shift: _Shift) -> int:
+    """Chunks that one launch reads and writes for a step's local work.
+
+    Args:
+        step: The step.
+        shift: How INPUT and OUTPUT lie over each other; see ``Collective.in_place_shift``.
+    """
+    added: dict[Span, int] = {}
+    """What is written, and how many operands each has beyond the first."""
+    for t in step.transfers:
+        if isinstance(t, RecvReduce):
+            added[t.dst] = added.get(t.dst, 0) + 1
+    for work in step.local:
+        if isinstance(work, Reduce):
+            added[work.dst] = added.get(work.dst, 0) + 1
+        elif work.src.buffer is Buffer.SCRATCH and work.src in added:
+            added[work.dst] = added.pop(work.src)  # the sum is made where it goes
+        elif work.src != work.dst and not _lies_there(work, shift):
+            added[work.dst] = 0
+    return sum((count + 2) * len(span) for span, count in added.items())
+
+
+def _lies_there(copy: Copy, shift: _Shift) -> bool:
+    """Whether a call in place has the data where the copy brings it."""
+    across = copy.src.buffer is Buffer.INPUT and copy.dst.buffer is Buffer.OUTPUT
+    return across and shift is not None and copy.src.start - shift[0] == copy.dst.start - shift[1]
+
+
+def _sides(schedule: Schedule, rank: int) -> list[_Side]:
+    size = schedule.size
+    kind = COLLECTIVES[schedule.collective]
+    shift = kind.in_place_shift(rank, size, schedule.chunks, schedule.root)
+    return [_side(step, rank, size, shift) for step in schedule.program(rank).steps]
 
 
 def rounds_of(schedule: Schedule) -> Rounds:
@@ -136,8 +175,8 @@ def rounds_of(schedule: Schedule) -> Rounds:
         14
     """
     schedule = levels(schedule)
-    made = lru_cache(maxsize=None)(lambda rank: _sides(schedule.program(rank), schedule.size))
-    named = sum(chunks for sent, received, _, _ in made(0) for _, chunks in (*sent, *received))
+    made = lru_cache(maxsize=None)(lambda rank: _sides(schedule, rank))
+    named = sum(chunks for sent, received, *_ in made(0) for _, chunks in (*sent, *received))
     period = schedule.size
     if named * schedule.size > MOST_CHUNKS:
         period = _period(schedule.size, made) or schedule.size
@@ -190,23 +229,22 @@ def _check(level: tuple[_Side, ...], size: int, number: int, algorithm: str) -> 
 def _expand(level: tuple[_Side, ...], size: int) -> Block:
     period = len(level)
     sent = [(r, off, n) for r, side in enumerate(level) for off, n in side[0]]
-    work = [(r, side[2], side[3]) for r, side in enumerate(level) if side[2] or side[3]]
+    work = [(r, *side[2:]) for r, side in enumerate(level) if side[2] or side[3]]
     turns = np.arange(0, size, period, dtype=np.int64)[:, None]
-    ranks, offsets, chunks = _columns(sent)
-    worker, reduced, copied = _columns(work)
+    ranks, offsets, chunks = _columns(sent, 3)
+    worker, *counts = _columns(work, 4)
     source = (ranks + turns).ravel()
     return Block(
         source,
         (source + np.tile(offsets, len(turns))) % size,
         np.tile(chunks, len(turns)),
         (worker + turns).ravel(),
-        np.tile(reduced, len(turns)),
-        np.tile(copied, len(turns)),
+        *(np.tile(column, len(turns)) for column in counts),
     )
 
 
-def _columns(rows: Sequence[tuple[int, int, int]]) -> Iterator[np.ndarray]:
-    return iter(np.array(rows, np.int64).reshape(-1, 3).T)
+def _columns(rows: Sequence[tuple[int, ...]], width: int) -> Iterator[np.ndarray]:
+    return iter(np.array(rows, np.int64).reshape(-1, width).T)
 
 
 # -- pieces that follow each other
@@ -233,7 +271,7 @@ def staggered(one: Rounds, schedule: Schedule) -> Rounds | None:
     size = one.size
     probes = sorted({0, 1, 2, size // 3, size // 2, size - 2, size - 1} & set(range(size)))
     for rank in probes:
-        got = _sides(schedule.program(rank), size)
+        got = _sides(schedule, rank)
         if len(got) != total or got != _overlaid(_sides_in(one, rank, keys), pieces):
             return None
     merged = []
@@ -259,6 +297,7 @@ def _sides_in(rounds: Rounds, rank: int, keys: Sequence[tuple[int, ...]]) -> lis
             tuple(sorted((int(a), int(b)) for a, b in received)),
             int(block.reduced[at].sum()),
             int(block.copied[at].sum()),
+            int(block.touched[at].sum()),
         )
 
     return [_joined(of(number) for number in key) for key in keys]
@@ -267,14 +306,15 @@ def _sides_in(rounds: Rounds, rank: int, keys: Sequence[tuple[int, ...]]) -> lis
 def _joined(sides: Iterable[_Side]) -> _Side:
     sent: dict[int, int] = {}
     received: dict[int, int] = {}
-    reduced = copied = 0
+    reduced = copied = touched = 0
     for side in sides:
         for total, part in ((sent, side[0]), (received, side[1])):
             for offset, chunks in part:
                 total[offset] = total.get(offset, 0) + chunks
         reduced += side[2]
         copied += side[3]
-    return tuple(sorted(sent.items())), tuple(sorted(received.items())), reduced, copied
+        touched += side[4]
+    return tuple(sorted(sent.items())), tuple(sorted(received.items())), reduced, copied, touched
 
 
 def _overlaid(sides: Sequence[_Side], pieces: int) -> list[_Side]:

@@ -2,8 +2,8 @@
 
 A message begins when both ranks have begun the step it is in. It takes its latency, and for its bytes as long
 as the busiest of its links needs for all that goes over that link on the same level: so concurrent messages
-share links. A rank ends a step when all its messages are over and what arrived is reduced; then it begins the
-next, wherever the others are.
+share links. Where channels carry messages, these may take longer than the links. A rank ends a step when all
+its messages are over and what arrived is reduced; then it begins the next, wherever the others are.
 
 What is left out: messages of different levels that meet on a link because ranks have drifted apart (each
 level is charged for itself), and buffers that let a sender run ahead of its receiver.
@@ -22,6 +22,7 @@ import numpy as np
 from flagcx.collectives import COLLECTIVES
 from flagcx.errors import ArgumentError
 from flagcx.schedule.model import Schedule
+from flagcx.transport.channels import Channels
 from flagcx.transport.network import Network
 from flagcx.transport.rounds import Rounds, rounds_of
 
@@ -40,6 +41,10 @@ class Costs:
         reduce_gb_per_s: Bytes added to others a second.
         copy_us: Once a step that copies.
         copy_gb_per_s: Bytes copied a second.
+        launch_us: Once a step that reduces or copies, for ranks that do all such work in one launch: then
+            the four above are left at nothing, and each sum reads its operands once and is written once.
+        memory_gb_per_s: Bytes that such a launch reads and writes a second.
+        channels: What messages are cut among; None where nothing but the links limits them.
     """
 
     call_us: float = 0.0
@@ -49,9 +54,12 @@ class Costs:
     reduce_gb_per_s: float = np.inf
     copy_us: float = 0.0
     copy_gb_per_s: float = np.inf
+    launch_us: float = 0.0
+    memory_gb_per_s: float = np.inf
+    channels: Channels | None = None
 
     def __post_init__(self) -> None:
-        for name in self.__slots__:
+        for name in self.__slots__[:-1]:
             value = getattr(self, name)
             if not (value > 0 if name.endswith("per_s") else value >= 0):
                 raise ArgumentError(
@@ -123,6 +131,7 @@ class _Level:
         starts: Where each rank's begin in that order.
         ranks: The ranks that have any.
         sends: Peers that each of ``ranks`` sends to beyond the first.
+        pair: For each message a number that those of the same two ranks share; None where all differ.
     """
 
     source: np.ndarray
@@ -135,9 +144,11 @@ class _Level:
     starts: np.ndarray
     ranks: np.ndarray
     sends: np.ndarray
+    pair: np.ndarray | None
     worker: np.ndarray
     reduced: np.ndarray
     copied: np.ndarray
+    touched: np.ndarray
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -216,11 +227,11 @@ class Timed:
         ]
         source, target = (_joined([getattr(b, name) for b in blocks]) for name in ("source", "target"))
         order, starts, ranks = _by_rank(np.concatenate([source, target]))
-        peers = (
-            source if len(blocks) == 1 else np.unique(source * self.rounds.size + target) // self.rounds.size
-        )
+        peers, pair = source, None
+        if len(blocks) > 1:
+            codes, pair = np.unique(source * self.rounds.size + target, return_inverse=True)
+            peers = codes // self.rounds.size
         sends = np.maximum(np.bincount(peers, minlength=self.rounds.size)[ranks] - 1, 0)
-        worker, reduced, copied = _work(blocks)
         return _Level(
             source,
             target,
@@ -232,9 +243,8 @@ class Timed:
             starts,
             ranks,
             sends,
-            worker,
-            reduced,
-            copied,
+            pair if pair is None or len(codes) < len(pair) else None,
+            *_work(blocks),
         )
 
 
@@ -277,10 +287,10 @@ class _Clock:
     def run(self, level: _Level, count: int) -> None:
         """Moves on by ``count`` levels on which the same happens."""
         self._charge(level, count)
-        left = count
+        left, spent = count, self._spent_us(level)
         while left:
             before = self.now
-            self.now = self._after(level, before, *self._messages(level, before))
+            self.now = self._after(level, before, *self._messages(level, before, spent))
             left -= 1
             gained = self.now - before
             least, most = gained.min(), gained.max()
@@ -291,7 +301,7 @@ class _Clock:
     def moment(self, level: _Level, number: int) -> Moment:
         """Moves on by one level, and tells of its messages."""
         self._charge(level, 1)
-        begin, end = self._messages(level, self.now)
+        begin, end = self._messages(level, self.now, self._spent_us(level))
         self.now = self._after(level, self.now, begin, end)
         nbytes = level.chunks * self.chunk
         return Moment(
@@ -303,9 +313,18 @@ class _Clock:
             self.load = np.concatenate([self.load, np.zeros(len(level.load) - len(self.load))])
         self.load[: len(level.load)] += level.load * (count * self.chunk)
 
-    def _messages(self, level: _Level, now: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _spent_us(self, level: _Level) -> np.ndarray:
+        """How long each message takes once it has begun."""
+        channels, wire = self.costs.channels, level.unit_us * self.chunk
+        if channels is not None and len(wire):
+            nbytes = level.chunks * self.chunk
+            wire = channels.time_us(nbytes, wire, self.timed.rounds.size, level.pair)
+        return level.latency_us + wire
+
+    @staticmethod
+    def _messages(level: _Level, now: np.ndarray, spent: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         begin = np.maximum(now[level.source], now[level.target])
-        return begin, begin + (level.latency_us + level.unit_us * self.chunk)
+        return begin, begin + spent
 
     def _after(self, level: _Level, now: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
         """When each rank has ended the level that it began ``now``."""
@@ -321,8 +340,14 @@ class _Clock:
 
     def _work_us(self, level: _Level) -> np.ndarray:
         costs, scale = self.costs, self.chunk / 1000
-        reducing = (level.reduced > 0) * costs.reduce_us + level.reduced * (scale / costs.reduce_gb_per_s)
-        return reducing + (level.copied > 0) * costs.copy_us + level.copied * (scale / costs.copy_gb_per_s)
+        spent = np.zeros(len(level.worker))
+        for chunks, once_us, speed in (
+            (level.reduced, costs.reduce_us, costs.reduce_gb_per_s),
+            (level.copied, costs.copy_us, costs.copy_gb_per_s),
+            (level.touched, costs.launch_us, costs.memory_gb_per_s),
+        ):
+            spent += (chunks > 0) * once_us + chunks * (scale / speed)
+        return spent
 
     def timing(self) -> Timing:
         """What was found, once all levels have run."""
@@ -346,13 +371,12 @@ def _by_rank(ranks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return order, starts, found
 
 
-def _work(blocks: list) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The local work of all blocks, one entry a rank."""
+def _work(blocks: list) -> tuple[np.ndarray, ...]:
+    """The local work of all blocks, one entry a rank: who works; chunks reduced, copied and touched."""
     ranks = _joined([b.worker for b in blocks])
     found, inverse = np.unique(ranks, return_inverse=True)
     sums = (
         np.bincount(inverse.ravel(), _joined([getattr(b, name) for b in blocks]), len(found))
-        for name in ("reduced", "copied")
+        for name in ("reduced", "copied", "touched")
     )
-    reduced, copied = sums
-    return found, reduced, copied
+    return found, *sums

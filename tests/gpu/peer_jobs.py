@@ -21,10 +21,14 @@ from flagcx.transport.peer_memory import PACKETS, PEER_MEMORY
 from tests.gpu import oracle
 from tests.gpu.jobs import compare
 
-FORMS = (
+ALLREDUCES = (
     ("allreduce", "one_shot", PACKETS),
-    ("allreduce", "one_shot", PEER_MEMORY),
+    ("allreduce", "two_shot", PACKETS),
     ("allreduce", "two_shot", PEER_MEMORY),
+)
+FORMS = (
+    *ALLREDUCES,
+    ("allreduce", "one_shot", PEER_MEMORY),
     ("reduce_scatter", "direct", PACKETS),
     ("reduce_scatter", "direct", PEER_MEMORY),
     ("allgather", "direct", PACKETS),
@@ -116,7 +120,7 @@ def _kinds() -> Iterator[tuple[DType, str]]:
 def every_dtype(names: list[str], counts: list[int]) -> list[str]:
     """Every dtype with every operation, by packets and by chunks. Ranks share the compiling."""
     comm, peers = connected()
-    wanted = [(f, d, o) for f in (FORMS[0], FORMS[2]) for d, o in _kinds() if not names or d.name in names]
+    wanted = [(f, d, o) for f in ALLREDUCES for d, o in _kinds() if not names or d.name in names]
     for form, dtype, op in wanted[comm.rank :: comm.size]:
         plan_of(comm, peers, form, 64, dtype, OPS[op])
     comm.barrier()
@@ -129,10 +133,15 @@ def every_dtype(names: list[str], counts: list[int]) -> list[str]:
 
 
 def many_calls(times: int) -> list[str]:
-    """Calls of random sizes back to back, each result checked on the GPU, without a word of the host."""
+    """Calls of random sizes back to back, each result checked on the GPU, without a word of the host.
+
+    Every second one is of a form drawn at random, so that all follow upon each other in the same memory.
+    """
     import cupy
 
-    comm, _ = connected()
+    comm, peers = connected()
+    float32, forms = dtype_of("float32"), np.random.default_rng(8).integers(0, len(ALLREDUCES), times)
+    plans: dict[tuple[int, int], Any] = {}
     sizes = np.unique(np.random.default_rng(5).integers(0, 19, 400) ** 4 + 1)
     sizes = np.unique(np.concatenate([sizes, np.random.default_rng(6).integers(1, 40000, 300)]))
     order = np.random.default_rng(7).integers(0, len(sizes), times)
@@ -149,7 +158,13 @@ def many_calls(times: int) -> list[str]:
     for i, which in enumerate(order):
         x = arrays[which]
         x.fill(comm.rank + i % 11)
-        comm.allreduce(x)
+        key = int(which), int(forms[i])
+        if i % 2 == 0:
+            comm.allreduce(x)
+        else:
+            if key not in plans:
+                plans[key] = plan_of(comm, peers, ALLREDUCES[key[1]], x.size, float32, OPS["sum"])
+            plans[key].run(x, x)
         check(x, cupy.float32(base + comm.size * (i % 11)), wrong)
     return [f"{int(wrong)} elements are wrong"] if int(wrong) else []
 
@@ -304,7 +319,7 @@ def absent(path: str) -> None:
     comm.allreduce(x)
     cupy.cuda.get_current_stream().synchronize()
     peers = comm._device.transport.peers
-    plan = plan_of(comm, peers, FORMS[2], x.size, dtype_of("float32"), OPS["sum"])
+    plan = plan_of(comm, peers, ALLREDUCES[2], x.size, dtype_of("float32"), OPS["sum"])
     plan.args.limit_ns = 1_000_000_000
     comm.barrier()
     start, outcome = time.time(), "nothing was raised"

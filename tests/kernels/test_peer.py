@@ -23,7 +23,7 @@ needs_nvrtc = pytest.mark.skipif(
 SHAPES = [
     *((form, True, False) for form in PACKET_FORMS),
     *((form, False, False) for form in FORMS),
-    *((form, True, True) for form in ("one_shot", "reduce_scatter")),
+    *((form, True, True) for form in ("one_shot", "two_shot", "reduce_scatter")),
 ]
 
 
@@ -128,6 +128,8 @@ class Wanted:
 
     def _grid(self, form: str, packets: bool, count: int, itemsize: int) -> tuple[int, int]:
         packs = -(-count // (16 // itemsize))
+        if form == "two_shot":
+            packs = -(-packs // self.size)
         if not packets:
             return int(self.random.integers(1, BLOCKS + 1)), int(self.random.integers(1, 4)) * WORK
         chunk = -(-packs // min(int(self.random.integers(1, BLOCKS + 1)), packs))
@@ -219,7 +221,9 @@ def test_arrays_that_peers_see_are_used_in_place(directory, size):
 
 
 @needs_compiler
-@pytest.mark.parametrize(("form", "packets"), [("one_shot", True), ("one_shot", False), ("two_shot", False)])
+@pytest.mark.parametrize(
+    ("form", "packets"), [("one_shot", True), ("one_shot", False), ("two_shot", True), ("two_shot", False)]
+)
 def test_a_rank_that_stays_away_is_named_and_nobody_waits_for_ever(directory, form, packets):
     host = Host(directory, 3, limit_ns=30_000)
     wanted = Wanted(host, 4)
@@ -254,6 +258,11 @@ MUTANTS = {
     "a pack is looked at before it is whole": ("&& y.w == flag", ""),
     "a bare packet is looked at before it is whole": ("&& x.z != ~0u && x.w != ~0u", ""),
     "what was read is not cleared": ("uint4{~0u, ~0u, ~0u, ~0u}", "uint4{0u, 0u, 0u, 0u}"),
+    "both hops use the same slots": ("+ SECOND + j, made", "+ j, made"),
+    "the second hop is not awaited": (
+        "if (!take_packets(a, flag, j, first, v)) return false;\n#pragma unroll\n    for (int g = 0; g < GROUP; g++)\n      if (first + g < RANKS && first + g != a.rank) store_run",
+        "#pragma unroll\n    for (int g = 0; g < GROUP; g++)\n      if (first + g < RANKS && first + g != a.rank) store_run",
+    ),
     "the order of ranks is turned": ("const int rank = a.rank + k;", "const int rank = a.rank + RANKS - k;"),
 }
 
@@ -276,7 +285,7 @@ def test_a_faulty_kernel_is_noticed(tmp_path, monkeypatch, name):
     noticed = False
     for seed in range(12):
         wanted = Wanted(host, seed)
-        for shape in np.repeat([0, 4, 5, -2], 3):
+        for shape in np.repeat([0, 5, 6, -3, -2], 3):
             wanted.add(*SHAPES[shape])
         noticed = bool(wanted.faults(seed)) or any(w.any() for w in host.words)
         if noticed:

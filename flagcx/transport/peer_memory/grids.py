@@ -8,7 +8,8 @@ from flagcx.kernels.peer import MOST_PACKETS, PACKET_THREADS, WARP, PeerLayout
 
 _MOST_BLOCKS = 128
 _PACK_NBYTES = 16
-_PACKETS_OF_A_BLOCK = 256
+_PACKETS_OF_A_BLOCK = {"two_shot": 512}
+_PACKETS_OF_ANY_BLOCK = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +78,12 @@ def packet_grid(
         blocks: The number of blocks to use, if another than the rule's.
     """
     part = parts_of(form, count, itemsize, layout.ranks)
-    wanted = blocks or -(-part // _PACKETS_OF_A_BLOCK)
+    wanted = blocks or -(-part // _PACKETS_OF_A_BLOCK.get(form, _PACKETS_OF_ANY_BLOCK))
     chunk = -(-part // max(1, min(wanted, layout.blocks)))
     if part == 0:
         return NOTHING
-    if chunk > (layout.most_bare if bare else MOST_PACKETS):
+    hops = 2 if form == "two_shot" else 1  # Each has a part of the slots of its own.
+    if chunk > (layout.most_bare if bare else MOST_PACKETS) // hops:
         return None
     threads = min(-(-chunk // WARP) * WARP, PACKET_THREADS)
     return Grid(-(-part // chunk), threads, chunk, part, 1)
@@ -105,6 +107,6 @@ def chunk_grid(
         return NOTHING
     most = min(blocks or layout.blocks, layout.blocks)
     work = layout.shape.work
-    chunk = chunk or min(layout.most_chunk, max(-(-part // (most * 4 * work)), 1) * work)
+    chunk = min(layout.most_chunk, chunk or max(-(-part // (most * 4 * work)), 1) * work)
     used = min(most, -(-part // chunk))
     return Grid(used, work + WARP, chunk, part, -(-part // (used * chunk)))

@@ -50,6 +50,7 @@ class PeerRegion:
 
     Attributes:
         layout: What lies where.
+        device: Number of this rank's device.
         at: Where this process sees each rank's memory.
         words: Words that host and GPU share: whether to stop, whether time ran out, and for whom.
         words_at: Their address.
@@ -68,7 +69,7 @@ class PeerRegion:
         self._limit_s = limit_s
         self.rank, self.size = store.rank, store.size
         self._identities = identities
-        self._device = identities[self.rank].device
+        self.device = identities[self.rank].device
         self._own = self.words_at = self._blocks = 0
         self._opened: list[int] = []
         self._handle = b""
@@ -124,8 +125,8 @@ class PeerRegion:
         return ""
 
     def _agree_on_layout(self) -> None:
-        attributes = self._cupy.cuda.Device(self._device).attributes
-        ours = json.dumps([attributes["MultiProcessorCount"], _taken()[self._device]]).encode()
+        attributes = self._cupy.cuda.Device(self.device).attributes
+        ours = json.dumps([attributes["MultiProcessorCount"], _taken()[self.device]]).encode()
         found = [json.loads(each) for each in self._exchange("room", ours)]
         fewest, taken = min(p for p, _ in found), max(t for _, t in found)
         sharing = max(Counter(i.uuid for i in self._identities).values())
@@ -137,7 +138,7 @@ class PeerRegion:
             )
         self.layout = PeerLayout(self.size, blocks, self.one_gpu)
         self._blocks = blocks
-        _taken()[self._device] += blocks
+        _taken()[self.device] += blocks
 
     def _allocate(self) -> None:
         runtime = self._runtime
@@ -205,7 +206,7 @@ class PeerRegion:
     def close(self) -> None:
         """Gives everything back. Idempotent."""
         self.detach()
-        _taken()[self._device] -= self._blocks
+        _taken()[self.device] -= self._blocks
         own, self._own, self._blocks = self._own, 0, 0
         words, self.words_at = self.words_at, 0
         if own:

@@ -9,7 +9,7 @@ from flagcx.bootstrap.store import Store
 from flagcx.config import Config
 from flagcx.dtypes import OPS, DType, ReduceOp
 from flagcx.errors import ArgumentError, CommunicationError, PeerTimeoutError
-from flagcx.kernels.compile import compile_kernel
+from flagcx.kernels.compile import load_kernel
 from flagcx.kernels.fuse import Finish
 from flagcx.kernels.peer import (
     PACKET_FORMS,
@@ -145,10 +145,21 @@ class PeerMemory:
             form, grid is not None, call.dtype, _reduced(form, call.op), layout, bare and grid is not None
         )
         grid = grid or chunk_grid(form, count, itemsize, layout, blocks, chunk)
-        named = count * itemsize if form == "two_shot" else 0
+        # Between GPUs pushing is faster than reading, so boxes are better there than the arrays themselves.
+        in_place = form == "two_shot" and way == "chunks" and layout.one_gpu
         function = self._function(kernel) if grid.blocks else None
         args = self._args(call, grid)
-        return PeerPlan(call, way, self._launch, function, grid, args, self._lane, self, named)
+        return PeerPlan(
+            call,
+            way,
+            self._launch,
+            function,
+            grid,
+            args,
+            self._lane,
+            self,
+            count * itemsize if in_place else 0,
+        )
 
     def _args(self, call: Call, grid: Grid) -> PeerArgs:
         args = PeerArgs()
@@ -165,7 +176,8 @@ class PeerMemory:
 
     def _function(self, kernel: PeerKernel) -> Any:
         if kernel not in self._functions:
-            self._functions[kernel] = compile_kernel(self._cupy, kernel.source(), kernel.name)
+            device = self._region.device
+            self._functions[kernel] = load_kernel(self._cupy, device, kernel.source(), kernel.name)
         return self._functions[kernel]
 
     def name_of(self, at: int, nbytes: int) -> int:

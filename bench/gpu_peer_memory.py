@@ -111,7 +111,7 @@ class Bench:
         cupy, size = self.cupy, self.comm.size
         count = nbytes // self.dtype.numpy.itemsize
         plan = self.plan(way, count, blocks, chunk)
-        if plan is None or WAYS[way][1] == PACKETS and plan.way == "chunks":
+        if plan is None or (WAYS[way][1] == PACKETS and plan.way == "chunks"):
             return None
         make = self.peers.segments.empty if WAYS[way][2] else cupy.empty
         x = make(count, self.dtype.numpy)

@@ -1,10 +1,15 @@
-"""The model of NCCL's all-reduce against published tables: constants fitted on all machines but one.
+"""The models of all-reduce on GPUs against what was measured: NCCL's own, and schedules over NCCL.
 
-    python bench/model_vs_measured.py [--tables FOLDER] [--json] [--fit] [--out PATH]
+    python bench/model_vs_measured.py [--part all|tables|replays] [--json] [--fit] [--out PATH]
 
-For each machine, the constants of ``flagcx.selection.native`` are fitted on the tables of all others, and its
-own table is predicted from its topology alone. The fit minimises the mean absolute error of log time, drawn
-towards ``PRIOR`` where no other machine has links of a kind. It uses no clock and no chance.
+NCCL's own, against published tables and graph replays on H200: for each machine, the constants of
+``flagcx.selection.native`` are fitted on all others, and its own times are predicted from its topology alone.
+The fit minimises the mean absolute error of log time, drawn towards ``PRIOR`` where no other machine has links
+of a kind. It uses no clock and no chance.
+
+Schedules, against graph replays on H200 (``bench/results/gpu_replays_*_h200.jsonl``): what the model predicts
+of each, with the constants as they are. These were chosen by the file of four GPUs; that of two GPUs is of an
+earlier day. NCCL's own stands beside them, by its constants as they are.
 """
 
 from __future__ import annotations
@@ -13,18 +18,23 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from report import write_json_lines
+from report import format_size, write_json_lines
 
-from flagcx.selection.native import PRIOR, Way, predict_us, ways
+from flagcx.selection.candidates import Candidate
+from flagcx.selection.cost import model_of
+from flagcx.selection.native import FITTED, PRIOR, Way, predict_us, ways
+from flagcx.selection.selector import pieces_on_device
 from flagcx.topology import LinkKind, Topology, cluster, files, preset
 from flagcx.topology.graph import DeviceKind, Link
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "machines"
+RESULTS = Path(__file__).resolve().parent / "results"
+SCHEDULES = ("ring", "tree", "double_binary_tree", "one_shot", "two_shot")
 MIB = 1 << 20
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _ROUNDED = {"65K": 64 << 10, "132K": 128 << 10}
@@ -39,12 +49,14 @@ class Points:
         nbytes: Sizes, float64 of shape (points,).
         time_us: Times, of the same shape.
         driven: How many GPUs each process of the benchmark drove, where its table says so; else 1.
+        replayed: Whether calls were replayed in a CUDA graph.
     """
 
     ways: tuple[Way, ...]
     nbytes: np.ndarray
     time_us: np.ndarray
     driven: int = 1
+    replayed: bool = False
 
 
 # -- reading tables
@@ -133,7 +145,18 @@ def machines(folder: Path) -> dict[str, list[Points]]:
         found[name] = [_points(machine, bus_rows_of((folder / f"{file}.txt").read_text(), 8))]
     found["H200 x 8"] += _by_count((folder / "h200_by_gpu_count_8gib.txt").read_text())
     found["MI300X"] = _mi300x(folder, files.read(xml / "amd-rccl" / "topo_8p_940.xml"))
+    found["H200 x 4, replays"] = [
+        replace(_points(preset("dgx-h200"), rows, range(ranks), nvls=False), replayed=True)
+        for ranks, rows in _native_replays(RESULTS / "gpu_replays_4_h200.jsonl")
+    ]
     return found
+
+
+def _native_replays(path: Path) -> Iterator[tuple[int, list[tuple[int, float]]]]:
+    """The bare calls of NCCL for each number of ranks."""
+    rows = [row for row in replay_rows([path]) if row["library"] == "NCCL" and row["dtype"] == "float32"]
+    for ranks in sorted({row["ranks"] for row in rows}):
+        yield ranks, [(row["nbytes"], row["replay_us"]) for row in rows if row["ranks"] == ranks]
 
 
 def _points(
@@ -223,7 +246,8 @@ def fit(points: Mapping[str, Sequence[Points]], pull: float = 0.02) -> dict[str,
 
 def log_errors(points: Points, constants: Mapping[str, float]) -> np.ndarray:
     """log(predicted / measured) of each point."""
-    return np.log(predict_us(points.ways, points.nbytes, constants, points.driven) / points.time_us)
+    predicted = predict_us(points.ways, points.nbytes, constants, points.driven, points.replayed)
+    return np.log(predicted / points.time_us)
 
 
 def relative_errors(
@@ -263,34 +287,110 @@ def summary(table: Sequence[dict]) -> dict[str, float]:
     return found
 
 
+# -- graph replays on several GPUs
+
+
+def replay_rows(paths: Sequence[Path]) -> list[dict]:
+    """The rows of ``bench/gpu_replays.py`` that have a time, of ranks with a GPU each."""
+    rows = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+    return [row for row in rows if "replay_us" in row and row["ranks"] <= row["run"]["gpus"]]
+
+
+def against_replays(rows: Sequence[dict]) -> list[dict]:
+    """Predicted over measured, for NCCL's own and for each schedule of sends and receives.
+
+    All ranks are behind NVSwitches, as on a DGX H200. When these rows were measured, ``one_shot`` and
+    ``two_shot`` by name were such schedules too, and not kernels in the peers' memory.
+    """
+    machine = preset("dgx-h200")
+    models = {ranks: model_of(machine, ranks) for ranks in {row["ranks"] for row in rows}}
+    table = []
+    for row in rows:
+        ranks, nbytes, name = row["ranks"], row["nbytes"], row["library"].removeprefix("flagcx ")
+        if name in SCHEDULES:
+            pieces = pieces_on_device("allreduce", name, nbytes)
+            predicted = models[ranks].timing(Candidate("allreduce", name, pieces), nbytes).time_us
+        elif name == "NCCL":
+            found = ways(machine, range(ranks), nvls=False)
+            predicted = float(predict_us(found, np.array([nbytes], float), FITTED, replayed=True)[0])
+        else:
+            continue
+        table.append(
+            {
+                "name": name, "ranks": ranks, "dtype": row["dtype"], "nbytes": nbytes,
+                "measured_us": row["replay_us"], "predicted_us": round(predicted, 2),
+                "ratio": predicted / row["replay_us"],
+            }
+        )  # fmt: skip
+    return table
+
+
+def replay_summary(table: Sequence[dict]) -> dict[str, float]:
+    """The median error from 1 MiB up and below, and how much of them is within a quarter."""
+    found = {}
+    for word, chosen in (
+        ("large", [abs(row["ratio"] - 1) for row in table if row["nbytes"] >= MIB]),
+        ("small", [abs(row["ratio"] - 1) for row in table if row["nbytes"] < MIB]),
+    ):
+        if chosen:
+            found[f"replays_{word}_median"] = float(np.median(chosen))
+            found[f"replays_{word}_within_25_percent"] = float(np.mean(np.array(chosen) < 0.25))
+            found[f"replays_{word}_worst"] = float(max(chosen))
+    return found
+
+
+def replay_lines(table: Sequence[dict]) -> Iterator[str]:
+    """One line for each number of ranks, dtype and name: the ratios by size."""
+    sizes = sorted({row["nbytes"] for row in table})
+    yield f"{'predicted / measured':34} " + " ".join(f"{format_size(size):>8}" for size in sizes)
+    for key in dict.fromkeys((row["ranks"], row["dtype"], row["name"]) for row in table):
+        own = {
+            row["nbytes"]: row["ratio"] for row in table if (row["ranks"], row["dtype"], row["name"]) == key
+        }
+        cells = (f"{own[size]:8.2f}" if size in own else " " * 8 for size in sizes)
+        yield f"{key[0]} ranks, {key[1]:8} {key[2]:18} {' '.join(cells)}"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the table."""
+    """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--part", default="all", choices=["all", "tables", "replays"])
     parser.add_argument("--tables", type=Path, default=SHARED / "allreduce-tables")
+    parser.add_argument(
+        "--replays", type=Path, nargs="*", default=sorted(RESULTS.glob("gpu_replays_*_h200.jsonl"))
+    )
     parser.add_argument("--json", action="store_true")
     parser.add_argument(
         "--out", type=Path, metavar="PATH", help="append the results there, one machine a line"
     )
     parser.add_argument("--fit", action="store_true", help="fit on all machines and print the constants")
     given = parser.parse_args(arguments)
-    if not given.tables.is_dir():
+    wants = given.part in ("all", "tables")
+    if wants and not given.tables.is_dir():
         print(f"no folder of tables at {given.tables}; name one with --tables", file=sys.stderr)
         return 1
-    points = machines(given.tables)
     if given.fit:
-        print(json.dumps(fit(points), indent=1))
+        print(json.dumps(fit(machines(given.tables)), indent=1))
         return 0
-    table = leave_one_out(points)
+    table = leave_one_out(machines(given.tables)) if wants else []
+    replayed = against_replays(replay_rows(given.replays)) if given.part in ("all", "replays") else []
+    found = {**(summary(table) if table else {}), **replay_summary(replayed)}
     if given.out:
         plain = ({k: v for k, v in row.items() if not k.endswith("_errors")} for row in table)
-        write_json_lines(given.out, [*plain, summary(table)])
+        write_json_lines(given.out, [*plain, *replayed, found])
     if given.json:
-        print(json.dumps({"machines": table, "summary": summary(table)}))
+        print(json.dumps({"machines": table, "replays": replayed, "summary": found}))
         return 0
-    print("median |predicted / measured - 1| of each machine, constants fitted on all the others")
-    print(
-        f"{'machine':20} {'>= 1 MiB':>9} {'bias':>6} {'points':>6} {'< 1 MiB':>9} {'bias':>6} {'points':>6}"
-    )
+    print("\n".join([*(table_lines(table) if table else ()), *(replay_lines(replayed) if replayed else ())]))
+    for name, value in found.items():
+        print(f"{name}: {value:.1%}")
+    return 0
+
+
+def table_lines(table: Sequence[dict]) -> Iterator[str]:
+    """The errors of each machine."""
+    yield "median |predicted / measured - 1| of each machine, constants fitted on all the others"
+    yield f"{'machine':20} {'>= 1 MiB':>9} {'bias':>6} {'points':>6} {'< 1 MiB':>9} {'bias':>6} {'points':>6}"
     for row in table:
         cells = [
             f"{row[w]:9.0%} {row[f'{w}_bias']:6.2f} {row[f'{w}_points']:6d}"
@@ -298,10 +398,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             else " " * 23
             for w in ("large", "small")
         ]
-        print(f"{row['machine']:20} {' '.join(cells)}")
-    for name, value in summary(table).items():
-        print(f"{name}: {value:.1%}")
-    return 0
+        yield f"{row['machine']:20} {' '.join(cells)}"
+    yield ""
 
 
 if __name__ == "__main__":

@@ -2,22 +2,26 @@
 
     flagcx run -n 2 bench/overlap.py --throttle 0.1        # NumPy; a link of 0.1 GB/s between the ranks
     flagcx run -n 2 bench/overlap.py                       # NumPy through shared memory: nothing is lost
-    flagcx run -n 2 bench/overlap.py --gpu                 # CuPy; two GPUs, or --share-gpu
+    flagcx run -n 2 bench/overlap.py --gpu                 # CuPy; a GPU each
+    flagcx run -n 2 --share-gpu bench/overlap.py --gpu     # on one GPU: nothing is lost
     flagcx run -n 2 bench/overlap.py --throttle 0.1 --trace trace.json
 
 Each layer of the network learns by a loss of its own, so gradients come evenly all over the computation.
 The batch is as large as it takes for the computation to last as long as the communication. Measured are the
 computation alone, the communication alone, one after the other, and both at once, in turns; and that both
-ways end with the same parameters, bit by bit.
+ways end with the same parameters, bit by bit. The optimizer's step belongs to the computation; with both at
+once it begins with the first bucket that is reduced.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import platform
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,14 +29,17 @@ import numpy as np
 import typer
 
 import flagcx as fc
+from flagcx.config import environment
 from flagcx.gradients.buckets import Bucket
 from flagcx.kernels.cuda import load_cupy
 from flagcx.profiler.trace import trace_events, write_trace
 
 CLASSES, RATE = 16, 1e-3
-WIDTH, GPU_WIDTH = 512, 4096
-"""Of a layer. A GPU needs larger ones, or the time goes into starting kernels."""
-CALIBRATIONS = 3
+WIDTH, GPU_WIDTH = 512, 8192
+LAYERS, GPU_LAYERS = 24, 12
+"""A GPU needs larger ones, or the time goes into starting kernels."""
+CALIBRATIONS, CLOSE = 8, 0.03
+"""How often the batch is chosen anew at most, and how far apart both times may stay."""
 COMPUTATION, COMMUNICATION = 2, 3
 """Rows of a rank in the trace, behind those of the profiler."""
 
@@ -40,33 +47,34 @@ COMPUTATION, COMMUNICATION = 2, 3
 class Network:
     """Layers that each predict the labels through a fixed head, and learn by their own error alone."""
 
-    def __init__(self, xp: Any, layers: int, width: int) -> None:
+    def __init__(self, xp: Any, layers: int, width: int, empty: Callable[..., Any] | None = None) -> None:
         random = xp.random.default_rng(0)
         self.xp = xp
+        self._slope, self._descend = elementwise(xp)
 
         def normal(rows: int, columns: int) -> Any:
             return random.standard_normal((rows, columns), dtype=xp.float32) * xp.float32(width**-0.5)
 
         self.weights = [normal(width, width) for _ in range(layers)]
         self.heads = [normal(width, CLASSES) for _ in range(layers)]
-        self.gradients = [xp.zeros_like(w) for w in self.weights]
+        self.gradients = [(empty or xp.empty)(w.shape, np.float32) for w in self.weights]
 
     def compute(self, x: Any, y: Any, ready: Callable[[int], None]) -> None:
         """Computes all gradients, and calls ``ready`` with the number of each as soon as it's done."""
-        xp = self.xp
+        xp, factor = self.xp, np.float32(1 / len(x))
         for i, (w, head) in enumerate(zip(self.weights, self.heads, strict=True)):
             h = x @ w
             xp.tanh(h, out=h)
-            slope = ((h @ head - y) @ head.T) * (1 - h * h)
+            error = h @ head
+            error -= y
+            slope = self._slope(error @ head.T, h, factor)
             xp.matmul(x.T, slope, out=self.gradients[i])
-            self.gradients[i] *= xp.float32(1 / len(x))
             ready(i)
             x = h
 
-    def learn(self) -> None:
-        """The optimizer's step."""
-        for w, g in zip(self.weights, self.gradients, strict=True):
-            w -= self.xp.float32(RATE) * g
+    def learn(self, i: int) -> None:
+        """The optimizer's step of one layer."""
+        self._descend(self.gradients[i], np.float32(RATE), self.weights[i])
 
     def digest(self) -> str:
         """A fingerprint of all parameters."""
@@ -76,20 +84,32 @@ class Network:
         return digest.hexdigest()
 
 
+def elementwise(xp: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The slope behind a tanh, and the step down it; on a GPU a kernel each."""
+    if xp is not np:
+        slope = xp.ElementwiseKernel("T e, T h, T f", "T out", "out = e * (1 - h * h) * f", "slope")
+        return slope, xp.ElementwiseKernel("T g, T rate", "T w", "w -= rate * g", "descend")
+
+    def descend(g: np.ndarray, rate: np.float32, w: np.ndarray) -> None:
+        w -= rate * g
+
+    return lambda e, h, f: e * (1 - h * h) * f, descend
+
+
 class Trial:
     """The measured steps of one network on one communicator."""
 
     def __init__(
-        self, comm: fc.Communicator, xp: Any, layers: int, width: int, bucket_bytes: int | None
+        self, comm: fc.Communicator, xp: Any, layers: int, width: int, options: Mapping[str, Any]
     ) -> None:
         self.comm, self.xp, self.network = comm, xp, Network(xp, layers, width)
-        self.sync = fc.GradientSynchronizer(comm, self.network.gradients, bucket_bytes)
+        self.sync = fc.GradientSynchronizer(comm, self.network.gradients, **options)
         self.x = self.y = xp.zeros(0, xp.float32)
 
-    def form_buckets(self, bucket_bytes: int | None) -> None:
+    def form_buckets(self, options: Mapping[str, Any]) -> None:
         """Forms the buckets anew, for a step as long as it is now."""
         self.sync.close()
-        self.sync = fc.GradientSynchronizer(self.comm, self.network.gradients, bucket_bytes)
+        self.sync = fc.GradientSynchronizer(self.comm, self.network.gradients, **options)
         self.overlapped()
 
     def set_batch(self, batch: int) -> None:
@@ -102,7 +122,12 @@ class Trial:
     def compute(self) -> None:
         """The computation alone."""
         self.network.compute(self.x, self.y, lambda i: None)
-        self.network.learn()
+        self.learn()
+
+    def learn(self) -> None:
+        """The optimizer's step of all layers."""
+        for i in range(len(self.network.weights)):
+            self.network.learn(i)
 
     def communicate(self) -> None:
         """The communication alone."""
@@ -114,13 +139,13 @@ class Trial:
         """All gradients first, then all all-reduces: what overlap is measured against."""
         self.network.compute(self.x, self.y, lambda i: None)
         self.communicate()
-        self.network.learn()
+        self.learn()
 
     def overlapped(self) -> None:
-        """Each bucket as soon as it is full."""
+        """Each bucket as soon as it is full, and each layer learns as soon as its bucket is reduced."""
         self.network.compute(self.x, self.y, self.sync.ready)
-        self.sync.wait()
-        self.network.learn()
+        for i in self.sync.reduced():
+            self.network.learn(i)
 
     def finish(self) -> None:
         """Waits for the GPU, if there is one."""
@@ -138,14 +163,39 @@ class Trial:
 
     def calibrate(self, start: int) -> None:
         """Chooses the batch so that the computation takes as long as the communication."""
-        self.set_batch(start)
+        known: list[tuple[int, float]] = []
+        batch = start
         for _ in range(CALIBRATIONS):
+            self.set_batch(batch)
             self.time_s(self.compute)
             wanted, got = (
-                statistics.median(self.time_s(step) for _ in range(3))
+                statistics.median(self.time_s(step) for _ in range(5))
                 for step in (self.communicate, self.compute)
             )
-            self.set_batch(max(int(len(self.x) * wanted / got), 8))
+            known.append((batch, got))
+            batch = next_batch(known, wanted)
+            if abs(got / wanted - 1) < CLOSE or batch in [tried for tried, _ in known]:
+                break
+        self.set_batch(min(known, key=lambda one: abs(one[1] - wanted))[0])
+
+
+def next_batch(known: Sequence[tuple[int, float]], wanted_s: float) -> int:
+    """The batch that should take so long, on the line through the two last ones or through none at all.
+
+    Args:
+        known: Batches and their times in s.
+        wanted_s: The time.
+
+    Example:
+        >>> next_batch([(100, 3.0)], 1.5), next_batch([(100, 3.0), (50, 2.0)], 1.5)
+        (48, 24)
+    """
+    batch, got = known[-1]
+    per_sample = got / batch
+    if len(known) > 1:
+        before, took = known[-2]
+        per_sample = max((got - took) / (batch - before), per_sample / 8)
+    return max(round((batch + (wanted_s - got) / per_sample) / 8) * 8, 8)
 
 
 def compare(trial: Trial, steps: int) -> dict[str, float]:
@@ -158,11 +208,12 @@ def compare(trial: Trial, steps: int) -> dict[str, float]:
     return {kind: statistics.median(values) * 1e3 for kind, values in times.items()}
 
 
-def same_parameters(trial: Trial, steps: int) -> bool:
+def same_parameters(trial: Trial, steps: int, options: Mapping[str, Any]) -> bool:
     """Whether both ways of stepping end with the same bits, on all ranks."""
+    options = {**options, "bucket_bytes": trial.sync.bucket_nbytes}
     digests, weights = [], trial.network.weights
     for kind in ("one_after_the_other", "overlapped"):
-        fresh = Trial(trial.comm, trial.xp, len(weights), len(weights[0]), trial.sync.bucket_nbytes)
+        fresh = Trial(trial.comm, trial.xp, len(weights), len(weights[0]), options)
         fresh.x, fresh.y = trial.x, trial.y
         for _ in range(steps):
             getattr(fresh, kind)()
@@ -237,13 +288,12 @@ def _traced_step(trial: Trial, kind: str, spans: Spans) -> None:
         start = spans.now()
 
     trial.network.compute(trial.x, trial.y, computed)
-    if overlapped:
-        trial.sync.wait()
-    else:
+    if not overlapped:
         trial.communicate()
-    start = spans.now()
-    trial.network.learn()
-    spans.add(COMPUTATION, "optimizer", start)
+    for i in trial.sync.reduced() if overlapped else range(len(trial.network.weights)):
+        start = spans.now()
+        trial.network.learn(i)
+        spans.add(COMPUTATION, f"optimizer {i}", start)
     trial.finish()
 
 
@@ -281,28 +331,39 @@ def _events(rank: int, spans: list[tuple[int, str, int, int]], origin_ns: int) -
 def main(
     throttle: Annotated[str, typer.Option(help="A link between the ranks: GB/s, or GB/s,us.")] = "",
     gpu: Annotated[bool, typer.Option("--gpu", help="CuPy arrays.")] = False,
-    layers: Annotated[int, typer.Option(min=1)] = 24,
-    width: Annotated[int, typer.Option(min=0, help="Of a layer; 0: 512, or 4096 on a GPU.")] = 0,
+    layers: Annotated[int, typer.Option(min=0, help="0: 24, or 12 on a GPU.")] = 0,
+    width: Annotated[int, typer.Option(min=0, help="Of a layer; 0: 512, or 8192 on a GPU.")] = 0,
     steps: Annotated[int, typer.Option(min=1, help="Steps of each kind.")] = 9,
     bucket_bytes: Annotated[int | None, typer.Option(min=1, help="Chosen by the model if not given.")] = None,
+    compression: Annotated[str, typer.Option(help="Of the gradients; none by default.")] = "",
     batch: Annotated[int, typer.Option(min=1, help="Batch that the calibration begins with.")] = 256,
+    fixed: Annotated[bool, typer.Option("--fixed", help="Leave the batch as it is.")] = False,
     trace: Annotated[Path | None, typer.Option(help="Where to save a trace for Perfetto.")] = None,
     out: Annotated[Path | None, typer.Option(help="Where to append the result as a JSON line.")] = None,
 ) -> None:
     """Measures a training step with and without overlap."""
+    options = {"bucket_bytes": bucket_bytes, "compression": compression or None}
     with fc.init(throttle=throttle) as comm:
         xp: Any = load_cupy() if gpu else np
-        trial = Trial(comm, xp, layers, width or (GPU_WIDTH if gpu else WIDTH), bucket_bytes)
+        trial = Trial(
+            comm,
+            xp,
+            layers or (GPU_LAYERS if gpu else LAYERS),
+            width or (GPU_WIDTH if gpu else WIDTH),
+            options,
+        )
         trial.set_batch(batch)
         trial.overlapped()  # the first step forms the buckets
-        trial.calibrate(batch)
-        trial.form_buckets(bucket_bytes)
+        if not fixed:
+            trial.calibrate(batch)
+        trial.form_buckets(options)
         times = compare(trial, steps)
-        same = same_parameters(trial, 5)
+        same = same_parameters(trial, 5, options)
         if trace is not None:
             save_trace(trial, trace)
         if comm.rank == 0:
-            report(comm, trial, times, same, {"throttle": throttle, "gpu": gpu, "layers": layers}, out)
+            settings = {"throttle": throttle, "gpu": gpu, "compression": compression}
+            report(comm, trial, times, same, settings, out)
         trial.sync.close()
         raise typer.Exit(0 if same else 1)
 
@@ -323,9 +384,12 @@ def report(
         print(f"{kind.replace('_', ' '):20}{time_ms:9.2f} ms{time_ms / larger:7.2f} x the larger of both")
     print(f"parameters          {'the same' if same else 'DIFFERENT'}, bit by bit, with and without overlap")
     if out is not None:
+        weights = trial.network.weights
         row = {
             "bench": "overlap",
             "ranks": comm.size,
+            "layers": len(weights),
+            "width": len(weights[0]),
             "batch": len(trial.x),
             "bucket_nbytes": trial.sync.bucket_nbytes,
             "buckets": len(trial.sync.buckets),
@@ -333,9 +397,20 @@ def report(
             "over_larger": round(times["overlapped"] / larger, 3),
             "same_parameters": same,
             **settings,
+            "run": versions(trial.xp),
         }
         with out.open("a") as lines:
             print(json.dumps(row), file=lines)
+
+
+def versions(xp: Any) -> dict[str, Any]:
+    """What the figures were measured with."""
+    found = {"command": " ".join(sys.argv), "python": platform.python_version(), "numpy": np.__version__}
+    if xp is not np:
+        name = xp.cuda.runtime.getDeviceProperties(0)["name"].decode()
+        found |= {"cupy": xp.__version__, "gpu": name, "gpus": xp.cuda.runtime.getDeviceCount()}
+        found["float32_products"] = "tf32" if environment().get("CUPY_TF32") == "1" else "float32"
+    return found
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Fits the laws of peer memory and of NCCL on GPUs to measured medians, and says what the model then chooses.
 
-    python bench/peer_fit.py                       # the shipped results
-    python bench/peer_fit.py --fit FILE [FILE ...] # fit anew, to these files of gpu_peer_memory.py, gpu_replays.py
+    python bench/peer_fit.py                   # the shipped results
+    python bench/peer_fit.py --fit [FILE ...]  # fit anew, to these results of gpu_peer_memory.py, gpu_replays.py
 
 Minimises the mean squared error of log time by pattern search, a law at a time: no chance, no clock. Prints
 the laws, the error of each way, and what the model's choice costs beside the best way that was measured.
@@ -82,10 +82,18 @@ def _way(row: dict) -> Way | None:
         return None
     if library == "flagcx native":
         return NATIVE_WAY
-    named = library.startswith("flagcx ") and "comm.empty" not in library
-    if row.get("protocol") and (named or library == "flagcx"):
+    if library == "flagcx" and "protocol" not in row:
+        return _chosen_then(row)
+    if library.startswith("flagcx") and "comm.empty" not in library and row.get("protocol"):
         return row["algorithm"], row["protocol"]
     return None
+
+
+def _chosen_then(row: dict) -> Way:
+    """What the selector took when rows did not say so yet: up to 16 MiB pushed by each rank went in packets."""
+    if row["nbytes"] * (row["ranks"] - 1) <= 16 << 20:
+        return "one_shot", "peer_packets"
+    return "two_shot", "peer_memory"
 
 
 def shipped() -> list[Path]:

@@ -9,8 +9,9 @@ from flagcx.collectives import COLLECTIVES, Counts
 from flagcx.dtypes import DType, ReduceOp
 from flagcx.engine import TWO_THREADS, Engine, nbytes_of
 from flagcx.errors import CommunicatorError
+from flagcx.kernels.peer import may_be_bare
 from flagcx.selection.measured import Told
-from flagcx.selection.on_device import Agreed, DeviceSelector
+from flagcx.selection.on_device import DIRECT_ALGORITHMS, Agreed, DeviceSelector
 from flagcx.selection.selector import Choice, Possible, choose_on_device, pieces_on_device
 from flagcx.transport.base import Call, Plan
 from flagcx.transport.nccl_native import NATIVE, native_form, native_schedule
@@ -56,10 +57,18 @@ class DeviceEngine(Engine):
 
     def possible(self, collective: str, nbytes: int, dtype: DType, op: ReduceOp | None) -> Possible:
         """What can carry a call; the same on all ranks."""
+        ways = frozenset(
+            (str(algorithm), protocol)
+            for algorithm in DIRECT_ALGORITHMS
+            for protocol in self.transport.protocols(collective, algorithm, nbytes, dtype, op)
+        )
+        reduces = COLLECTIVES[collective].reduces
         return Possible(
             native_form(collective, dtype, op, self.transport.nccl_version) is not None,
-            self.transport.protocols(collective, nbytes, dtype, op),
-            COLLECTIVES[collective].reduces and dtype.name.startswith("float8"),
+            ways,
+            reduces and dtype.name.startswith("float8"),
+            not (reduces and may_be_bare("one_shot", dtype)),
+            self.selector.reach,
         )
 
     def _choice(self, collective: str, counts: Counts, dtype: DType, op: ReduceOp | None) -> Choice:
@@ -67,6 +76,15 @@ class DeviceEngine(Engine):
         nbytes = nbytes_of(counts, dtype)
         possible = self.possible(collective, nbytes, dtype, op)
         return self.selector.choose(collective, nbytes, self.size, not isinstance(counts, int), possible)
+
+    def _named(
+        self, collective: str, counts: Counts, dtype: DType, op: ReduceOp | None, algorithm: str
+    ) -> Choice:
+        """An algorithm that the caller names goes through the peers' memory where the transport can."""
+        nbytes = nbytes_of(counts, dtype)
+        possible = self.possible(collective, nbytes, dtype, op)
+        uneven = not isinstance(counts, int)
+        return self.selector.choose_named(algorithm, collective, nbytes, self.size, uneven, possible)
 
     def _make(self, collective, counts, dtype, op, root, in_place, choice: Choice) -> Plan:
         """Compiles a choice; NCCL's own collective has no schedule to build."""

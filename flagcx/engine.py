@@ -121,7 +121,7 @@ class Engine:
             if exploration is not None:
                 return Explored(exploration, make, describe, self.ring or Ring(1), self._progress)
         else:
-            choice = Choice(algorithm, self._pieces(collective, algorithm, nbytes), "named by the caller")
+            choice = self._named(collective, counts, dtype, op, algorithm)
         if uneven and not self._serves_uneven(collective, choice.algorithm):
             serving = ", ".join(str(e.algorithm) for e in entries(collective) if e.uneven)
             raise ArgumentError(
@@ -134,6 +134,14 @@ class Engine:
     def _choice(self, collective: str, counts: Counts, dtype: DType, op: ReduceOp | None) -> Choice:
         """The choice for a call whose caller names no algorithm; the same on all ranks."""
         return self._choose(collective, nbytes_of(counts, dtype), self.size, not isinstance(counts, int))
+
+    def _named(
+        self, collective: str, counts: Counts, dtype: DType, op: ReduceOp | None, algorithm: str
+    ) -> Choice:
+        """The choice for a call whose caller names an algorithm."""
+        return Choice(
+            algorithm, self._pieces(collective, algorithm, nbytes_of(counts, dtype)), "named by the caller"
+        )
 
     def _make(self, collective, counts, dtype, op, root, in_place, choice: Choice) -> Plan:
         """Builds the schedule of a choice, and compiles it."""

@@ -16,16 +16,16 @@ What is fused is worked out once for arrays of the same shapes, whichever arrays
 
 from __future__ import annotations
 
-import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 
 from flagcx.dtypes import DType, ReduceOp
 from flagcx.engine import Engine
+from flagcx.familiar import BoundPart, Familiar, PlacedPacking
 from flagcx.transport.base import Plan
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -64,36 +64,13 @@ class Packing(Protocol):
         """Gives a message of its own back."""
 
 
-class Places(Protocol):
-    """Where certain arrays lie, worked out once.
-
-    Attributes:
-        kept: Whether it is still known; else it is to be worked out anew.
-    """
-
-    kept: bool
-
-
-class LastingPacking(Packing, Protocol):
-    """A packing of arrays that keep their place."""
-
-    def places(self, arrays: Sequence[Any]) -> Places:
-        """Where these arrays lie."""
-
-    def pack_at(self, places: Any) -> None:
-        """Copies the arrays that lie there into the message."""
-
-    def unpack_at(self, places: Any) -> None:
-        """Copies the message into the arrays that lie there."""
-
-
 class Packer(Protocol):
     """Packs arrays of one kind.
 
     Attributes:
         limits: What is worth packing.
         lasting: Whether an array of this kind keeps its place and size as long as it lives. Its packings are
-            of the kind ``LastingPacking``.
+            ``flagcx.familiar.PlacedPacking`` too.
     """
 
     limits: Limits
@@ -107,6 +84,9 @@ class Packer(Protocol):
             dtype: Their dtype.
             own: Whether the message is its own; else it is the one that packings share, up to the limits.
         """
+
+    def memory_of(self, arrays: Sequence[Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Where each array begins, and its bytes."""
 
     def current_stream(self) -> Any:
         """The stream on which packings are enqueued now; None where they are done at once."""
@@ -171,6 +151,11 @@ class HostPacker:
             self._buffer = self._empty(self.limits.message_nbytes, np.dtype(np.uint8))
         return HostPacking(self._buffer.view(dtype), shapes)
 
+    def memory_of(self, arrays: Sequence[np.ndarray]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Where each array begins, and its bytes."""
+        starts = tuple([array.__array_interface__["data"][0] for array in arrays])
+        return starts, tuple([array.nbytes for array in arrays])
+
     def current_stream(self) -> None:
         """None: arrays of the host are packed at once."""
 
@@ -218,7 +203,7 @@ class Fused:
             part.plan.run(part.packing.flat, part.packing.flat)
             part.packing.unpack(mine if result is given else result[part.first : part.last])
 
-    def bind(self, given: Sequence[Any], numbers: Sequence[int]) -> Iterator[_BoundPart]:
+    def bind(self, given: Sequence[Any], numbers: Sequence[int]) -> Iterator[BoundPart]:
         """What is left to do for certain arrays that keep their place, in place.
 
         Args:
@@ -227,80 +212,17 @@ class Fused:
         """
         for part in self._parts:
             if part.packing is None:
-                yield _BoundPart(part.plan, numbers[part.first], None, None)
+                yield BoundPart(part.plan, numbers[part.first])
                 continue
-            packing = cast(LastingPacking, part.packing)
+            packing = cast(PlacedPacking, part.packing)
             places = packing.places([given[i] for i in numbers[part.first : part.last]])
-            yield _BoundPart(part.plan, -1, packing, places)
+            yield BoundPart(part.plan, -1, packing, places)
 
     def close(self) -> None:
         """Gives back what its packings have for themselves."""
         for part in self._parts:
             if part.packing is not None:
                 part.packing.close()
-
-
-class _BoundPart(NamedTuple):
-    """A message of certain arrays; a single array, by its number, without a packing."""
-
-    plan: Plan
-    number: int
-    packing: LastingPacking | None
-    places: Places | None
-
-
-class Bound:
-    """All-reduces of certain arrays as few, in place. Where they lie need not be looked up any more."""
-
-    __slots__ = ("_parts",)
-
-    def __init__(self, parts: Iterable[_BoundPart]) -> None:
-        self._parts = tuple(parts)
-
-    @property
-    def holds(self) -> bool:
-        """Whether all that it is made of is still there."""
-        return all([part.places is None or part.places.kept for part in self._parts])
-
-    def run(self, given: Sequence[Any], result: Sequence[Any]) -> None:
-        """Reduces them; ``given`` and ``result`` are those very arrays."""
-        for plan, number, packing, places in self._parts:
-            if packing is None:
-                plan.run(given[number], given[number])
-                continue
-            packing.pack_at(places)
-            plan.run(packing.flat, packing.flat)
-            packing.unpack_at(places)
-
-
-class Familiar:
-    """What was found out about lists of arrays, as long as all arrays of a list live.
-
-    Arrays are told by their identity, which is theirs alone while they live.
-    """
-
-    def __init__(self) -> None:
-        self._found: OrderedDict[tuple, tuple[Any, list[weakref.ref]]] = OrderedDict()
-
-    def get(self, key: tuple) -> Any:
-        """What was put under a key, which has the ``id`` of each array; None if nothing is known."""
-        found = self._found.get(key)
-        return None if found is None else found[0]
-
-    def put(self, key: tuple, value: Any, arrays: Sequence[Any]) -> None:
-        """Keeps what holds for these arrays, until the first of them is gone."""
-        found = self._found
-
-        def forget(_: weakref.ref) -> None:
-            found.pop(key, None)
-
-        found[key] = value, [weakref.ref(array, forget) for array in arrays]
-        if len(found) > _MOST_PLANS:
-            found.popitem(last=False)
-
-    def clear(self) -> None:
-        """Forgets all."""
-        self._found.clear()
 
 
 class Fusion:
@@ -343,29 +265,6 @@ class Fusion:
         else:
             self._plans.move_to_end(key)
         return found
-
-    def recall(self, key: tuple) -> Bound | None:
-        """What ``learn`` made under a key, if it still holds."""
-        assert self.familiar is not None
-        try:
-            found = self.familiar.get(key)
-        except TypeError:  # an operation that is none
-            return None
-        return found if found is not None and found.holds else None
-
-    def learn(self, key: tuple, given: Sequence[Any], plans: Sequence[tuple[Fused, Sequence[int]]]) -> Bound:
-        """Binds plans to arrays, until the first of these is gone.
-
-        Args:
-            key: What is asked for when they come back: operations and algorithms as they are named, each with
-                the number of the first array, and the ``id`` of each array.
-            given: The arrays.
-            plans: For each kind of them the plan, and which of them are its own.
-        """
-        assert self.familiar is not None
-        bound = Bound([part for plan, numbers in plans for part in plan.bind(given, numbers)])
-        self.familiar.put(key, bound, given)
-        return bound
 
     def _forget(self, plan: Fused) -> None:
         if self.familiar is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -56,6 +56,10 @@ class DevicePacker:
             self._shared = self._zeros(self.limits.message_nbytes)
         flat = self._view(self._shared, layout, dtype)
         return _Shared(self._cupy, self._kernel, flat, layout, self._turn)
+
+    def memory_of(self, arrays: Sequence[Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Where each array begins, and its bytes."""
+        return tuple([array.data.ptr for array in arrays]), tuple([array.nbytes for array in arrays])
 
     def current_stream(self) -> Any:
         """The stream on which packings are enqueued now."""

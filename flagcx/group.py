@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ import numpy as np
 from flagcx.dtypes import DType, ReduceOp
 from flagcx.engine import Engine
 from flagcx.errors import ArgumentError
+from flagcx.familiar import Bound
 from flagcx.fusion import Fused, Fusion
 from flagcx.transport.base import Plan
 from flagcx.work import Work
@@ -112,6 +112,10 @@ class _Kind:
         return self.fusion.plan(self.dtype, self.op, self.algorithm, shapes, self.in_place)
 
 
+_Members = tuple[_Kind, list[Any], Sequence[int]]
+"""Arrays of a kind, and their numbers."""
+
+
 class Reductions:
     """All-reduces that are made together: a message for each dtype and operation, or few.
 
@@ -131,7 +135,7 @@ class Reductions:
         self._given: list[Any] = []
         self._runs: list[tuple[_Kind, int]] = []  # where another kind begins
         self._names: list[tuple[Any, str | None, int]] = []  # where another operation or algorithm is named
-        self._class: type | None = None  # what the last array was, if another like it may be added quickly
+        self._class: Any = None  # what the last array was, if another like it may be added quickly
         self._dtype: Any = None
         self._op: Any = None
         self._fits: Callable[[Any], bool] = _fits_not
@@ -203,14 +207,28 @@ class Reductions:
         fusion = self._lasting()
         if fusion is None:
             return self._fresh_calls()
-        key = tuple(self._names), tuple(map(id, self._given))
-        bound = fusion.recall(key)
-        if bound is None:
-            if not _apart(self._given, []):
-                return list(self._one_by_one())
-            plans = [(kind.plan(given), at) for kind, given, at in self._members()]
-            bound = fusion.learn(key, self._given, plans)
-        return [(fusion.engine, bound, self._given, self._given)]
+        bound = self._bound(fusion)
+        return (
+            list(self._one_by_one()) if bound is None else [(fusion.engine, bound, self._given, self._given)]
+        )
+
+    def _bound(self, fusion: Fusion) -> Bound | None:
+        """What is to be done for arrays that may have come before; None if some of them overlap."""
+        familiar, given = fusion.familiar, self._given
+        assert familiar is not None
+        names = tuple(self._names), tuple(map(id, given))
+        bound = familiar.of_arrays(names)
+        if bound is not None:
+            return bound
+        starts, nbytes = fusion.packer.memory_of(given)
+        kinds = tuple([(kind.dtype.code, first) for kind, first in self._runs])
+        memory = names[0], kinds, starts, nbytes
+        bound = familiar.in_memory(memory, names, given)
+        if bound is None and _are_apart(starts, nbytes):
+            plans = [(kind.plan(arrays), numbers) for kind, arrays, numbers in self._members()]
+            bound = Bound([part for plan, numbers in plans for part in plan.bind(given, numbers)])
+            familiar.put(memory, names, bound)
+        return bound
 
     def _lasting(self) -> Fusion | None:
         """What fuses them all, if they are in place, in arrays that can be recognised when they come back."""
@@ -221,9 +239,9 @@ class Reductions:
         return None if fusion.familiar is None else fusion
 
     def _fresh_calls(self) -> list[tuple[Engine, Plan, Sequence[Any], Sequence[Any]]]:
-        if not _apart(self._given, [array for kind in self._kinds.values() for array in kind.results]):
-            return list(self._one_by_one())
         members = self._members()
+        if not _apart(members):
+            return list(self._one_by_one())
         return [
             (k.engine, k.plan(given), given, given if k.in_place else k.results) for k, given, _ in members
         ]
@@ -234,8 +252,8 @@ class Reductions:
         for (kind, first), end in zip(self._runs, ends, strict=bool(self._runs)):
             yield kind, first, end
 
-    def _members(self) -> list[tuple[_Kind, list[Any], Sequence[int]]]:
-        """The arrays of each kind, and their numbers."""
+    def _members(self) -> list[_Members]:
+        """The arrays of each kind."""
         if len(self._runs) == 1:
             return [(self._runs[0][0], self._given, range(len(self._given)))]
         members: dict[int, tuple[_Kind, list[Any], list[int]]] = {}
@@ -296,19 +314,24 @@ def _adds_nothing(x: Any, op: Any) -> bool:
     return False
 
 
-def _apart(given: list[Any], results: list[Any]) -> bool:
-    """Whether no array overlaps another. Arrays that own their memory need no closer look."""
-    arrays = given + results
-    if not arrays:
-        return True
-    if all([a.base is None for a in arrays]) and isinstance(arrays[0], np.ndarray):
+def _apart(members: Sequence[_Members]) -> bool:
+    """Whether no array overlaps another. NumPy arrays that own their memory need no closer look."""
+    arrays = [array for kind, given, _ in members for array in (*given, *kind.results)]
+    if all([array.__class__ is np.ndarray and array.base is None for array in arrays]):
         return len(set(map(id, arrays))) == len(arrays)
-    ranges = sorted([(start, start + a.nbytes) for a in arrays if a.nbytes for start in (address(a),)])
-    return all(after[0] >= before[1] for before, after in pairwise(ranges))
+    starts: list[int] = []
+    nbytes: list[int] = []
+    for kind, given, _ in members:
+        some, sizes = kind.fusion.packer.memory_of([*given, *kind.results])
+        starts += some
+        nbytes += sizes
+    return _are_apart(starts, nbytes)
 
 
-def address(array: Any) -> int:
-    """Where a NumPy or CuPy array begins."""
-    if isinstance(array, np.ndarray):
-        return array.__array_interface__["data"][0]
-    return array.data.ptr
+def _are_apart(starts: Sequence[int], nbytes: Sequence[int]) -> bool:
+    """Whether no range of bytes overlaps another."""
+    begin, length = np.array(starts, np.int64), np.array(nbytes, np.int64)
+    filled = length > 0
+    order = np.argsort(begin[filled], kind="stable")
+    begin, length = begin[filled][order], length[filled][order]
+    return bool((begin[1:] >= begin[:-1] + length[:-1]).all())

@@ -8,8 +8,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from flagcx.dtypes import dtype_of, resolve_op
 from flagcx.errors import ArrayError
+from flagcx.fusion import Fusion
 from flagcx.fusion_device import DevicePacker
+from flagcx.group import Reductions
 from flagcx.memory import memory_stats
 
 
@@ -31,7 +34,7 @@ class DeviceArray:
         count = int(np.prod(shape))
         raw = (ctypes.c_char * (count * self.dtype.itemsize)).from_address(memory.ptr)
         self.host = np.frombuffer(raw, dtype, count).reshape(shape)
-        self.shape, self.size = tuple(shape), count
+        self.shape, self.size, self.nbytes = tuple(shape), count, self.host.nbytes
 
 
 class Stream:
@@ -234,3 +237,108 @@ def test_arrays_of_nothing(cupy):
     packing = DevicePacker(0, cupy).packing(((0,), (2, 0)), np.dtype(float))
     packing.pack([cupy.array(np.ones(s)) for s in ((0,), (2, 0))])
     assert packing.flat.size == 0 and cupy.uploads == 0
+
+
+def test_places_are_known_until_others_take_their_turn(cupy):
+    packing = DevicePacker(0, cupy).packing(SHAPES, np.dtype(float))
+    arrays = arrays_of(cupy)
+    places = packing.places(arrays)
+    packing.pack_at(places)
+    packing.flat.host *= 2
+    before = [array.host.copy() for array in arrays]
+    packing.unpack_at(places)
+    for array, old in zip(arrays, before, strict=True):
+        np.testing.assert_array_equal(array.host, 2 * old)
+    assert packing.places(arrays) is places and places.kept
+    others = [arrays_of(cupy, seed) for seed in range(16)]
+    for each in others:
+        packing.places(each)
+    assert not places.kept
+    again = packing.places(arrays)
+    assert again is not places and again.kept
+    packing.close()
+    assert not again.kept
+
+
+class Engine:
+    """As if two ranks had the same arrays: each operation doubles what it is given."""
+
+    def __init__(self) -> None:
+        self.ran: list[int] = []
+
+    def check(self) -> None:
+        """Never over."""
+
+    def find(self, collective, count, dtype, op, root, algorithm, in_place) -> SimpleNamespace:
+        def run(given, result) -> None:
+            assert given.size == count
+            self.ran.append(given.nbytes)
+            result.host[...] = given.host * 2
+
+        return SimpleNamespace(run=run)
+
+    def run(self, plan, given, result) -> None:
+        plan.run(given, result)
+
+
+def reduce(fusion: Fusion, arrays, ops=("sum",)) -> None:
+    """Reduces arrays as a group does, with the operations by turns."""
+    reductions = Reductions(lambda engine: fusion)
+    for i, x in enumerate(arrays):
+        op = ops[i % len(ops)]
+        if not reductions.add_quickly(x, op):
+            dtype = dtype_of(x.dtype)
+            reductions.add(fusion.engine, x, x, dtype, resolve_op(op, dtype), op, None)
+            reductions.remember(x, op, lambda x: True)
+    reductions.run()
+
+
+KINDS = (np.float32, np.int64, np.float32, np.float16)
+
+
+def mixed(cupy: FakeCupy, count: int = 40) -> list[DeviceArray]:
+    return [cupy.array((np.arange(i % 9) + i).astype(KINDS[i % 4])) for i in range(count)]
+
+
+@pytest.mark.parametrize("ops", [("sum",), ("sum", "max", "sum")])
+def test_arrays_that_come_back_cost_no_look(cupy, ops, monkeypatch):
+    fusion, arrays = Fusion(Engine(), DevicePacker(0, cupy)), mixed(cupy)
+    looks = []
+    look = fusion.packer.memory_of
+    monkeypatch.setattr(fusion.packer, "memory_of", lambda arrays: (looks.append(1), look(arrays))[1])
+    for turn in range(1, 6):
+        reduce(fusion, arrays, ops)
+        for i, array in enumerate(arrays):
+            np.testing.assert_array_equal(array.host, (np.arange(i % 9) + i) * 2**turn, f"{turn}, array {i}")
+    assert len(looks) == 2
+    kinds = {(dtype, ops[i % len(ops)]) for i, dtype in enumerate(KINDS * 3)}
+    assert len(fusion.engine.ran) == 5 * len(kinds)
+    assert cupy.uploads == len(kinds)
+
+
+def test_new_arrays_in_the_same_memory_need_no_new_table(cupy):
+    fusion, kept = Fusion(Engine(), DevicePacker(0, cupy)), mixed(cupy)
+    for _ in range(6):
+        arrays = [DeviceArray(a.shape, a.dtype, a.data) for a in kept]
+        reduce(fusion, arrays)
+    assert cupy.uploads == 3
+    other = [DeviceArray((1, *a.shape), a.dtype, a.data) for a in kept[:-1]]
+    reduce(fusion, other)
+    for i, array in enumerate(kept):
+        np.testing.assert_array_equal(array.host, (np.arange(i % 9) + i) * 2 ** (7 if i < 39 else 6))
+
+
+def test_large_arrays_go_alone_and_overlapping_ones_in_order(cupy):
+    fusion = Fusion(Engine(), DevicePacker(0, cupy))
+    large = [cupy.array(np.full(n, i, np.float32)) for i, n in enumerate((3, 2 << 20, 5, 2 << 20, 2))]
+    for turn in range(1, 4):
+        fusion.engine.ran.clear()
+        reduce(fusion, large)
+        assert [bool(nbytes > 1 << 20) for nbytes in fusion.engine.ran] == [False, True, False, True, False]
+        assert all((a.host == i * 2**turn).all() for i, a in enumerate(large))
+    whole = cupy.array(np.arange(1.0, 9.0))
+    halves = [DeviceArray((4,), float, whole.data + at) for at in (0, 16, 32)]
+    for turn in range(1, 4):
+        reduce(fusion, halves)
+        want = np.arange(1.0, 9.0) * np.array([2, 2, 4, 4, 4, 4, 2, 2]) ** turn
+        np.testing.assert_array_equal(whole.host, want)

@@ -63,7 +63,7 @@ LAYERS = [
     ["transport"],
     ["profiler"],
     ["selection", "_launch"],
-    ["work", "group", "engine", "device_engine", "fusion", "fusion_device", "progress_thread"],
+    ["work", "group", "engine", "device_engine", "familiar", "fusion", "fusion_device", "progress_thread"],
     ["communicator"],
     ["world", "gradients"],
     ["interop"],

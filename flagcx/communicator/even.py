@@ -14,7 +14,7 @@ from flagcx.communicator.streams import on_stream, run_on
 from flagcx.dtypes import DType, ReduceOp, dtype_of, resolve_op
 from flagcx.engine import Engine
 from flagcx.errors import ArgumentError
-from flagcx.fusion import Bound
+from flagcx.familiar import Bound
 from flagcx.group import Pending, Reductions
 
 if TYPE_CHECKING:
@@ -208,7 +208,8 @@ class EvenCollectives(Dispatch):
         device = self._device
         if device is None or not xs or xs[0].__class__ is not device.array_class:
             return None
-        return self._fusion_of(device).recall((((op, algorithm, 0),), tuple(map(id, xs))))
+        familiar = self._fusion_of(device).familiar
+        return None if familiar is None else familiar.of_arrays((((op, algorithm, 0),), tuple(map(id, xs))))
 
     @on_stream
     def reduce(

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from flagcx.dtypes import DType, ReduceOp
 from flagcx.engine import Engine
 from flagcx.fusion import Packing
 from flagcx.transport.base import Plan
@@ -86,6 +87,20 @@ def form_buckets(
     return [tuple(members) for members in done]
 
 
+def plan_beside(engine: Engine, count: int, dtype: DType, op: ReduceOp) -> Plan:
+    """The plan of an all-reduce in place that leaves room for a computation at the same time.
+
+    Args:
+        engine: What makes the plan.
+        count: Elements.
+        dtype: The element type.
+        op: How they are combined.
+    """
+    plan = engine.find("allreduce", count, dtype, op, None, None, True)
+    beside = getattr(engine.transport, "beside", None)
+    return plan if beside is None else beside(plan)
+
+
 class Bucket:
     """Some gradients that are reduced together.
 
@@ -121,10 +136,14 @@ class Bucket:
         self.plan.run(self.packing.flat, self.packing.flat)
         self.packing.unpack(given)
 
-    def finish(self) -> None:
-        """Waits on the host until nothing of it is under way, on a GPU either."""
+    def wait(self) -> None:
+        """Waits for its all-reduce, if it has been started: on a GPU the current stream does."""
         if self.work is not None:
             self.work.wait()
+
+    def finish(self) -> None:
+        """Waits on the host until nothing of it is under way, on a GPU either."""
+        self.wait()
         synchronize = getattr(self.engine.transport, "synchronize", None)
         if synchronize is not None:
             synchronize()

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from flagcx.dtypes import dtype_of, resolve_op
 from flagcx.engine import Engine
+from flagcx.gradients.buckets import plan_beside
+from flagcx.kernels.cuda import import_cupy
 from flagcx.selection.explanation import format_nbytes
 from flagcx.selection.overlap import DEVICE_CALL_US, HOST_CALL_US, best_bucket_nbytes, step_us
 from flagcx.selection.table import Table
 
 if TYPE_CHECKING:
     from flagcx.communicator import Communicator
+    from flagcx.transport.nccl_transport import NcclTransport
 
-_SMALL_COUNT, _LARGE_COUNT = 1 << 10, 1 << 18
+_COUNTS = (1 << 10, 1 << 18)
+_DEVICE_COUNTS = (1 << 14, 1 << 18, 1 << 22)
+"""A GPU takes hardly longer for the second of these than for the first: its speed shows with the third."""
 _TRIALS = 3
+_DEVICE_CALLS = 5
 _LONG_S = 0.05
 
 
@@ -38,11 +44,13 @@ def choose_bucket_nbytes(
     """
     if comm.size == 1:
         return total_nbytes, "one rank: nothing is sent"
+    on_device = engine is not comm._engine
     time_us, source = _known(comm, engine)
     if time_us is None:
-        small, large = (_measure_us(comm, engine, count) for count in (_SMALL_COUNT, _LARGE_COUNT))
-        time_us, source = _line(small, large), "measured now"
-    time_us = _behind(time_us, HOST_CALL_US if engine is comm._engine else DEVICE_CALL_US)
+        counts, measure = (_DEVICE_COUNTS, _measure_on_device) if on_device else (_COUNTS, _measure)
+        points = [(4 * count, measure(comm, engine, count)) for count in counts]
+        time_us, source = through(points), "measured now"
+    time_us = _behind(time_us, DEVICE_CALL_US if on_device else HOST_CALL_US)
     chosen = best_bucket_nbytes(total_nbytes, time_us, compute_us)
     computed = time_us(total_nbytes) if compute_us is None else compute_us
     predicted = step_us(total_nbytes, chosen, time_us, computed)
@@ -86,29 +94,62 @@ def _from_table(table: Table | None) -> Callable[[float], float] | None:
     return time_us
 
 
-def _line(small_us: float, large_us: float) -> Callable[[float], float]:
-    """Time by size on a line through two measured times."""
-    small, large = 4 * _SMALL_COUNT, 4 * _LARGE_COUNT
-    slope = max(large_us - small_us, 1e-3) / (large - small)
-    return lambda nbytes: max(small_us + (nbytes - small) * slope, small_us / 2)
+def through(points: Sequence[tuple[float, float]]) -> Callable[[float], float]:
+    """Time by size on lines through measured times.
+
+    Args:
+        points: Sizes in bytes and times in us, by size.
+
+    Returns:
+        A function that goes on beyond the points along the lines nearest to them.
+
+    Example:
+        >>> time_us = through([(0, 5), (100, 6), (200, 16)])
+        >>> time_us(50), time_us(300)
+        (5.5, 26.0)
+    """
+    sizes, times = np.array(points, float).T
+    slopes = np.maximum(np.diff(times), 1e-3) / np.diff(sizes)
+
+    def time_us(nbytes: float) -> float:
+        line = min(max(int(np.searchsorted(sizes, nbytes)) - 1, 0), len(slopes) - 1)
+        return max(float(times[line] + (nbytes - sizes[line]) * slopes[line]), float(times[0]) / 2)
+
+    return time_us
 
 
-def _measure_us(comm: Communicator, engine: Engine, count: int) -> float:
-    """The time of an all-reduce of float32, as the slowest rank has it: the least of some."""
+def _measure(comm: Communicator, engine: Engine, count: int) -> float:
+    """The time of an all-reduce of float32 in us, as the slowest rank has it: the least of some."""
     x: Any = engine.transport.empty(count, np.dtype(np.float32))
     x[...] = 0
     single = dtype_of(np.float32)
-    plan = engine.find("allreduce", count, single, resolve_op("sum", single), None, None, True)
-    finish = getattr(engine.transport, "synchronize", None)
+    plan = plan_beside(engine, count, single, resolve_op("sum", single))
     best = float("inf")
     for _ in range(_TRIALS):
         comm.barrier()
         start = perf_counter()
         engine.run(plan, x, x)
-        if finish is not None:
-            finish()
         mine = perf_counter() - start
         best = min(best, max(comm.allgather_object(mine)))
         if best > _LONG_S:
             break
     return best * 1e6
+
+
+def _measure_on_device(comm: Communicator, engine: Engine, count: int) -> float:
+    """Likewise on GPUs, by their own clock: a call returns long before its all-reduce has ended."""
+    cupy, transport = import_cupy(), cast("NcclTransport", engine.transport)
+    x = cupy.zeros(count, cupy.float32)
+    single = dtype_of(np.float32)
+    plan = plan_beside(engine, count, single, resolve_op("sum", single))
+    start, end, best = cupy.cuda.Event(), cupy.cuda.Event(), float("inf")
+    for _ in range(_TRIALS):
+        comm.barrier()
+        start.record()
+        for _ in range(_DEVICE_CALLS):
+            engine.run(plan, x, x)
+        end.record()
+        transport.synchronize()
+        mine = cupy.cuda.get_elapsed_time(start, end) / _DEVICE_CALLS
+        best = min(best, max(comm.allgather_object(mine)))
+    return best * 1e3

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from flagcx.dtypes import dtype_of, resolve_op
 from flagcx.engine import Engine
 from flagcx.errors import ArgumentError, ArrayError, CommunicationError, CommunicatorError, FlagcxError
-from flagcx.gradients.buckets import Bucket, Gradient, form_buckets
+from flagcx.gradients.buckets import Bucket, Gradient, form_buckets, plan_beside
 from flagcx.gradients.scene import choose_bucket_nbytes
 from flagcx.selection.explanation import format_nbytes
 
@@ -22,8 +22,8 @@ class GradientSynchronizer:
     """Sums or averages the gradients of all ranks, in buckets, while further gradients are computed.
 
     Say of each gradient that it is ready as soon as it is, in any order; a bucket that is full is reduced at
-    once, beside the computation. Before the optimizer, ``wait``: the results are in the very arrays. The
-    first step records the order in which gradients become ready, and forms the buckets from rank 0's.
+    once, beside the computation. Before the optimizer, ``wait``: the results are in the very arrays. Or let
+    it begin with the first of them, by ``for name in sync.reduced():``. The first step records the order in which gradients become ready, and forms the buckets from rank 0's.
 
     On a GPU buckets are packed, reduced and unpacked on a stream of the communicator's own; on the host on a
     thread that leaves the cores to NumPy. From ``ready`` until ``wait`` a gradient is neither to be written
@@ -183,6 +183,26 @@ class GradientSynchronizer:
                 are told, and the communicator cannot be used any more: they wait for that gradient.
             CommunicationError: A peer died, came late or gave up.
         """
+        for _ in self.reduced():
+            pass
+
+    def reduced(self) -> Iterator[Hashable]:
+        """Waits as ``wait`` does, but tells of each gradient as soon as it is reduced.
+
+        So the optimizer goes on beside the buckets that are still under way. Whoever leaves the loop early
+        waits for all of them. Inside ``accumulate`` there are none.
+
+        Yields:
+            The names of the gradients, bucket by bucket. On a GPU what the current stream does next finds
+            the result in the array.
+
+        Raises:
+            ArgumentError, CommunicationError: As ``wait``.
+
+        Example:
+            >>> for name in sync.reduced():  # doctest: +SKIP
+            ...     parameters[name] -= rate * gradients[name]
+        """
         if self._closed:
             raise CommunicatorError("this GradientSynchronizer is closed; make a new one")
         if self._accumulating:
@@ -192,9 +212,17 @@ class GradientSynchronizer:
             self._settle()
         elif self._next < len(self._buckets):
             self._give_up()
-        for bucket in self._buckets:
-            if bucket.work is not None:
-                bucket.work.wait()
+        waiting = iter(self._buckets)
+        try:
+            for bucket in waiting:
+                bucket.wait()
+                for number in bucket.members:
+                    yield self._gradients[number].name
+        except GeneratorExit:
+            for bucket in waiting:
+                bucket.wait()
+            self._begin_again()
+            raise
         self._begin_again()
 
     def _begin_again(self) -> None:
@@ -294,8 +322,7 @@ class GradientSynchronizer:
             message = packing.flat
         if self._feedback is None:
             kind = dtype_of(dtype)
-            op = resolve_op(self._op, kind)
-            plan: Any = engine.find("allreduce", message.size, kind, op, None, None, True)
+            plan: Any = plan_beside(engine, message.size, kind, resolve_op(self._op, kind))
         else:
             from flagcx.communicator.compressed import compressor_of
 

@@ -89,7 +89,7 @@ class Shape:
 # Processes that share a GPU get multiprocessors of their own, so their blocks are large; what is between the
 # stages should stay in the cache. Between GPUs a flag takes long behind the data of all blocks.
 _TOGETHER = Shape(512, 1, 1, 3, 64 << 10)
-_APART = Shape(256, 2, 3, 8, 32 << 10)
+_APART = Shape(256, 2, 2, 5, 64 << 10)
 
 
 @dataclass(frozen=True, slots=True)

@@ -310,7 +310,7 @@ def _algorithms(model: Model, model_bytes: int) -> list[tuple[str, TimeUs]]:
     for name, candidate in found.items():
         times.append((name, _between(sizes, [model.timing(candidate, n).time_us for n in sizes])))
     ways = native.ways(model.topology, model.gpus)
-    predicted = native.predict_us(ways, np.array(sizes, float), native.FITTED)
+    predicted = native.predict_us(ways, np.array(sizes, float), native.FITTED, replayed=True)
     times.append(("native", _between(sizes, list(predicted))))
     return sorted(times, key=lambda one: one[1](model_bytes))
 

@@ -18,20 +18,20 @@ from flagcx.collectives import COLLECTIVES
 from flagcx.errors import TopologyError
 from flagcx.selection.candidates import MOST_PLANNED, Candidate, best_pieces, candidates
 from flagcx.topology.graph import Topology
+from flagcx.transport.channels import Channels
 from flagcx.transport.network import Network, over
 from flagcx.transport.timed import Costs, Timed, Timing, lay
 
-#: Grouped send and receive through NCCL and one kernel for what arrived, replayed as a CUDA graph. A group
-#: to one peer was seen to take 11 us for 1 KiB over NVLink on an H200, whose memory moves 4.3 TB/s: a third
-#: of that for an addition (two read, one written), half for a copy.
+#: Grouped send and receive through NCCL, and one kernel for a step's local work, replayed as a CUDA graph.
+#: On two and four H200 behind NVSwitches a group took 5.8 us with the links' latency, and 0.2 us more for
+#: each further peer; a channel copied 20 GB/s; a kernel cost 2.6 us and then moved 3.6 TB/s of the memory's
+#: 4.8. ``python bench/model_vs_measured.py --part replays`` holds them against what was measured there.
 DEVICE_COSTS = Costs(
-    call_us=2.0,
-    step_us=8.0,
-    message_us=0.4,
-    reduce_us=2.0,
-    reduce_gb_per_s=1400.0,
-    copy_us=1.5,
-    copy_gb_per_s=2100.0,
+    step_us=5.2,
+    message_us=0.2,
+    launch_us=2.6,
+    memory_gb_per_s=3600.0,
+    channels=Channels(gb_per_s=20.0),
 )
 _WORTH_A_MIX = 0.95
 _MOST_MIXED = 6
@@ -112,7 +112,7 @@ class Model:
         self.topology = topology
         self.gpus = tuple(gpu.index for gpu in topology.gpus) if gpus is None else tuple(gpus)
         self.size = len(self.gpus)
-        self.costs = costs
+        self.costs = _spread(costs, len({topology.gpu(gpu).host for gpu in self.gpus}))
         self.network = over(topology, self.gpus) if network is None else network
         self._laid: dict[tuple[Candidate, int | None], Timed] = {}
 
@@ -220,6 +220,13 @@ class Model:
         worst = [float((busy[0] * float(x) + busy[1] * float(1 - x)).max()) for x in shares]
         chosen = int(np.argmin(worst))
         return shares[chosen], worst[chosen] / float(least)
+
+
+def _spread(costs: Costs, hosts: int) -> Costs:
+    """The costs of ranks on so many hosts: between several, messages are cut into shorter parts."""
+    if hosts < 2 or costs.channels is None:
+        return costs
+    return replace(costs, channels=costs.channels.between_hosts())
 
 
 def model_of(

@@ -11,6 +11,7 @@ from flagcx.errors import ArgumentError
 from flagcx.selection import native
 from flagcx.selection.candidates import MOST_PLANNED
 from flagcx.selection.cost import DEVICE_COSTS, Prediction, model_of
+from flagcx.selection.explain_peers import MOST_RANKS, peer_rows
 from flagcx.selection.explanation import Explanation, Row, in_order
 from flagcx.topology.graph import Topology
 from flagcx.transport.timed import Costs
@@ -56,6 +57,9 @@ def explain(
     known = measured or {}
     found = model_of(topology, size, gpus, costs).compare(collective, nbytes, root)
     rows = [_row(one, known.get(one.candidate.name)) for one in found]
+    if 1 < size <= MOST_RANKS:
+        chosen = [gpu.index for gpu in topology.gpus[:size]] if gpus is None else list(gpus)
+        rows += peer_rows(collective, nbytes, topology, chosen, known)
     if collective == "allreduce" and 1 < size <= MOST_PLANNED:
         rows.append(native_row(nbytes, topology, size, gpus, known.get(str(Algorithm.NATIVE))))
     rows = in_order(rows)
@@ -80,12 +84,12 @@ def _row(one: Prediction, measured_us: float | None) -> Row:
 def native_row(
     nbytes: int, topology: Topology, size: int, gpus: Sequence[int] | None, measured_us: float | None
 ) -> Row:
-    """NCCL's own all-reduce, which is no schedule: its time by closed forms."""
+    """NCCL's own all-reduce, which is no schedule: its time by closed forms, replayed as schedules are."""
     chosen = [gpu.index for gpu in topology.gpus[:size]] if gpus is None else gpus
     found = native.ways(topology, chosen)
     at = np.array([0.0, nbytes])
-    latency, time = native.predict_us(found, at, native.FITTED).tolist()
-    best = min(found, key=lambda way: float(way.time_us(at, native.FITTED)[1]))
+    latency, time = native.predict_us(found, at, native.FITTED, replayed=True).tolist()
+    best = min(found, key=lambda way: float(way.time_us(at, native.FITTED, True)[1]))
     steps = int(sum(count for _, count in best.steps))
     sent = 2 * (size - 1) / size * nbytes if best.name == "ring" else float(nbytes)
     return Row("native", str(Algorithm.NATIVE), 1, steps, sent, None, time, latency, measured_us)

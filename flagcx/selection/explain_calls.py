@@ -12,6 +12,7 @@ from flagcx.selection.candidates import MOST_PLANNED
 from flagcx.selection.candidates import Candidate as Laid
 from flagcx.selection.cost import Bottleneck, Model
 from flagcx.selection.explain import native_row
+from flagcx.selection.explain_peers import way_row
 from flagcx.selection.explanation import Explanation, Row, in_order
 from flagcx.selection.host_model import MOST_RANKS, predict_on_host
 from flagcx.selection.measurement import PIECE_NBYTES, forms
@@ -19,6 +20,7 @@ from flagcx.selection.measurement_on_device import PIECE_NBYTES as DEVICE_PIECE_
 from flagcx.selection.mixes import mix_of
 from flagcx.selection.modelled import laid_mix, mixes_for
 from flagcx.selection.on_device import DIRECT_ALGORITHMS, why_not
+from flagcx.selection.peer_model import NATIVE_WAY
 from flagcx.selection.planned import FOLLOWS_ORDER, Order
 from flagcx.selection.selector import Choice, Possible
 from flagcx.selection.table import Candidate
@@ -86,14 +88,20 @@ class Asked:
         cut = f" in {pieces} pieces" if pieces > 1 else ""
         return f"{algorithm}{cut}" + (f" ({protocol})" if protocol else "")
 
-    def explanation(self, rows: Iterable[Row]) -> Explanation:
-        """All rows, the one that would run first."""
+    def explanation(self, rows: Iterable[Row], doubted: bool = True) -> Explanation:
+        """All rows, the one that would run first.
+
+        Args:
+            rows: The candidates.
+            doubted: Whether to say so where the model would take another.
+        """
         choice = self.choice
         chosen = (str(choice.algorithm), choice.pieces, choice.protocol)
         ordered = in_order(list(rows))
         first = [row for row in ordered if (row.algorithm, row.pieces, row.protocol) == chosen]
         others = [row for row in ordered if row not in first]
-        reason = f"{first[0].name}: {choice.reason}{_doubt(first[0], others)}."
+        doubt = _doubt(first[0], others) if doubted else ""
+        reason = f"{first[0].name}: {choice.reason}{doubt}."
         return Explanation(
             self.collective, self.nbytes, self.size, self.where, (*first, *others), reason, self.note
         )
@@ -226,14 +234,14 @@ def explain_on_device(
         known: Protocols that the transport has for some calls.
     """
     schedules = forms(asked.collective, asked.nbytes, asked.size, DEVICE_PIECE_NBYTES)
-    ways = sorted({*possible.protocols, *known})
+    protocols = sorted({protocol for _, protocol in possible.ways} | set(known))
     found = dict.fromkeys([Candidate(str(Algorithm.NATIVE)), *schedules])
     found |= dict.fromkeys(Candidate(name) for name in mixes_for(asked.collective, asked.size))
     found |= dict.fromkeys(
-        Candidate(form.algorithm, 0, way)
+        Candidate(form.algorithm, 0, protocol)
         for form in schedules
         if form.algorithm in DIRECT_ALGORITHMS and not form.piece_nbytes
-        for way in ways
+        for protocol in protocols
     )
     found |= dict.fromkeys(asked.measured_us)
     found.setdefault(asked.of_choice())
@@ -242,7 +250,8 @@ def explain_on_device(
         model = Model(machine.topology, machine.gpus)
     rows = [_device_row(asked, candidate, possible, machine, model) for candidate in found]
     rows += _excluded(asked, {row.algorithm for row in rows})
-    return asked.explanation(rows)
+    # What chose among the peers' memory and NCCL was the model itself; that of schedules is another.
+    return asked.explanation(rows, doubted=not possible.ways)
 
 
 def _device_row(
@@ -250,7 +259,12 @@ def _device_row(
 ) -> Row:
     obstacle = why_not(candidate, asked.collective, asked.nbytes, asked.size, False, possible)
     if candidate.algorithm == Algorithm.NATIVE:
-        return _native(asked, machine, obstacle)
+        return _native(asked, machine, possible, obstacle)
+    if candidate.protocol and not obstacle:
+        way = candidate.algorithm, candidate.protocol
+        time_us = asked.measured_us.get(candidate)
+        what = (asked.collective, asked.nbytes, asked.size, possible.reach, possible.flagged)
+        return way_row(way, *what, time_us)
     if model is None or candidate.protocol or obstacle:
         return asked.row(candidate, obstacle=obstacle)
     root = 0 if COLLECTIVES[asked.collective].rooted else None
@@ -271,10 +285,20 @@ def _device_row(
     )
 
 
-def _native(asked: Asked, machine: Machine | None, obstacle: str) -> Row:
-    """NCCL's own collective; what it does inside is known of the all-reduce alone."""
-    measured_us = asked.measured_us.get(Candidate(str(Algorithm.NATIVE)))
+def _native(asked: Asked, machine: Machine | None, possible: Possible, obstacle: str) -> Row:
+    """NCCL's own collective; what it does inside is known of the all-reduce alone.
+
+    Where it stands against the peers' memory, the model that compares the two says how long it takes.
+    """
+    own = Candidate(str(Algorithm.NATIVE))
     small = 1 < asked.size <= MOST_PLANNED
     if machine is None or asked.collective != "allreduce" or obstacle or not small:
-        return asked.row(Candidate(str(Algorithm.NATIVE)), obstacle=obstacle)
-    return native_row(asked.nbytes, machine.topology, asked.size, machine.gpus, measured_us)
+        row = asked.row(own, obstacle=obstacle)
+    else:
+        measured_us = asked.measured_us.get(own)
+        row = native_row(asked.nbytes, machine.topology, asked.size, machine.gpus, measured_us)
+    predicted_us = possible.predict_us(NATIVE_WAY, asked.collective, asked.nbytes, asked.size)
+    if predicted_us is None:
+        return row
+    latency_us = possible.predict_us(NATIVE_WAY, asked.collective, 0, asked.size) or 0.0
+    return replace(row, predicted_us=predicted_us, latency_us=latency_us)

@@ -33,7 +33,9 @@ class MeasuredTransport(Transport, Protocol):
     size: int
     nccl_version: int
 
-    def protocols(self, collective: str, nbytes: int, dtype: DType, op: ReduceOp | None) -> frozenset[str]:
+    def protocols(
+        self, collective: str, algorithm: str, nbytes: int, dtype: DType, op: ReduceOp | None
+    ) -> frozenset[str]:
         """The ways besides NCCL in which a call's data may move."""
 
 
@@ -149,12 +151,12 @@ class DeviceBench:
         found += [
             Candidate(name) for name in mixes_for(collective, self.size) if nbytes >= _MIXED_FROM_NBYTES
         ]
-        protocols = sorted(self._transport.protocols(collective, nbytes, dtype, op))
+        protocols = self._transport.protocols
         return found + [
             Candidate(form.algorithm, 0, protocol)
             for form in found
             if form.algorithm in DIRECT_ALGORITHMS
-            for protocol in protocols
+            for protocol in sorted(protocols(collective, form.algorithm, nbytes, dtype, op))
         ]
 
     def _fits(self, form: Candidate, nbytes: int) -> bool:

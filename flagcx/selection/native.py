@@ -9,7 +9,8 @@ NCCL chooses among its algorithms itself; the model takes the least of
 
 With L us of steps and b us of bytes, a pipeline cut as well as can be takes L + b + 2 sqrt(L b): that is
 (s + k - 1)(a + b/k) at its best k. The last term is what makes messages of middle size slow, and its factor
-is fitted. Constants are of the kinds of links, not of machines.
+is fitted. Constants are of the kinds of links, not of machines. A call costs ``base`` besides; replayed as
+part of a CUDA graph, where nothing is launched from the host, ``replayed``.
 
 Source: the form is that of NCCL's own tuning (``graph/tuning.cc``): latency by kind of link and number of
 steps, bandwidth by the plan times an efficiency.
@@ -34,6 +35,7 @@ from flagcx.topology.routes import Routes
 PRIOR: Mapping[str, float] = MappingProxyType(
     {
         "base": 7.0,
+        "replayed": 4.0,
         "driven": 3.0,
         "latency_nvlink": 1.0,
         "latency_xgmi": 1.0,
@@ -51,19 +53,20 @@ PRIOR: Mapping[str, float] = MappingProxyType(
 #: The constants fitted on all published tables: ``python bench/model_vs_measured.py --fit``.
 FITTED: Mapping[str, float] = MappingProxyType(
     {
-        "base": 20.9,
-        "driven": 1.85,
-        "latency_nvlink": 1.10,
-        "latency_xgmi": 0.149,
-        "latency_pcie": 1.84,
+        "base": 22.2,
+        "replayed": 4.0,
+        "driven": 2.16,
+        "latency_nvlink": 0.896,
+        "latency_xgmi": 0.0960,
+        "latency_pcie": 1.57,
         "latency_network": 5.00,
-        "latency_tcp": 53.5,
-        "efficiency_nvlink": 1.06,
-        "efficiency_xgmi": 1.08,
-        "efficiency_pcie": 0.943,
-        "efficiency_network": 1.07,
+        "latency_tcp": 52.7,
+        "efficiency_nvlink": 1.03,
+        "efficiency_xgmi": 1.06,
+        "efficiency_pcie": 0.929,
+        "efficiency_network": 1.05,
         "efficiency_nvls": 0.85,
-        "pipeline": 2.48,
+        "pipeline": 2.55,
     }
 )
 _NVLS_FROM_SM = 90
@@ -84,12 +87,15 @@ class Way:
     steps: tuple[tuple[str, float], ...]
     bounds: tuple[tuple[str, float], ...]
 
-    def time_us(self, nbytes: np.ndarray, constants: Mapping[str, float]) -> np.ndarray:
-        """Time of messages of ``nbytes``, float64 of its shape."""
+    def time_us(
+        self, nbytes: np.ndarray, constants: Mapping[str, float], replayed: bool = False
+    ) -> np.ndarray:
+        """Time of messages of ``nbytes``, float64 of its shape; see ``predict_us``."""
         latency = sum(count * constants[f"latency_{kind}"] for kind, count in self.steps)
         speed = min(bound * constants[f"efficiency_{kind}"] for kind, bound in self.bounds)
         moving = np.asarray(nbytes, np.float64) / (speed * 1000)
-        return constants["base"] + latency + moving + constants["pipeline"] * np.sqrt(latency * moving)
+        once = constants["replayed" if replayed else "base"]
+        return once + latency + moving + constants["pipeline"] * np.sqrt(latency * moving)
 
 
 def ways(
@@ -142,7 +148,11 @@ def ways(
 
 
 def predict_us(
-    found: Sequence[Way], nbytes: np.ndarray, constants: Mapping[str, float], driven: int = 1
+    found: Sequence[Way],
+    nbytes: np.ndarray,
+    constants: Mapping[str, float],
+    driven: int = 1,
+    replayed: bool = False,
 ) -> np.ndarray:
     """The least time over the ways.
 
@@ -151,11 +161,12 @@ def predict_us(
         nbytes: Bytes of each message.
         constants: As ``PRIOR`` names them.
         driven: How many GPUs one process drives: it launches for one after the other.
+        replayed: Whether calls are replayed in a CUDA graph, as schedules are.
 
     Returns:
         Time in us, float64 of the shape of ``nbytes``.
     """
-    times = np.min([way.time_us(nbytes, constants) for way in found], axis=0)
+    times = np.min([way.time_us(nbytes, constants, replayed) for way in found], axis=0)
     return times + constants["driven"] * (driven - 1)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from flagcx.algorithms import Algorithm, entry
@@ -19,8 +19,9 @@ from flagcx.errors import ArgumentError, FlagcxError
 from flagcx.selection.measured import Told, look_for_table
 from flagcx.selection.mixes import mix_of
 from flagcx.selection.modelled import modelled_table
+from flagcx.selection.peer_model import NVLINK, Reach, reach_of
 from flagcx.selection.planned import Order, gpus_of, plan_order
-from flagcx.selection.selector import ROUNDS_ONCE, Choice, Possible, choose_on_device
+from flagcx.selection.selector import ROUNDS_ONCE, Choice, Possible, choose_named, choose_on_device
 from flagcx.selection.table import Candidate, Fit, Table, versions_here
 from flagcx.transport.device import DeviceIdentity
 
@@ -63,25 +64,29 @@ class Agreed:
         measured: Its measured times, or why there are none.
         modelled: Times of schedules by the model of its machine, or None where it says nothing.
         order: The ranks along the machine's links, or None where all are equally close.
+        reach: How the GPUs reach each other.
     """
 
     measured: Told
     modelled: Table | None = None
     order: Order | None = None
+    reach: Reach = NVLINK
 
     def to_bytes(self) -> bytes:
         """As text, to travel."""
         modelled = None if self.modelled is None else self.modelled.to_json()
-        return json.dumps([self.measured.to_bytes().decode(), modelled, self.order]).encode()
+        told = self.measured.to_bytes().decode()
+        return json.dumps([told, modelled, self.order, astuple(self.reach)]).encode()
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> Agreed:
         """Back from the text."""
-        measured, modelled, order = json.loads(raw)
+        measured, modelled, order, reach = json.loads(raw)
         return cls(
             Told.from_bytes(measured.encode()),
             None if modelled is None else Table.from_json(modelled),
             None if order is None else tuple(order),
+            Reach(*reach),
         )
 
 
@@ -113,24 +118,26 @@ def _look(
     fit = fit_on_device(transport)
     measured = look_for_table(config, fit, environ, "flagcx tune --gpu")
     one_host = len({identity.host for identity in transport.identities}) == 1
+    order, modelled, reach = None, None, reach_of(transport.identities)
     if not (config.topology_detection and transport.size > 1 and one_host):
-        return Agreed(measured)  # What rank 0 sees is its own host.
-    order, modelled = None, None
+        return Agreed(measured, reach=reach)  # What rank 0 sees is its own host.
     with contextlib.suppress(FlagcxError):  # a machine that cannot be read has no order and no model
         topology = detect()
         bus_ids = [identity.pci_bus_id for identity in transport.identities]
         order = plan_order(topology, bus_ids)
         gpus = gpus_of(topology, bus_ids)
-        if gpus is not None and not config.deterministic:
-            modelled = modelled_table(topology, gpus, order, fit)
-    return Agreed(measured, modelled, order)
+        if not config.deterministic:
+            reach = reach_of(transport.identities, topology)
+            if gpus is not None:
+                modelled = modelled_table(topology, gpus, order, fit)
+    return Agreed(measured, modelled, order, reach)
 
 
 class DeviceSelector:
     """Chooses for one communicator's arrays on GPUs.
 
     What was measured goes before all else. Then comes the rule, which knows of NCCL's own collectives and of
-    the transport's protocols; where it is left with a schedule, the model may know a better one.
+    the peers' memory; where it is left with a schedule, the model may know a better one.
 
     Args:
         agreed: What rank 0 found out.
@@ -138,11 +145,12 @@ class DeviceSelector:
 
     Attributes:
         note: Where the measured times come from, or why there are none.
+        reach: How the GPUs reach each other.
     """
 
     def __init__(self, agreed: Agreed, rule: Rule = choose_on_device) -> None:
         self.measured, self.note = agreed.measured.table, agreed.measured.note
-        self.modelled = agreed.modelled
+        self.modelled, self.reach = agreed.modelled, agreed.reach
         self._rule = rule
         self._made: dict[tuple, Choice] = {}
 
@@ -173,6 +181,26 @@ class DeviceSelector:
             return by_rule
         ranked = self.ranked(self.modelled, collective, nbytes, size, uneven, possible)
         return _choice(*ranked[0], nbytes, "by the model of this machine") if ranked else by_rule
+
+    def choose_named(
+        self, algorithm: str, collective: str, nbytes: int, size: int, uneven: bool, possible: Possible
+    ) -> Choice:
+        """Chooses how an algorithm that the caller names moves the data; see ``selector.choose_named``.
+
+        Args:
+            algorithm: Name of the algorithm.
+            collective: Name of the collective.
+            nbytes: Bytes of the message (of one block, where there is one a rank).
+            size: Number of ranks.
+            uneven: Whether the blocks differ in size.
+            possible: What can carry the call; the same on every rank.
+        """
+        choice = choose_named(algorithm, collective, nbytes, size, uneven, possible)
+        if not choice.protocol:
+            return choice
+        ranked = self.ranked(self.measured, collective, nbytes, size, uneven, possible)
+        own = [c for c, _ in ranked if c.algorithm == algorithm and c.protocol]
+        return replace(choice, protocol=own[0].protocol) if own else choice
 
     @staticmethod
     def ranked(

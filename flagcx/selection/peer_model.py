@@ -279,11 +279,22 @@ def reach_of(identities: Sequence[DeviceIdentity], topology: Topology | None = N
     gpus = gpus_of(topology, list(dict.fromkeys(identity.pci_bus_id for identity in identities)))
     if gpus is None:
         return Reach(False, sharing)
-    return Reach(False, sharing, *_bandwidths(topology, gpus))
+    return reach_over(topology, gpus, sharing)
 
 
-def _bandwidths(topology: Topology, gpus: Sequence[int]) -> tuple[float, float]:
-    """What each GPU sends if all send to all others, and what passes it on the planned rings; GB/s."""
+def reach_over(topology: Topology, gpus: Sequence[int], sharing: int = 1) -> Reach:
+    """How GPUs of a machine reach each other.
+
+    Args:
+        topology: The machine.
+        gpus: Indices of the GPUs, two or more.
+        sharing: Ranks that use one GPU, the most on any.
+
+    Example:
+        >>> from flagcx.topology import preset
+        >>> round(reach_over(preset("dgx-a100"), range(8)).push_gb_per_s)
+        240
+    """
     from flagcx.topology import make_plan
     from flagcx.topology.routes import Routes
     from flagcx.topology.traffic import measure
@@ -293,6 +304,6 @@ def _bandwidths(topology: Topology, gpus: Sequence[int]) -> tuple[float, float]:
         traffic = measure(topology, gpus, Routes(topology))
         plan = make_plan(topology, gpus)
     except TopologyError:
-        return H200_GB_PER_S, H200_GB_PER_S
+        return Reach(False, sharing)
     push = others / float((traffic.load.sum(axis=(0, 1)) / traffic.capacity).max())
-    return push, plan.rings_gb_per_s * 2 * others / len(gpus)
+    return Reach(False, sharing, push, plan.rings_gb_per_s * 2 * others / len(gpus))

@@ -17,6 +17,11 @@ _MOST_PIECES = 64
 _DEVICE_PIECE_NBYTES = 4 << 20
 _MOST_DEVICE_PIECES = 8
 _MOST_DIRECT = 16
+_WORDS = {
+    "": "NCCL's own",
+    "peer_packets": "one kernel pushes packets to all peers",
+    "peer_memory": "one kernel moves chunks through the peers' memory",
+}
 RING_NBYTES = 10_000_000
 """On GPUs longer messages go round a ring, where neither a measurement nor a model knows better."""
 ROUNDS_ONCE = (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT, Algorithm.DIRECT)
@@ -155,13 +160,6 @@ def choose_on_device(
     if collective in ("broadcast", "reduce") and size > _MOST_DIRECT:
         return Choice(Algorithm.BINOMIAL, 1, "many ranks: fewest steps")
     return Choice(Algorithm.DIRECT, 1, "one group")
-
-
-_WORDS = {
-    "": "NCCL's own",
-    "peer_packets": "one kernel pushes packets to all peers",
-    "peer_memory": "one kernel moves chunks through the peers' memory",
-}
 
 
 def _in_peer_memory(collective: str, nbytes: int, size: int, possible: Possible) -> Choice:

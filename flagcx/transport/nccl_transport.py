@@ -110,18 +110,23 @@ class NcclTransport:
         processors = self._cupy.cuda.Device(self.device).attributes["MultiProcessorCount"]
         set_default("NCCL_MAX_CTAS", str(max(1, processors // (2 * crowd))))
 
-    def protocols(self, collective: str, nbytes: int, dtype: DType, op: ReduceOp | None) -> frozenset[str]:
+    def protocols(
+        self, collective: str, algorithm: str, nbytes: int, dtype: DType, op: ReduceOp | None
+    ) -> frozenset[str]:
         """The ways besides NCCL in which a call's data may move, as ``Call.protocol`` names them.
 
         Ranks choose by the answer, so it must be the same on all of them.
 
         Args:
             collective: Name of the collective.
+            algorithm: Name of the algorithm.
             nbytes: Bytes of the message, or of one block where the collective has blocks.
             dtype: The element type.
             op: The operation, or None.
         """
-        return frozenset() if self.peers is None else self.peers.protocols(collective, nbytes, dtype, op)
+        if self.peers is None:
+            return frozenset()
+        return self.peers.protocols(collective, algorithm, nbytes, dtype, op)
 
     def surroundings(self) -> dict[str, dict[str, object]]:
         """What measured times depend on: ``machine`` (GPU, how many, ranks on each) and ``versions``."""

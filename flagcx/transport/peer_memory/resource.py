@@ -16,6 +16,7 @@ from flagcx.kernels.peer import (
     REDUCING,
     PeerArgs,
     PeerKernel,
+    PeerLayout,
     has_peer_kernel,
     may_be_bare,
 )
@@ -31,7 +32,7 @@ from flagcx.transport.peer_memory.segments import Segments
 PEER_MEMORY, PACKETS = "peer_memory", "peer_packets"
 PROTOCOLS = (PACKETS, PEER_MEMORY)
 _DIRECT = "direct"
-# What a rank may push to all peers together as packets, before chunks are faster.
+# What a rank may push in one hop to all peers together as packets; beyond, chunks are faster.
 _FLAGGED_NBYTES = 1 << 20
 _BARE_NBYTES = 16 << 20
 
@@ -92,34 +93,25 @@ class PeerMemory:
         self.rank, self.size = region.rank, region.size
         self._closed = False
 
-    def protocols(self, collective: str, nbytes: int, dtype: DType, op: ReduceOp | None) -> frozenset[str]:
-        """Which of ``PROTOCOLS`` can carry a call by a direct algorithm; the same on all ranks.
+    def protocols(
+        self, collective: str, algorithm: str, nbytes: int, dtype: DType, op: ReduceOp | None
+    ) -> frozenset[str]:
+        """Which of ``PROTOCOLS`` can carry a call; the same on all ranks.
 
         Args:
             collective: Name of the collective.
+            algorithm: Name of the algorithm.
             nbytes: Bytes of the message, or of a block where there is one a rank.
             dtype: The element type.
             op: The operation, or None.
         """
-        form = form_of(collective, "one_shot" if collective == "allreduce" else _DIRECT)
-        if form is None or nbytes == 0 or not has_peer_kernel(form, dtype, op):
-            return frozenset()
-        bare = may_be_bare(form, dtype)
-        pays = nbytes * (self.size - 1) <= (_BARE_NBYTES if bare else _FLAGGED_NBYTES)
-        count = max(nbytes // dtype.numpy.itemsize, 1)
-        small = pays and self._packet_grid(form, count, dtype, bare) is not None
-        return frozenset(PROTOCOLS if small else PROTOCOLS[1:])
+        return protocols_in(self._region.layout, collective, algorithm, nbytes, dtype, op)
 
     def carries(self, call: Call) -> bool:
         """Whether the call's protocol, algorithm, dtype and operation are such that this can carry it."""
         form = form_of(call.schedule.collective, call.schedule.algorithm)
         fits = form is not None and has_peer_kernel(form, call.dtype, call.op)
         return fits and call.protocol in PROTOCOLS and isinstance(call.counts, int)
-
-    def _packet_grid(self, form: str, count: int, dtype: DType, bare: bool, blocks: int = 0) -> Grid | None:
-        if form not in PACKET_FORMS:
-            return None
-        return packet_grid(form, count, dtype.numpy.itemsize, self._region.layout, bare, blocks)
 
     def compile(self, call: Call, blocks: int = 0, chunk: int = 0) -> PeerPlan:
         """Compiles a call that this ``carries``. What is no case for packets goes in chunks.
@@ -139,7 +131,7 @@ class PeerMemory:
         count, itemsize, layout = call.counts, call.dtype.numpy.itemsize, self._region.layout
         bare = may_be_bare(form, call.dtype)
         packets = call.protocol == PACKETS
-        grid = self._packet_grid(form, count, call.dtype, bare, blocks) if packets else None
+        grid = _packet_grid(form, count, call.dtype, layout, bare, blocks) if packets else None
         way = "chunks" if grid is None else "bare packets" if bare else "flagged packets"
         kernel = PeerKernel(
             form, grid is not None, call.dtype, _reduced(form, call.op), layout, bare and grid is not None
@@ -224,6 +216,36 @@ class PeerMemory:
             self._region.part()
         self.segments.close()
         self._region.close()
+
+
+def protocols_in(
+    layout: PeerLayout, collective: str, algorithm: str, nbytes: int, dtype: DType, op: ReduceOp | None
+) -> frozenset[str]:
+    """Which of ``PROTOCOLS`` can carry a call in memory that is laid out so; see ``PeerMemory.protocols``.
+
+    Example:
+        >>> from flagcx.dtypes import dtype_of
+        >>> layout = PeerLayout(4, 128, one_gpu=False)
+        >>> sorted(protocols_in(layout, "alltoall", "direct", 1 << 20, dtype_of("int8"), None))
+        ['peer_memory']
+    """
+    form = form_of(collective, algorithm)
+    if form is None or nbytes == 0 or not has_peer_kernel(form, dtype, op):
+        return frozenset()
+    bare = may_be_bare(form, dtype)
+    hops, messages = (2, 2 / layout.ranks) if form == "two_shot" else (1, 1)
+    pays = messages * (layout.ranks - 1) * nbytes <= (_BARE_NBYTES if bare else _FLAGGED_NBYTES) * hops
+    count = max(nbytes // dtype.numpy.itemsize, 1)
+    small = pays and _packet_grid(form, count, dtype, layout, bare) is not None
+    return frozenset(PROTOCOLS if small else PROTOCOLS[1:])
+
+
+def _packet_grid(
+    form: str, count: int, dtype: DType, layout: PeerLayout, bare: bool, blocks: int = 0
+) -> Grid | None:
+    if form not in PACKET_FORMS:
+        return None
+    return packet_grid(form, count, dtype.numpy.itemsize, layout, bare, blocks)
 
 
 def form_of(collective: str, algorithm: str) -> str | None:

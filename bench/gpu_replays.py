@@ -17,7 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ class Subject:
         call: (array) -> a function that adds it up in place, or out of place with its result returned.
         largest: Messages above so many bytes are left out.
         torch: Whether it must be captured by torch.
+        comm: The communicator that says what it ran, where it is one of ours.
     """
 
     name: str
@@ -51,10 +52,14 @@ class Subject:
     call: Callable[[Any], Callable[[], Any]]
     largest: int = 1 << 40
     torch: bool = False
+    comm: Any = None
 
 
-def ours(comm: Any, cupy: Any, dtype: Any) -> Iterator[Subject]:
-    """flagcx: what it chooses, on plain arrays and on ``comm.empty``, and each algorithm by name."""
+def ours(comm: Any, without_peers: Any, cupy: Any, dtype: Any) -> Iterator[Subject]:
+    """flagcx: what it chooses, on plain arrays and on ``comm.empty``, and each algorithm by name.
+
+    Those that may go through the peers' memory are measured as sends and receives through NCCL, too.
+    """
 
     def plain(nbytes: int) -> Any:
         return cupy.empty(nbytes // dtype.itemsize, dtype)
@@ -62,13 +67,24 @@ def ours(comm: Any, cupy: Any, dtype: Any) -> Iterator[Subject]:
     def reached(nbytes: int) -> Any:
         return comm.empty(nbytes // dtype.itemsize, dtype, device="gpu")
 
-    yield Subject("flagcx", plain, lambda x: lambda: comm.allreduce(x))
-    yield Subject("flagcx comm.empty", reached, lambda x: lambda: comm.allreduce(x))
-    for name in OURS:
+    yield Subject("flagcx", plain, lambda x: lambda: comm.allreduce(x), comm=comm)
+    yield Subject("flagcx comm.empty", reached, lambda x: lambda: comm.allreduce(x), comm=comm)
+    named = [(name, comm, "") for name in OURS]
+    named += [(name, without_peers, " over NCCL") for name in ("one_shot", "two_shot")]
+    for name, by, words in named:
         largest = (1 << 30) // comm.size if name == "one_shot" else 1 << 40
-        yield Subject(
-            f"flagcx {name}", plain, lambda x, n=name: lambda: comm.allreduce(x, algorithm=n), largest
-        )
+
+        def call(x: Any, name: str = name, by: Any = by) -> Callable[[], Any]:
+            return lambda: by.allreduce(x, algorithm=name)
+
+        yield Subject(f"flagcx {name}{words}", plain, call, largest, comm=by)
+
+
+def apart(comm: Any) -> Any:
+    """The same ranks in a communicator that sends and receives through NCCL alone."""
+    child = comm.split(0)
+    child.config = replace(comm.config, peer_memory=False)
+    return child
 
 
 def nccl_itself(comm: Any, cupy: Any, dtype: Any, stream: Any) -> Iterator[Subject]:
@@ -156,6 +172,7 @@ class Clock:
         call = subject.call(x)
         bits[...] = source
         result = call()
+        ran = {} if subject.comm is None else _ran(subject.comm)
         got = bits if result is None or result is x else self._bits_of(result, subject, bits.dtype)
         wrong = int(self.cupy.count_nonzero(got != want))
         del want, got, result
@@ -165,7 +182,7 @@ class Clock:
         slowest = max(self.comm.allgather_object((statistics.median(replays), min(replays), max(replays))))
         ms = max(self.comm.allgather_object(statistics.median(plain)))
         return {
-            "library": subject.name, "ranks": self.comm.size, "nbytes": nbytes, "dtype": dtype.name,
+            "library": subject.name, **ran, "ranks": self.comm.size, "nbytes": nbytes, "dtype": dtype.name,
             "replay_us": round(slowest[0], 2), "replay_spread_us": [round(t, 2) for t in slowest[1:]],
             "plain_us": round(ms, 2), "wrong": max(self.comm.allgather_object(wrong)),
             "busbw_gb_per_s": round(nbytes / slowest[0] / 1e3 * 2 * (self.comm.size - 1) / self.comm.size, 2),
@@ -224,6 +241,12 @@ class Clock:
         return times
 
 
+def _ran(comm: Any) -> dict[str, str]:
+    """What the last call of a communicator was carried out by."""
+    operation = comm.profiler.records()[-1].operation
+    return {"algorithm": operation.algorithm, "protocol": operation.protocol}
+
+
 def _data(cupy: Any, count: int, dtype: Any, comm: Any, rank: int | None) -> Any:
     """The bits of a rank's data, or of the sum of all ranks' for None: whole numbers, exact in bfloat16."""
     value = cupy.arange(count, dtype=cupy.int32) % 13
@@ -244,10 +267,10 @@ def measure(sizes: list[int], dtypes: list[str], only: list[str], ports: tuple[i
     stream = cupy.cuda.Stream(non_blocking=True)
     rows: list[dict] = []
     with stream, _torch_on(stream, comm, ports[0], only):
-        clock = Clock(comm, cupy, stream)
+        clock, without_peers = Clock(comm, cupy, stream), apart(comm)
         peers = list(cupys(comm, cupy, ports[1])) if not only or "cupyx.distributed" in only else []
         for dtype in (dtype_of(name).numpy for name in dtypes):
-            subjects = [*ours(comm, cupy, dtype), *nccl_itself(comm, cupy, dtype, stream)]
+            subjects = [*ours(comm, without_peers, cupy, dtype), *nccl_itself(comm, cupy, dtype, stream)]
             subjects += peers if dtype.itemsize == 4 else []
             with contextlib.suppress(ImportError):
                 subjects += torchs(comm, dtype)

@@ -4,8 +4,8 @@
 
 NCCL's own, against published tables and graph replays on H200: for each machine, the constants of
 ``flagcx.selection.native`` are fitted on all others, and its own times are predicted from its topology alone.
-The fit minimises the mean absolute error of log time, drawn towards ``PRIOR`` where no other machine has links
-of a kind. It uses no clock and no chance.
+The fit minimises the mean absolute error of log time, drawn towards ``PRIOR`` where no other machine has
+links of a kind. It uses no clock and no chance.
 
 Schedules, against graph replays on H200 (``bench/results/gpu_replays_*_h200.jsonl``): what the model predicts
 of each, with the constants as they are. These were chosen by the file of four GPUs; that of two GPUs is of an

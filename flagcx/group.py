@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,27 @@ class Pending:
     item: Any = None
 
 
+class _Like:
+    """What the last array was, if others like it may be added without a closer look.
+
+    Attributes:
+        kind: Its class; None if no array may be added so.
+        dtype: Its dtype.
+        op: The operation, as its caller named it.
+        fits: Tells whether another array of its class and dtype can be taken as it is.
+        append: Adds one.
+    """
+
+    __slots__ = ("append", "dtype", "fits", "kind", "op")
+
+    def __init__(self) -> None:
+        self.kind: Any = None
+
+    def set(self, x: Any, op: Any, fits: Callable[[Any], bool], append: Callable[[Any], object]) -> None:
+        self.kind, self.dtype, self.op = x.__class__, x.dtype, op
+        self.fits, self.append = fits, append
+
+
 class Group:
     """The calls of a ``with comm.group():`` block, in order.
 
@@ -49,17 +71,45 @@ class Group:
         self._fusion_of = fusion_of
         self._entries: list[Pending | Reductions] = []
         self._open: Reductions | None = None
+        self._like = _Like()
         self.add_quickly: Callable[[Any, Any], bool] = _adds_nothing
 
     def append(self, call: Pending | Reductions) -> None:
         """Adds any call. It runs behind all that were added before."""
+        self.close()
         self._entries.append(call)
-        self._open, self.add_quickly = None, _adds_nothing
+
+    def close(self) -> None:
+        """Adds no further all-reduce to the last ones. Idempotent."""
+        self._open, self.add_quickly, self._like.kind = None, _adds_nothing, None
+
+    def shortcut(self, allreduce: Callable[..., Any]) -> Callable[..., Any]:
+        """An ``allreduce`` that takes a third less time to add an array like the last one.
+
+        Args:
+            allreduce: Makes every other call.
+        """
+        like = self._like
+
+        @wraps(allreduce)
+        def add(x: Any, op: Any = "sum", **options: Any) -> Any:
+            if (
+                x.__class__ is like.kind
+                and x.dtype is like.dtype
+                and op is like.op
+                and not options
+                and like.fits(x)
+            ):
+                like.append(x)
+                return x
+            return allreduce(x, op, **options)
+
+        return add
 
     def reductions(self) -> Reductions:
         """The all-reduces at the end of what was added so far, for one more."""
         if self._open is None:
-            self._open = Reductions(self._fusion_of)
+            self._open = Reductions(self._fusion_of, self._like)
             self._entries.append(self._open)
             self.add_quickly = self._open.add_quickly
         return self._open
@@ -126,19 +176,17 @@ class Reductions:
 
     Args:
         fusion_of: Gives the ``Fusion`` of an engine.
+        like: Where it is said what the last array was.
     """
 
-    def __init__(self, fusion_of: Callable[[Engine], Fusion]) -> None:
+    def __init__(self, fusion_of: Callable[[Engine], Fusion], like: _Like | None = None) -> None:
         self._fusion_of = fusion_of
+        self._like = _Like() if like is None else like
         self._kinds: dict[tuple, _Kind] = {}
         self._quick: dict[tuple, _Kind] = {}
         self._given: list[Any] = []
         self._runs: list[tuple[_Kind, int]] = []  # where another kind begins
         self._names: list[tuple[Any, str | None, int]] = []  # where another operation or algorithm is named
-        self._class: Any = None  # what the last array was, if another like it may be added quickly
-        self._dtype: Any = None
-        self._op: Any = None
-        self._fits: Callable[[Any], bool] = _fits_not
 
     def add(
         self, engine: Engine, given: Any, result: Any, dtype: DType, op: ReduceOp, named: Any, algorithm: Any
@@ -163,7 +211,7 @@ class Reductions:
         if not in_place:
             kind.results.append(result)
         self._note(kind, named)
-        self._class = None
+        self._like.kind = None
         self._given.append(given)
 
     def _note(self, kind: _Kind, named: Any) -> None:
@@ -184,12 +232,13 @@ class Reductions:
         """
         kind = self._quick[x.__class__, x.dtype, op] = self._runs[-1][0]
         kind.fits = fits
-        self._class, self._dtype, self._op, self._fits = x.__class__, x.dtype, op, fits
+        self._like.set(x, op, fits, self._given.append)
 
     def add_quickly(self, x: Any, op: Any) -> bool:
         """Adds an all-reduce in place like one that was added before; returns whether it could."""
-        if x.__class__ is self._class and x.dtype is self._dtype and op is self._op and self._fits(x):
-            self._given.append(x)
+        like = self._like
+        if x.__class__ is like.kind and x.dtype is like.dtype and op is like.op and like.fits(x):
+            like.append(x)
             return True
         try:
             kind = self._quick.get((x.__class__, x.dtype, op))
@@ -198,7 +247,7 @@ class Reductions:
         if kind is None or not kind.fits(x):
             return False
         self._note(kind, op)
-        self._class, self._dtype, self._op, self._fits = x.__class__, x.dtype, op, kind.fits
+        self._like.set(x, op, kind.fits, self._given.append)
         self._given.append(x)
         return True
 

@@ -156,17 +156,24 @@ class Communicator(Transfers):
         """
         if self._group is not None:
             raise ArgumentError("comm.group() is open already; groups cannot be nested")
-        self._group = Group(self._fusion_of)
+        self._group = group = Group(self._fusion_of)
+        self.allreduce = group.shortcut(self.allreduce)  # type: ignore[method-assign]
         for engine in self._engines():
             engine.hold()
         try:
             yield
-            calls, self._group = self._group, None
-            calls.run()
+            self._end_group()
+            group.run()
         finally:
-            self._group = None
+            self._end_group()
             for engine in self._engines():
                 engine.resume()
+
+    def _end_group(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+            del self.allreduce  # the shortcut
 
     def _engines(self) -> list[Engine]:
         return [engine for engine in (self._engine, self._device) if engine is not None]

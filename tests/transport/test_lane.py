@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -137,3 +139,14 @@ def test_waiting_ends_with_the_event_the_time_or_the_failure(lane):
         lane.wait(event, 10.0)
     lane.failure, event.done = None, True
     lane.wait(event, 10.0)
+
+
+def test_a_closed_lane_keeps_no_stream_alive(fake, lane):
+    operation(lane)
+    stream = weakref.ref(fake.streams.pop(100))
+    lane.keep(stream(), "an array")
+    fake.stream = fake.streams[0]
+    assert stream() is not None
+    lane.close()
+    gc.collect()
+    assert stream() is None

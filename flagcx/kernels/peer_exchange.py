@@ -17,9 +17,10 @@ data before has arrived.
 
 All numbers go on over all launches and live in the GPU's memory, so a launch can be replayed from a graph.
 
-Where the arrays of all ranks lie in memory that the peers see, two-shot has no need of boxes: after a
-greeting, in which the ranks tell each other where the arrays are, each rank reads its part of everybody's
-and writes the result to everybody's.
+Where the arrays of all ranks lie in memory that the peers see, two-shot has less need of boxes: after a
+greeting, in which the ranks tell each other where the arrays are, each rank writes its part of the result to
+everybody's array, and there is no third stage. On one GPU it reads its part of everybody's array too, and
+there are no chunks; between GPUs pushing through inboxes is faster than reading.
 """
 
 from __future__ import annotations
@@ -162,8 +163,12 @@ template <int U, class Sources> FLAGCX_DEVICE void sum_packs(const Args& a, Sour
   for (int u = 0; u < U; u++) made[u] = narrow_pack(sum[u], a);
 }
 
+// The rank's own part of peer p's result, if ``direct`` says where that is.
+FLAGCX_DEVICE Run part_of(const Args& a, const u64* direct, int p) { return part_run(a, direct[p], a.rank); }
+
 // Stage 2 where it combines.
-template <int U> FLAGCX_DEVICE void combine_packs(const Args& a, u32 number, i64 first, int i) {
+template <int U>
+FLAGCX_DEVICE void combine_packs(const Args& a, u32 number, i64 first, int i, const u64* direct) {
   const uint4* const own = (const uint4*)departure(a, a.rank).at + first + i;
   const uint4* const boxes = box_of(a, a.rank, AT_INBOX, number, 0) + i;
   uint4 made[U];
@@ -174,13 +179,14 @@ template <int U> FLAGCX_DEVICE void combine_packs(const Args& a, u32 number, i64
 #if FORM == TWO_SHOT
 #pragma unroll
   for (int k = 1; k < RECIPIENTS; k++) {
-    uint4* const out = outbox_for(a, other(a, k), number) + i;
+    const int p = other(a, k);
+    uint4* const out = direct ? (uint4*)part_of(a, direct, p).at + first + i : outbox_for(a, p, number) + i;
 #pragma unroll
     for (int u = 0; u < U; u++) store_pack(out + u * WORK, made[u]);
   }
 #endif
 }
-FLAGCX_DEVICE void sum_loose(const Args& a, int t, u32 number, i64 first, int length) {
+FLAGCX_DEVICE void sum_loose(const Args& a, int t, u32 number, i64 first, int length, const u64* direct) {
   const Run own = departure(a, a.rank), to = arrival(a, a.rank);
   for (int i = t; i < length; i += WORK) {
     A sum[N];
@@ -193,25 +199,30 @@ FLAGCX_DEVICE void sum_loose(const Args& a, int t, u32 number, i64 first, int le
     const uint4 made = narrow_pack(sum, a);
     store_loose(to, first + i, made);
 #if FORM == TWO_SHOT
-    for (int k = 1; k < RECIPIENTS; k++) store_pack(outbox_for(a, other(a, k), number) + i, made);
+    for (int k = 1; k < RECIPIENTS; k++) {
+      const int p = other(a, k);
+      if (direct) store_loose(part_of(a, direct, p), first + i, made);
+      else store_pack(outbox_for(a, p, number) + i, made);
+    }
 #endif
   }
 }
-FLAGCX_DEVICE void combine_chunk(const Args& a, int t, u32 number, i64 first, int length) {
+FLAGCX_DEVICE void combine_chunk(
+    const Args& a, int t, u32 number, i64 first, int length, const u64* direct) {
   const bool fast = whole(departure(a, a.rank), first + length) && whole(arrival(a, a.rank), first + length);
   if (!fast) {
-    sum_loose(a, t, number, first, length);
+    sum_loose(a, t, number, first, length, direct);
     return;
   }
   int i = t;
   if (SUM_UNROLL > 1)
     for (; i + (SUM_UNROLL - 1) * WORK < length; i += SUM_UNROLL * WORK)
-      combine_packs<SUM_UNROLL>(a, number, first, i);
-  for (; i < length; i += WORK) combine_packs<1>(a, number, first, i);
+      combine_packs<SUM_UNROLL>(a, number, first, i, direct);
+  for (; i < length; i += WORK) combine_packs<1>(a, number, first, i, direct);
 }
 #elif FORM == BROADCAST
 // The root's part goes out from its array, everybody else's from the inbox; the root has all already.
-FLAGCX_DEVICE void combine_chunk(const Args& a, int t, u32 number, i64 first, int length) {
+FLAGCX_DEVICE void combine_chunk(const Args& a, int t, u32 number, i64 first, int length, const u64*) {
   const Run run = arrival(a, a.rank);
   const uint4* const inbox = box_of(a, a.rank, AT_INBOX, number, a.root);
   const bool fast = whole(run, first + length), root = a.rank == a.root;
@@ -231,7 +242,7 @@ FLAGCX_DEVICE void combine_chunk(const Args& a, int t, u32 number, i64 first, in
   }
 }
 #else
-FLAGCX_DEVICE void combine_chunk(const Args& a, int t, u32 number, i64 first, int length) {
+FLAGCX_DEVICE void combine_chunk(const Args& a, int t, u32 number, i64 first, int length, const u64*) {
   const Run from = departure(a, a.rank), to = arrival(a, a.rank);
   unpack(a, t, AT_INBOX, number, first, length);
   if (from.at == to.at) return;
@@ -278,16 +289,18 @@ FLAGCX_DEVICE void send_flags(const Args& a, Progress* progress, u32 base, int l
 FLAGCX_DEVICE int length_of(const Args& a, i64 first) {
   return a.part - first < (i64)a.chunk ? (int)(a.part - first) : (int)a.chunk;
 }
-FLAGCX_DEVICE void work(const Args& a, Progress* progress, u32 base, int t) {
+// ``direct``: where the peers' results are, if the second stage is to write there; else 0.
+FLAGCX_DEVICE void work(const Args& a, Progress* progress, u32 base, int t, const u64* direct) {
+  const bool collects = COLLECTS && !direct;
   const int lane = t % WARP;
   const i64 stride = (i64)grid_size() * a.chunk;
   bool well = true;
-  for (u32 i = 0; i < a.steps + LAG + COLLECTS * LAG; i++) {
+  for (u32 i = 0; i < a.steps + LAG + collects * LAG; i++) {
     i64 first = i * stride + (i64)block_index() * a.chunk;
     if (i < a.steps) {
       // All slots are empty, or this one is. Where there is a third stage, it has seen to that.
       if (i == 0) well = peek_all(a, AT_SECOND, base, lane) || await_all(a, AT_SECOND, base, lane);
-      else if (i >= SLOTS && !COLLECTS) well = well && await_all(a, AT_SECOND, base + i + 1 - SLOTS, lane);
+      else if (i >= SLOTS && !collects) well = well && await_all(a, AT_SECOND, base + i + 1 - SLOTS, lane);
       if (well && first < a.part) push(a, t, base + i, first, length_of(a, first));
       arrive(progress, 0, i + 1, well, t);
     }
@@ -295,12 +308,12 @@ FLAGCX_DEVICE void work(const Args& a, Progress* progress, u32 base, int t) {
     if (i >= LAG && i < a.steps + LAG) {
       const u32 number = base + i - LAG;
       well = well && await_all(a, AT_FIRST, number + 1, lane);
-      if (well && first < a.part) combine_chunk(a, t, number, first, length_of(a, first));
+      if (well && first < a.part) combine_chunk(a, t, number, first, length_of(a, first), direct);
       arrive(progress, 1, i + 1 - LAG, well, t);
     }
 #if COLLECTS
     first -= LAG * stride;
-    if (i >= 2 * LAG) {
+    if (collects && i >= 2 * LAG) {
       const u32 number = base + i - 2 * LAG;
       well = well && await_all(a, AT_SECOND, number + 1, lane);
       const bool has_all = FORM == BROADCAST && a.rank == a.root;
@@ -308,10 +321,11 @@ FLAGCX_DEVICE void work(const Args& a, Progress* progress, u32 base, int t) {
     }
 #endif
   }
+  if (direct && well) await_all(a, AT_SECOND, base + a.steps, lane);
 }
 
 #if FORM == TWO_SHOT
-// Tells all peers where the own arrays are and hears where theirs are. True if all can be used in place.
+// Tells all peers where the own arrays are and hears where theirs are. True if all can be used.
 FLAGCX_DEVICE bool greet(const Args& a, u32 flag, int lane, u64* given, u64* result) {
   bool in_place = true;
   for (int q = lane; q < RANKS; q += WARP) {
@@ -332,15 +346,18 @@ FLAGCX_DEVICE bool greet(const Args& a, u32 flag, int lane, u64* given, u64* res
       }
     }
     const u64* const segments = (const u64*)a.segments;
-    in_place = in_place && names[0] != 0 && names[1] != 0;
+    const u64 mask = ((u64)1 << OFFSET_BITS) - 1;
+    in_place = in_place && names[1] != 0 && (PULLS ? names[0] != 0 : (names[1] & 15) == 0);
     if (in_place) {
-      const u64 mask = ((u64)1 << OFFSET_BITS) - 1;
+#if PULLS
       given[q] = segments[((names[0] >> OFFSET_BITS) - 1) * RANKS + q] + (names[0] & mask);
+#endif
       result[q] = segments[((names[1] >> OFFSET_BITS) - 1) * RANKS + q] + (names[1] & mask);
     }
   }
   return all_of_warp(in_place);
 }
+#if PULLS
 // Packs of the own part of everybody's arrays, in place.
 template <int U>
 FLAGCX_DEVICE void reduce_packs(const Args& a, const u64* given, const u64* result, i64 begin, i64 i) {
@@ -377,6 +394,7 @@ FLAGCX_DEVICE void reduce_in_place(const Args& a, int t, const u64* given, const
   }
 }
 #endif
+#endif
 
 FLAGCX_KERNEL(WORK + WARP, RESIDENT) flagcx_exchange(FLAGCX_PARAMETER Args a) {
   FLAGCX_SHARED(Progress, progress, 1);
@@ -397,7 +415,8 @@ FLAGCX_KERNEL(WORK + WARP, RESIDENT) flagcx_exchange(FLAGCX_PARAMETER Args a) {
 #endif
   join_block();
   if (dead) return;
-#if FORM == TWO_SHOT
+  const u64* direct = 0;
+#if FORM == TWO_SHOT && PULLS
   if (in_place[0]) {
     steps = 0;
     if (t < WORK) reduce_in_place(a, t, given, result);
@@ -408,9 +427,11 @@ FLAGCX_KERNEL(WORK + WARP, RESIDENT) flagcx_exchange(FLAGCX_PARAMETER Args a) {
       await_all(a, AT_END, call, lane);
     }
   }
+#elif FORM == TWO_SHOT
+  if (in_place[0]) direct = result;
 #endif
   if (steps) {
-    if (t < WORK) work(a, progress, base, t);
+    if (t < WORK) work(a, progress, base, t, direct);
     else send_flags(a, progress, base, lane);
   }
   join_block();

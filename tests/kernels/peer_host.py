@@ -273,6 +273,7 @@ class Host:
 
     def run(self, calls: list[Made], seed: int = 0, limit: int = 1 << 24) -> bool:
         """Lets all ranks make all calls, one behind the other. Returns whether they came to an end."""
+        self._table = np.array([[m.ctypes.data for m in s] for s in self.segments] or [0], np.uint64)
         jobs = (_Job * (self.ranks * len(calls)))()
         kept = []
         for c, call in enumerate(calls):
@@ -296,7 +297,6 @@ class Host:
         args = PeerArgs()
         for q, memory in enumerate(self.memory):
             args.peer[q] = memory.ctypes.data
-        self._table = np.array([[m.ctypes.data for m in s] for s in self.segments] or [0], np.uint64)
         args.given, args.result = _at(call.given[rank]), _at(call.result[rank])
         if call.names is not None:
             args.given_name, args.result_name = call.names[rank]

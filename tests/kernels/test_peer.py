@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -61,9 +62,9 @@ class Wanted:
         self.calls.append(Made(form, packets, given, result, count, grid, chunk, reduction, root, bare=bare))
         self.want.append(want)
 
-    def add_seen(self, segment: int, plain: bool) -> None:
+    def add_seen(self, segment: int, plain: bool, most: int = 400) -> None:
         """An all-reduce of arrays that lie in a segment, but for one rank's if ``plain``."""
-        count = int(self.random.integers(1, 400))
+        count = int(self.random.integers(1, most))
         data = [self._numbers(count, "float32", q) for q in range(self.size)]
         where, names = [], []
         for q in range(self.size):
@@ -209,9 +210,10 @@ def test_bare_packets_carry_every_number(directory, name):
 
 
 @needs_compiler
+@pytest.mark.parametrize("one_gpu", [True, False], ids=["together", "apart"])
 @pytest.mark.parametrize("size", [2, 3, 8])
-def test_arrays_that_peers_see_are_used_in_place(directory, size):
-    host = Host(directory, size)
+def test_arrays_that_peers_see_are_used_in_place(directory, size, one_gpu):
+    host = Host(directory, size, one_gpu)
     segments = [host.segment(4096) for _ in range(8)]
     wanted = Wanted(host, 3)
     for i, segment in enumerate(segments):
@@ -259,18 +261,13 @@ MUTANTS = {
     "a bare packet is looked at before it is whole": ("&& x.z != ~0u && x.w != ~0u", ""),
     "what was read is not cleared": ("uint4{~0u, ~0u, ~0u, ~0u}", "uint4{0u, 0u, 0u, 0u}"),
     "both hops use the same slots": ("+ SECOND + j, made", "+ j, made"),
-    "the second hop is not awaited": (
-        "if (!take_packets(a, flag, j, first, v)) return false;\n#pragma unroll\n    for (int g = 0; g < GROUP; g++)\n      if (first + g < RANKS && first + g != a.rank) store_run",
-        "#pragma unroll\n    for (int g = 0; g < GROUP; g++)\n      if (first + g < RANKS && first + g != a.rank) store_run",
-    ),
+    "the second hop is looked for in the first": ("SECOND + l, first", "l, first"),
     "the order of ranks is turned": ("const int rank = a.rank + k;", "const int rank = a.rank + RANKS - k;"),
 }
 
 
-@needs_compiler
-@pytest.mark.parametrize("name", MUTANTS)
-def test_a_faulty_kernel_is_noticed(tmp_path, monkeypatch, name):
-    before, after = MUTANTS[name]
+def mutate(monkeypatch, before: str, after: str) -> list[bool]:
+    """Changes the kernels' source; whether each source had what is changed."""
     source = PeerKernel.source
     changed = []
 
@@ -280,6 +277,42 @@ def test_a_faulty_kernel_is_noticed(tmp_path, monkeypatch, name):
         return text.replace(before, after)
 
     monkeypatch.setattr(PeerKernel, "source", mutated)
+    return changed
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("if (direct && well) await_all(a, AT_SECOND, base + a.steps, lane);", ""),
+        ("else if (i >= SLOTS && !collects) well", "else if (false) well"),
+    ],
+    ids=["results are not awaited", "boxes are used again too soon"],
+)
+def test_a_faulty_kernel_that_writes_to_peers_arrays_is_noticed(tmp_path, monkeypatch, before, after):
+    changed = mutate(monkeypatch, before, after)
+    host = Host(tmp_path, 3, one_gpu=False)
+    host.limit_ns = 40_000
+    noticed = False
+    for seed in range(12):
+        wanted = Wanted(host, seed)
+        for _ in range(3):
+            wanted.add_seen(host.segment(16384), plain=False, most=3000)
+            first = wanted.calls[-1]  # a second call, in packets, adds up what the first has left there
+            grid, chunk = wanted._grid("one_shot", True, first.count, 4)
+            wanted.calls.append(
+                replace(first, form="one_shot", packets=True, grid=grid, chunk=chunk, names=None)
+            )
+            twice = [host.ranks * total for total in wanted.want.pop()]
+            wanted.want += [twice, twice]
+        noticed = noticed or bool(wanted.faults(seed)) or any(w.any() for w in host.words)
+    assert any(changed) and noticed
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_faulty_kernel_is_noticed(tmp_path, monkeypatch, name):
+    changed = mutate(monkeypatch, *MUTANTS[name])
     host = Host(tmp_path, 3)
     host.limit_ns = 40_000
     noticed = False

@@ -37,6 +37,7 @@ class PeerPlan:
         nbytes: Bytes of the arrays.
 
     Attributes:
+        call: See above.
         way: See above.
         grid: See above.
         args: See above.
@@ -55,6 +56,7 @@ class PeerPlan:
         "_threads",
         "_what",
         "args",
+        "call",
         "grid",
         "way",
     )
@@ -72,7 +74,7 @@ class PeerPlan:
         nbytes: int,
     ) -> None:
         self._what, self._lane, self._names = Description(call), lane, names
-        self.way, self.grid = way, grid
+        self.call, self.way, self.grid = call, way, grid
         self._launch, self.args, self._nbytes = launch, args, nbytes
         self._function, self._blocks, self._threads = function, grid.blocks, grid.threads
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(args))

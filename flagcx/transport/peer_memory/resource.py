@@ -24,7 +24,7 @@ from flagcx.kernels.source import base_name
 from flagcx.transport.base import Call
 from flagcx.transport.device import DeviceIdentity
 from flagcx.transport.lane import Lane
-from flagcx.transport.peer_memory.grids import Grid, chunk_grid, packet_grid
+from flagcx.transport.peer_memory.grids import Grid, blocks_beside, chunk_grid, packet_grid
 from flagcx.transport.peer_memory.plans import PeerPlan
 from flagcx.transport.peer_memory.region import PeerRegion, Unavailable
 from flagcx.transport.peer_memory.segments import Segments
@@ -113,6 +113,11 @@ class PeerMemory:
         fits = form is not None and has_peer_kernel(form, call.dtype, call.op)
         return fits and call.protocol in PROTOCOLS and isinstance(call.counts, int)
 
+    def beside(self, plan: PeerPlan) -> PeerPlan:
+        """A plan of the same call that leaves most of the GPU to a computation at the same time."""
+        most = blocks_beside(self._region.layout)
+        return self.compile(plan.call, most) if plan.grid.blocks > most else plan
+
     def compile(self, call: Call, blocks: int = 0, chunk: int = 0) -> PeerPlan:
         """Compiles a call that this ``carries``. What is no case for packets goes in chunks.
 
@@ -137,21 +142,10 @@ class PeerMemory:
             form, grid is not None, call.dtype, _reduced(form, call.op), layout, bare and grid is not None
         )
         grid = grid or chunk_grid(form, count, itemsize, layout, blocks, chunk)
-        # Between GPUs pushing is faster than reading, so boxes are better there than the arrays themselves.
-        in_place = form == "two_shot" and way == "chunks" and layout.one_gpu
+        named = count * itemsize if form == "two_shot" and way == "chunks" else 0
         function = self._function(kernel) if grid.blocks else None
         args = self._args(call, grid)
-        return PeerPlan(
-            call,
-            way,
-            self._launch,
-            function,
-            grid,
-            args,
-            self._lane,
-            self,
-            count * itemsize if in_place else 0,
-        )
+        return PeerPlan(call, way, self._launch, function, grid, args, self._lane, self, named)
 
     def _args(self, call: Call, grid: Grid) -> PeerArgs:
         args = PeerArgs()

@@ -1,4 +1,4 @@
-"""1,000 arrays of 1 to 64 KiB: one call for each, beside one list and one group.
+"""1,000 arrays of 1 to 64 KiB: one call for each, beside one list, a list of new arrays each time, one group.
 
     flagcx run -n 2 bench/fusion.py
     flagcx run -n 4 bench/fusion.py --out results.jsonl
@@ -10,6 +10,8 @@ The kinds take turns, so that a drift of the machine hits all alike. Every resul
 from __future__ import annotations
 
 import json
+import os
+import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +24,7 @@ import typer
 import flagcx as fc
 
 SMALLEST, LARGEST = 1 << 10, 64 << 10
-KINDS = ("one by one", "list", "group")
+KINDS = ("one by one", "list", "new arrays", "group")
 
 
 def sizes(count: int, spread: str) -> Iterator[int]:
@@ -51,6 +53,15 @@ class Trial:
         self.comm, self.xp = comm, xp
         self.arrays = [xp.zeros(n, xp.float32) for n in sizes(count, spread)]
         self.nbytes = sum(a.nbytes for a in self.arrays)
+        self.newer: list[Any] = []
+
+    def of(self, kind: str) -> list[Any]:
+        """The arrays that a kind of call reduces; new ones where it says so."""
+        if kind != "new arrays":
+            return self.arrays
+        self.newer = []
+        self.newer = [self.xp.zeros(a.shape, a.dtype) for a in self.arrays]
+        return self.newer
 
     def one_by_one(self) -> None:
         for array in self.arrays:
@@ -58,6 +69,9 @@ class Trial:
 
     def list(self) -> None:
         self.comm.allreduce(self.arrays)
+
+    def new_arrays(self) -> None:
+        self.comm.allreduce(self.newer)
 
     def group(self) -> None:
         with self.comm.group():
@@ -77,15 +91,15 @@ class Trial:
         self.synchronize()
         return max(self.comm.allgather_object(time.perf_counter() - start)) * 1e3
 
-    def wrong(self, call: Callable[[], None]) -> int:
-        """How many elements are wrong after one call on fresh data; leaves zeros behind."""
+    def wrong(self, call: Callable[[], None], arrays: list[Any]) -> int:
+        """How many elements are wrong after one call on fresh data in these arrays; leaves zeros behind."""
         xp, size = self.xp, self.comm.size
-        ramps = [xp.arange(a.size, dtype=xp.float32) % 1000 + i % 97 for i, a in enumerate(self.arrays)]
-        for array, ramp in zip(self.arrays, ramps, strict=True):
+        ramps = [xp.arange(a.size, dtype=xp.float32) % 1000 + i % 97 for i, a in enumerate(arrays)]
+        for array, ramp in zip(arrays, ramps, strict=True):
             array[...] = ramp + self.comm.rank
         call()
         faults = 0
-        for array, ramp in zip(self.arrays, ramps, strict=True):
+        for array, ramp in zip(arrays, ramps, strict=True):
             faults += int((array != size * ramp + size * (size - 1) // 2).sum())
             array[...] = 0
         return sum(self.comm.allgather_object(faults))
@@ -94,17 +108,37 @@ class Trial:
 def measure(trial: Trial, rounds: int) -> dict[str, Any]:
     """Times all kinds in turns; medians."""
     calls = {kind: getattr(trial, kind.replace(" ", "_")) for kind in KINDS}
-    wrong = {kind: trial.wrong(call) for kind, call in calls.items()}
+    wrong = {kind: trial.wrong(call, trial.of(kind)) for kind, call in calls.items()}
     times: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for i in range(rounds + 2):
         for kind, call in calls.items():
+            trial.of(kind)
             elapsed = trial.time_ms(call)
             if i >= 2:
                 times[kind].append(elapsed)
     return {
         "ms": {kind: round(statistics.median(values), 3) for kind, values in times.items()},
+        "quartiles_ms": {
+            kind: [round(q, 3) for q in statistics.quantiles(values, n=4)[::2]]
+            for kind, values in times.items()
+            if len(values) > 1
+        },
         "wrong": wrong,
     }
+
+
+def surroundings(comm: fc.Communicator, gpu: bool) -> dict[str, Any]:
+    """What ran where."""
+    command = f"flagcx run -n {comm.size} bench/fusion.py" + " --gpu" * gpu
+    found = {"command": command, "python": platform.python_version(), "numpy": np.__version__}
+    if not gpu:
+        return found | {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+    import cupy
+
+    device = cupy.cuda.Device()
+    name = cupy.cuda.runtime.getDeviceProperties(device.id)["name"].decode()
+    gpus = len(set(comm.allgather_object(device.pci_bus_id)))
+    return found | {"cupy": cupy.__version__, "gpu": name, "gpus": gpus}
 
 
 def main(
@@ -115,12 +149,12 @@ def main(
 ) -> None:
     """Measures fused all-reduces beside single ones."""
     with fc.init() as comm:
-        xp = choose_arrays(gpu)
+        xp, run = choose_arrays(gpu), surroundings(comm, gpu)
         for spread in ("least", "powers", "even"):
             trial = Trial(comm, xp, spread, count)
             found = measure(trial, rounds)
             if comm.rank == 0:
-                report(comm, trial, spread, found, gpu, out)
+                report(comm, trial, spread, found, run, out)
 
 
 def choose_arrays(gpu: bool) -> Any:
@@ -133,7 +167,7 @@ def choose_arrays(gpu: bool) -> Any:
 
 
 def report(
-    comm: fc.Communicator, trial: Trial, spread: str, found: dict, gpu: bool, out: Path | None
+    comm: fc.Communicator, trial: Trial, spread: str, found: dict, run: dict, out: Path | None
 ) -> None:
     """Prints a line, and appends it to a file."""
     times = found["ms"]
@@ -145,9 +179,9 @@ def report(
         f"  wrong {wrong}"
     )
     if out is not None:
-        row = {"bench": "fusion", "ranks": comm.size, "gpu": gpu, "spread": spread, "nbytes": trial.nbytes}
+        row = {"bench": "fusion", "ranks": comm.size, "spread": spread, "nbytes": trial.nbytes}
         with out.open("a") as lines:
-            print(json.dumps(row | {"count": len(trial.arrays)} | found), file=lines)
+            print(json.dumps(row | {"count": len(trial.arrays)} | found | {"run": run}), file=lines)
 
 
 if __name__ == "__main__":

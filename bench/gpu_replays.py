@@ -243,7 +243,10 @@ class Clock:
 
 def _ran(comm: Any) -> dict[str, str]:
     """What the last call of a communicator was carried out by."""
-    operation = comm.profiler.records()[-1].operation
+    records = comm.profiler.records()
+    if not records:
+        return {}
+    operation = records[-1].operation
     return {"algorithm": operation.algorithm, "protocol": operation.protocol}
 
 
@@ -259,11 +262,22 @@ def _data(cupy: Any, count: int, dtype: Any, comm: Any, rank: int | None) -> Any
     return bits if dtype.itemsize == 4 else (bits >> 16).astype(cupy.uint16)
 
 
-def measure(sizes: list[int], dtypes: list[str], only: list[str], ports: tuple[int, int]) -> list[dict]:
-    """What rank 0 found; runs on every rank."""
+def measure(
+    sizes: list[int], dtypes: list[str], only: list[str], ports: tuple[int, int], out: str, run: dict
+) -> list[dict]:
+    """What rank 0 found; runs on every rank. Rows are written as soon as a size has been measured.
+
+    Args:
+        sizes: Bytes of each message.
+        dtypes: Names of dtypes.
+        only: Names of libraries; all if empty.
+        ports: Free ports, for torch and for CuPy.
+        out: The file that rank 0 adds JSON lines to; none if empty.
+        run: What is said of the run in every row.
+    """
     import cupy
 
-    comm = fc.init()
+    comm, run = fc.init(), {**run, **versions()}
     stream = cupy.cuda.Stream(non_blocking=True)
     rows: list[dict] = []
     with stream, _torch_on(stream, comm, ports[0], only):
@@ -275,9 +289,14 @@ def measure(sizes: list[int], dtypes: list[str], only: list[str], ports: tuple[i
             with contextlib.suppress(ImportError):
                 subjects += torchs(comm, dtype)
             for nbytes in sizes:
+                found: list[dict] = []
                 for subject in subjects:
                     if nbytes <= subject.largest and (not only or subject.name in only):
-                        rows += _try(clock, subject, nbytes, dtype)
+                        found += [{**row, "run": run} for row in _try(clock, subject, nbytes, dtype)]
+                rows += found
+                if out and comm.rank == 0:
+                    with open(out, "a") as file:
+                        file.writelines(json.dumps(row) + "\n" for row in found)
     return rows if comm.rank == 0 else []
 
 
@@ -308,6 +327,9 @@ def _torch_on(stream: Any, comm: Any, port: int, only: list[str]) -> Iterator[No
     )
     with torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)):
         yield
+    comm.barrier()  # nobody needs the group any more
+    dist.destroy_process_group()
+    comm.barrier()  # rank 0 has torch's store: it stays until all have left
 
 
 def table(rows: list[dict]) -> str:
@@ -328,6 +350,12 @@ def table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def _shown(command: list[str]) -> str:
+    """The command for the records: without the file that they go to."""
+    at = command.index("--out") if "--out" in command else len(command)
+    return " ".join([*command[:at], *command[at + 2 :]])
+
+
 def main() -> None:
     """Measures, prints a table, and writes JSON lines."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -336,20 +364,18 @@ def main() -> None:
     parser.add_argument("--dtypes", default="float32")
     parser.add_argument("--only", default="", help="names of libraries as the table has them, by commas")
     parser.add_argument("--label", default="", help="a word for the records, such as: tuned")
-    parser.add_argument("--out", default="", help="file that JSON lines are added to")
+    parser.add_argument("--out", type=Path, help="file that JSON lines are added to")
     given = parser.parse_args()
+    out = str(given.out.resolve()) if given.out else ""
+    run = {"command": _shown(sys.argv), "date": f"{datetime.date.today()}"}
+    run |= {"label": given.label} if given.label else {}
     sizes = [parse_size(s) for s in given.sizes.split(",")]
     only = [name for name in given.only.split(",") if name]
     rows: list[dict] = []
     for ranks in (int(n) for n in given.ranks.split(",")):
-        what = (sizes, given.dtypes.split(","), only, (free_port(), free_port()))
+        what = (sizes, given.dtypes.split(","), only, (free_port(), free_port()), out, run)
         rows += fc.launch(measure, ranks=ranks, args=what, timeout_s=400, share_gpu=True)[0]
-    header = {"command": " ".join(sys.argv), "date": f"{datetime.date.today()}", **versions()}
-    header |= {"label": given.label} if given.label else {}
-    if given.out:
-        with open(given.out, "a") as file:
-            file.writelines(json.dumps({**row, "run": header}) + "\n" for row in rows)
-    print(json.dumps(header))
+    print(json.dumps(rows[-1]["run"] if rows else run))
     print(table(rows))
     for row in rows:
         if "error" in row:

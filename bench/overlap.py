@@ -15,39 +15,62 @@ once it begins with the first bucket that is reduced.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import typer
+from overlap_trace import save_trace
 
 import flagcx as fc
 from flagcx.config import environment
-from flagcx.gradients.buckets import Bucket
 from flagcx.kernels.cuda import load_cupy
-from flagcx.profiler.trace import trace_events, write_trace
 
 CLASSES, RATE = 16, 1e-3
 WIDTH, GPU_WIDTH = 512, 8192
-LAYERS, GPU_LAYERS = 24, 12
-"""A GPU needs larger ones, or the time goes into starting kernels."""
+"""Of a layer. A GPU needs larger ones, or the time goes into starting kernels."""
 CALIBRATIONS, CLOSE = 8, 0.03
 """How often the batch is chosen anew at most, and how far apart both times may stay."""
-COMPUTATION, COMMUNICATION = 2, 3
-"""Rows of a rank in the trace, behind those of the profiler."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What is trained, and how.
+
+    Attributes:
+        gpu: Whether on GPUs.
+        layers: Layers of the network.
+        width: Of a layer.
+        plain: Whether gradients lie in ordinary arrays, and not in those of ``comm.empty``.
+        bucket_bytes: As ``fc.GradientSynchronizer`` takes it.
+        compression: Likewise.
+    """
+
+    gpu: bool
+    layers: int
+    width: int
+    plain: bool
+    bucket_bytes: int | None
+    compression: str | None
+
+    @property
+    def xp(self) -> Any:
+        """NumPy or CuPy."""
+        return load_cupy() if self.gpu else np
 
 
 class Network:
     """Layers that each predict the labels through a fixed head, and learn by their own error alone."""
 
-    def __init__(self, xp: Any, layers: int, width: int, empty: Callable[..., Any] | None = None) -> None:
+    def __init__(self, comm: fc.Communicator, setting: Setting) -> None:
+        xp, layers, width = setting.xp, setting.layers, setting.width
         random = xp.random.default_rng(0)
         self.xp = xp
         self._slope, self._descend = elementwise(xp)
@@ -57,7 +80,11 @@ class Network:
 
         self.weights = [normal(width, width) for _ in range(layers)]
         self.heads = [normal(width, CLASSES) for _ in range(layers)]
-        self.gradients = [(empty or xp.empty)(w.shape, np.float32) for w in self.weights]
+        shape, place = (width, width), "gpu" if setting.gpu else "cpu"
+        self.gradients = [
+            xp.empty(shape, np.float32) if setting.plain else comm.empty(shape, np.float32, device=place)
+            for _ in range(layers)
+        ]
 
     def compute(self, x: Any, y: Any, ready: Callable[[int], None]) -> None:
         """Computes all gradients, and calls ``ready`` with the number of each as soon as it's done."""
@@ -76,12 +103,15 @@ class Network:
         """The optimizer's step of one layer."""
         self._descend(self.gradients[i], np.float32(RATE), self.weights[i])
 
-    def digest(self) -> str:
-        """A fingerprint of all parameters."""
-        digest = hashlib.sha256()
+    def digest(self) -> list[int]:
+        """Sums over the bits of all parameters, in which a change of place shows too."""
+        sums = []
         for w in self.weights:
-            digest.update(w.tobytes())
-        return digest.hexdigest()
+            bits = w.reshape(-1).view(np.uint32).astype(np.uint64)
+            sums.append(int(bits.sum()))
+            bits *= self.xp.arange(1, bits.size + 1, dtype=np.uint64)
+            sums.append(int(bits.sum()))
+        return sums
 
 
 def elementwise(xp: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -99,17 +129,20 @@ def elementwise(xp: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
 class Trial:
     """The measured steps of one network on one communicator."""
 
-    def __init__(
-        self, comm: fc.Communicator, xp: Any, layers: int, width: int, options: Mapping[str, Any]
-    ) -> None:
-        self.comm, self.xp, self.network = comm, xp, Network(xp, layers, width)
-        self.sync = fc.GradientSynchronizer(comm, self.network.gradients, **options)
-        self.x = self.y = xp.zeros(0, xp.float32)
+    def __init__(self, comm: fc.Communicator, setting: Setting) -> None:
+        self.comm, self.setting, self.xp = comm, setting, setting.xp
+        self.network = Network(comm, setting)
+        self.sync = self._synchronizer()
+        self.x = self.y = self.xp.zeros(0, np.float32)
 
-    def form_buckets(self, options: Mapping[str, Any]) -> None:
+    def _synchronizer(self) -> fc.GradientSynchronizer:
+        s = self.setting
+        return fc.GradientSynchronizer(self.comm, self.network.gradients, s.bucket_bytes, s.compression)
+
+    def form_buckets(self) -> None:
         """Forms the buckets anew, for a step as long as it is now."""
         self.sync.close()
-        self.sync = fc.GradientSynchronizer(self.comm, self.network.gradients, **options)
+        self.sync = self._synchronizer()
         self.overlapped()
 
     def set_batch(self, batch: int) -> None:
@@ -208,172 +241,59 @@ def compare(trial: Trial, steps: int) -> dict[str, float]:
     return {kind: statistics.median(values) * 1e3 for kind, values in times.items()}
 
 
-def same_parameters(trial: Trial, steps: int, options: Mapping[str, Any]) -> bool:
+def same_parameters(trial: Trial, steps: int) -> bool:
     """Whether both ways of stepping end with the same bits, on all ranks."""
-    options = {**options, "bucket_bytes": trial.sync.bucket_nbytes}
-    digests, weights = [], trial.network.weights
+    setting = replace(trial.setting, bucket_bytes=trial.sync.bucket_nbytes)
+    digests = []
     for kind in ("one_after_the_other", "overlapped"):
-        fresh = Trial(trial.comm, trial.xp, len(weights), len(weights[0]), options)
+        fresh = Trial(trial.comm, setting)
         fresh.x, fresh.y = trial.x, trial.y
         for _ in range(steps):
             getattr(fresh, kind)()
         fresh.finish()
         digests.append(fresh.network.digest())
         fresh.sync.close()
-    return len(set(trial.comm.allgather_object(tuple(digests)))) == 1 and digests[0] == digests[1]
-
-
-# -- the trace ----------------------------------------------------------------------------------------
-
-
-class Spans:
-    """When layers were computed and buckets reduced, by the clock of the host or of the GPU."""
-
-    def __init__(self, xp: Any) -> None:
-        self._xp, self._marks = xp, []
-        self._began_ns, self._base = time.perf_counter_ns(), None
-        if xp is not np:
-            xp.cuda.Device().synchronize()
-            self._began_ns = time.perf_counter_ns()
-            self._base = xp.cuda.get_current_stream().record()
-
-    def now(self) -> Any:
-        """A moment: on a GPU, on the current stream."""
-        return time.perf_counter_ns() if self._xp is np else self._xp.cuda.get_current_stream().record()
-
-    def add(self, row: int, name: str, start: Any) -> None:
-        """Adds what began at ``start`` and ends now."""
-        self._marks.append((row, name, start, self.now()))
-
-    def in_ns(self) -> list[tuple[int, str, int, int]]:
-        """Row, name, start and end of each, in ns of the host's clock."""
-        if self._xp is np:
-            return self._marks
-        self._xp.cuda.Device().synchronize()
-
-        def at(event: Any) -> int:
-            return self._began_ns + int(self._xp.cuda.get_elapsed_time(self._base, event) * 1e6)
-
-        return [(row, name, at(start), at(end)) for row, name, start, end in self._marks]
-
-
-def save_trace(trial: Trial, path: Path) -> None:
-    """Writes the trace of two steps of either kind: what the profiler has, and the rows of ``Spans``."""
-    comm = trial.comm
-    comm.profiler.clear()
-    spans = Spans(trial.xp)
-    _spy_on_buckets(spans)
-    for kind in ("one_after_the_other", "overlapped"):
-        for _ in range(2):
-            comm.barrier()
-            _traced_step(trial, kind, spans)
-    everybodys = comm.allgather_object((comm.profiler.records(), spans.in_ns()))
-    if comm.rank == 0:
-        records = [mine for mine, _ in everybodys]
-        trace = trace_events(records, [0] * comm.size)
-        origin = min(r.start_ns - r.queued_ns for mine in records for r in mine)
-        trace["traceEvents"] += [e for q, (_, s) in enumerate(everybodys) for e in _events(q, s, origin)]
-        write_trace(path, trace)
-
-
-def _traced_step(trial: Trial, kind: str, spans: Spans) -> None:
-    overlapped = kind == "overlapped"
-    start = spans.now()
-
-    def computed(i: int) -> None:
-        nonlocal start
-        spans.add(COMPUTATION, f"layer {i}", start)
-        if overlapped:
-            trial.sync.ready(i)
-        start = spans.now()
-
-    trial.network.compute(trial.x, trial.y, computed)
-    if not overlapped:
-        trial.communicate()
-    for i in trial.sync.reduced() if overlapped else range(len(trial.network.weights)):
-        start = spans.now()
-        trial.network.learn(i)
-        spans.add(COMPUTATION, f"optimizer {i}", start)
-    trial.finish()
-
-
-def _spy_on_buckets(spans: Spans) -> None:
-    run = Bucket.run
-
-    def spied(bucket: Bucket, given: Any, result: Any) -> None:
-        start = spans.now()
-        run(bucket, given, result)
-        spans.add(COMMUNICATION, f"bucket of {len(bucket.members)}", start)
-
-    Bucket.run = spied  # type: ignore[method-assign]
-
-
-def _events(rank: int, spans: list[tuple[int, str, int, int]], origin_ns: int) -> list[dict[str, Any]]:
-    rows = {COMPUTATION: "computation", COMMUNICATION: "buckets"}
-    named = [
-        {"ph": "M", "name": "thread_name", "pid": rank, "tid": row, "args": {"name": name}}
-        for row, name in rows.items()
-    ]
-    return named + [
-        {
-            "ph": "X",
-            "name": name,
-            "cat": rows[row],
-            "ts": (start - origin_ns) / 1e3,
-            "dur": (end - start) / 1e3,
-            "pid": rank,
-            "tid": row,
-        }
-        for row, name, start, end in spans
-    ]
+    everybodys = trial.comm.allgather_object(digests)
+    return digests[0] == digests[1] and all(theirs == digests for theirs in everybodys)
 
 
 def main(
     throttle: Annotated[str, typer.Option(help="A link between the ranks: GB/s, or GB/s,us.")] = "",
     gpu: Annotated[bool, typer.Option("--gpu", help="CuPy arrays.")] = False,
-    layers: Annotated[int, typer.Option(min=0, help="0: 24, or 12 on a GPU.")] = 0,
+    layers: Annotated[int, typer.Option(min=1)] = 24,
     width: Annotated[int, typer.Option(min=0, help="Of a layer; 0: 512, or 8192 on a GPU.")] = 0,
     steps: Annotated[int, typer.Option(min=1, help="Steps of each kind.")] = 9,
     bucket_bytes: Annotated[int | None, typer.Option(min=1, help="Chosen by the model if not given.")] = None,
     compression: Annotated[str, typer.Option(help="Of the gradients; none by default.")] = "",
     batch: Annotated[int, typer.Option(min=1, help="Batch that the calibration begins with.")] = 256,
-    fixed: Annotated[bool, typer.Option("--fixed", help="Leave the batch as it is.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Gradients not from comm.empty.")] = False,
     trace: Annotated[Path | None, typer.Option(help="Where to save a trace for Perfetto.")] = None,
     out: Annotated[Path | None, typer.Option(help="Where to append the result as a JSON line.")] = None,
 ) -> None:
     """Measures a training step with and without overlap."""
-    options = {"bucket_bytes": bucket_bytes, "compression": compression or None}
+    width = width or (GPU_WIDTH if gpu else WIDTH)
+    setting = Setting(gpu, layers, width, plain, bucket_bytes, compression or None)
     with fc.init(throttle=throttle) as comm:
-        xp: Any = load_cupy() if gpu else np
-        trial = Trial(
-            comm,
-            xp,
-            layers or (GPU_LAYERS if gpu else LAYERS),
-            width or (GPU_WIDTH if gpu else WIDTH),
-            options,
-        )
+        trial = Trial(comm, setting)
         trial.set_batch(batch)
         trial.overlapped()  # the first step forms the buckets
-        if not fixed:
-            trial.calibrate(batch)
-        trial.form_buckets(options)
+        trial.calibrate(batch)
+        trial.form_buckets()
         times = compare(trial, steps)
-        same = same_parameters(trial, 5, options)
-        if trace is not None:
-            save_trace(trial, trace)
+        same = same_parameters(trial, 5)
+        beside = None if trace is None else save_trace(trial, trace)
         if comm.rank == 0:
-            settings = {"throttle": throttle, "gpu": gpu, "compression": compression}
-            report(comm, trial, times, same, settings, out)
+            report(trial, times, same, beside, throttle, out)
         trial.sync.close()
         raise typer.Exit(0 if same else 1)
 
 
 def report(
-    comm: fc.Communicator,
     trial: Trial,
     times: dict[str, float],
     same: bool,
-    settings: dict[str, Any],
+    beside: tuple[float, float] | None,
+    throttle: str,
     out: Path | None,
 ) -> None:
     """Prints the result, and appends it to a file."""
@@ -383,20 +303,25 @@ def report(
     for kind, time_ms in times.items():
         print(f"{kind.replace('_', ' '):20}{time_ms:9.2f} ms{time_ms / larger:7.2f} x the larger of both")
     print(f"parameters          {'the same' if same else 'DIFFERENT'}, bit by bit, with and without overlap")
+    if beside is not None:
+        print(
+            f"trace               buckets {beside[0]:.2f} ms, beside the computation {beside[1]:.2f} ms of it"
+        )
     if out is not None:
-        weights = trial.network.weights
         row = {
             "bench": "overlap",
-            "ranks": comm.size,
-            "layers": len(weights),
-            "width": len(weights[0]),
+            "ranks": trial.comm.size,
+            **asdict(trial.setting),
+            "throttle": throttle,
             "batch": len(trial.x),
             "bucket_nbytes": trial.sync.bucket_nbytes,
             "buckets": len(trial.sync.buckets),
             **{f"{kind}_ms": round(time_ms, 3) for kind, time_ms in times.items()},
             "over_larger": round(times["overlapped"] / larger, 3),
             "same_parameters": same,
-            **settings,
+            **(
+                {} if beside is None else {"traced_buckets_ms": beside[0], "beside_computation_ms": beside[1]}
+            ),
             "run": versions(trial.xp),
         }
         with out.open("a") as lines:

@@ -1,7 +1,7 @@
 """Fits the laws of peer memory and of NCCL on GPUs to measured medians, and says what the model then chooses.
 
-    python bench/peer_fit.py                   # the shipped results
-    python bench/peer_fit.py --fit [FILE ...]  # fit anew, to these results of gpu_peer_memory.py, gpu_replays.py
+    python bench/peer_fit.py                   # by the shipped results
+    python bench/peer_fit.py --fit [FILE ...]  # fit anew, to these
 
 Minimises the mean squared error of log time by pattern search, a law at a time: no chance, no clock. Prints
 the laws, the error of each way, and what the model's choice costs beside the best way that was measured.

@@ -3,26 +3,39 @@
     python bench/several_gpus.py --out results.jsonl [--parts topology,tests,...] [--limit 570]
 
 Parts run one after the other, each a command of its own with a limit, so that one that fails or hangs costs
-no other. Their JSON lines end in one file, each with the name of its part; what they print is kept too.
-On a machine with one GPU the same parts run with ranks that share it.
+no other. Their JSON lines end in one file, each with the name of its part, as they come; what they print is
+kept too. The last part holds the times of the others to the targets.
+
+``before`` knows no measured times: all parts keep what they remember in a folder of this run, or in that of
+``--cache``, with which a later run goes on. On a machine with one GPU the same parts run with ranks that
+share it; eight GPUs need two runs, the second with ``--parts`` and the same ``--cache`` and ``--out``.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from targets import judge_gpus
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = "1K,4K,64K,1M,4M,16M,64M,256M,1G,4G"
 CHOSEN = "flagcx,flagcx comm.empty,NCCL"
-FEW = "4K,64K,1M,4M,16M,64M,256M,1G"
+GPU_EACH = "gpu_of_its_own or another_gpu or gpu_each"
+VERDICTS = "verdicts"
+ARTICLE_ELEMENTS = 20_000_000_000 // 4 // 8
+"""The article's 20 GB of gradients over 8 GPUs, as elements of each."""
+_PRINTED = 6000
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,50 +55,100 @@ class Part:
 
 def parts(counts: list[int], gpus: int) -> list[Part]:
     """All parts for these numbers of ranks."""
-    most, ranks = str(counts[-1]), ",".join(map(str, counts))
-    run = ("-m", "flagcx.cli", "run", "-n", most, "--share-gpu")
-    replays = ("bench/gpu_replays.py", "--ranks", ranks, "--out", "{out}")
-    tune = ("-m", "flagcx.cli", "tune", "--gpu", "--share-gpu", "-c", "allreduce")
-    tests = ("-m", "pytest", "-q", "-m", "gpu", "tests/gpu", "-p", "no:cacheprovider")
+    most = counts[-1]
+    share = ("--share-gpu",) if most > gpus else ()
+    run = ("-m", "flagcx.cli", "run", "-n", str(most), *share)
+    replays = ("bench/gpu_replays.py", "--ranks", ",".join(map(str, counts)), "--out", "{out}")
+    tune = ("-m", "flagcx.cli", "tune", "--gpu", *share, "-c", "allreduce")
+    tests = ("-m", "pytest", "-v", "-m", "gpu", "-p", "no:cacheprovider")
+    step = (*run, "bench/overlap.py", "--gpu", "--out", "{out}")
+    article = (*run, "examples/article_benchmark.py")
     return [
         Part("topology", ("-m", "flagcx.cli", "topo"), 30),
-        Part("before", (*replays, "--sizes", SIZES, "--dtypes", "float32"), 150),
-        Part("bfloat16", (*replays, "--sizes", FEW, "--dtypes", "bfloat16"), 90),
-        *(Part(f"tune-{n}", (*tune, "-n", str(n)), 90) for n in counts),
+        Part("tests", (*tests, "-k", GPU_EACH, "tests/gpu/test_behaviour.py", "tests/gpu/test_torch.py"), 90),
+        Part("before", (*replays, "--sizes", SIZES, "--dtypes", "float32"), 60 * len(counts)),
+        Part("bfloat16", (*replays, "--sizes", SIZES, "--dtypes", "bfloat16"), 60 * len(counts)),
+        *(Part(f"tune-{n}", (*tune, "-n", str(n)), 120) for n in counts),
         Part("after", (*replays, "--sizes", SIZES, "--only", CHOSEN, "--label", "tuned"), 60),
-        Part("overlap", (*run, "bench/overlap.py", "--gpu"), 60),
-        Part("article", (*run, "examples/article_benchmark.py"), 90),
-        Part("tests", tests, 240),
-    ]  # fmt: skip
+        Part("article", article, 60),
+        *([] if share else [Part("article-20GB", (*article, "--elements", str(ARTICLE_ELEMENTS)), 60)]),
+        Part("overlap", step, 60),
+        Part("int8", (*step, "--compression", "int8"), 60),
+        Part("links", ("bench/gpu_links.py", "--sizes", "4M,128M", "--out", "{out}"), 60),
+        Part("more-tests", (*tests, "tests/gpu/test_results.py", "tests/gpu/test_peer_memory.py"), 240),
+    ]
 
 
-def run_part(part: Part, out: Path, environ: dict[str, str], left_s: float) -> dict:
-    """Runs a part, and says how it ended; its lines go to ``out`` with its name."""
+def run_part(part: Part, out: Path, environ: Mapping[str, str], left_s: float) -> dict:
+    """Runs a part, and says how it ended; its lines go to ``out`` with its name as soon as it writes them."""
+    begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         lines = Path(folder) / "lines.jsonl"
-        command = [sys.executable, *(str(lines) if word == "{out}" else word for word in part.command)]
-        begin = time.monotonic()
-        try:
-            done = subprocess.run(
-                command,
-                cwd=ROOT,
-                env=environ,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                timeout=min(part.limit_s, left_s),
-            )
-            code, printed = done.returncode, done.stdout
-        except subprocess.TimeoutExpired as late:
-            code, printed = None, (late.stdout or b"").decode(errors="replace")
-        rows = lines.read_text().splitlines() if lines.exists() else []
+        with followed(lines, out, part.name):
+            command = [sys.executable, *(str(lines) if word == "{out}" else word for word in part.command)]
+            code, printed = run_command(command, environ, min(part.limit_s, left_s))
     ended = {"part": part.name, "command": " ".join(part.command), "exit_code": code}
-    ended |= {"seconds": round(time.monotonic() - begin, 1), "printed": printed[-6000:]}
+    ended |= {"seconds": round(time.monotonic() - begin, 1), "printed": printed[-_PRINTED:]}
     with out.open("a") as file:
-        file.writelines(json.dumps({"part": part.name, **json.loads(row)}) + "\n" for row in rows)
         file.write(json.dumps(ended) + "\n")
     return ended
+
+
+def run_command(command: list[str], environ: Mapping[str, str], limit_s: float) -> tuple[int | None, str]:
+    """Runs a command from the root of the sources: its exit code (None: out of time), and what it printed."""
+    kept = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+    try:
+        done = subprocess.run(command, cwd=ROOT, env=dict(environ), timeout=limit_s, check=False, **kept)
+    except subprocess.TimeoutExpired as late:
+        printed = late.stdout or ""
+        return None, printed.decode(errors="replace") if isinstance(printed, bytes) else printed
+    return done.returncode, done.stdout
+
+
+@contextlib.contextmanager
+def followed(lines: Path, out: Path, name: str) -> Iterator[None]:
+    """Meanwhile, whole JSON lines that come to ``lines`` go to ``out``, with the name of their part."""
+    over = threading.Event()
+
+    def follow() -> None:
+        at = 0
+        while True:
+            last = over.wait(0.5)
+            text = lines.read_text()[at:] if lines.exists() else ""
+            whole = text[: text.rfind("\n") + 1]
+            at += len(whole)
+            with out.open("a") as file:
+                file.writelines(
+                    json.dumps({"part": name, **json.loads(row)}) + "\n" for row in whole.splitlines()
+                )
+            if last:
+                return
+
+    thread = threading.Thread(target=follow, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def verdicts(out: Path) -> str:
+    """What was measured before and after tuning, held to the targets: a line each, and JSON in ``out``."""
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    lines, found = [], []
+    for part in ("before", "bfloat16", "after"):
+        for held in judge_gpus([row for row in rows if row.get("part") == part]):
+            word = "pass" if held.passed else "FAIL"
+            place = f"{part}, {held.ranks} ranks, {held.dtype}, {held.nbytes} bytes"
+            lines.append(f"{word}  {place}: {held.what}: {held.us:.2f} us, at most {held.most_us:.2f}")
+            found.append({"part": VERDICTS, "of": part, "what": held.what, "passed": held.passed,
+                          "ranks": held.ranks, "dtype": held.dtype, "nbytes": held.nbytes,
+                          "us": held.us, "most_us": round(held.most_us, 2)})  # fmt: skip
+    with out.open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in found)
+    passed = sum(row["passed"] for row in found)
+    return "\n".join([*lines, f"{passed} of {len(found)} targets reached"])
 
 
 def count_gpus() -> int:
@@ -98,7 +161,7 @@ def count_gpus() -> int:
 def main() -> None:
     """Runs the parts, and prints what each printed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", required=True, help="file that JSON lines are added to")
+    parser.add_argument("--out", type=Path, required=True, help="file that JSON lines are added to")
     parser.add_argument(
         "--ranks", default="", help="numbers of ranks, by commas; by default 2, 4, 8 up to the GPUs"
     )
@@ -106,22 +169,31 @@ def main() -> None:
         "--parts", default="", help="names of parts, by commas, in this order; all by default"
     )
     parser.add_argument("--limit", type=float, default=570, help="seconds for all of them")
+    parser.add_argument("--cache", type=Path, help="folder for measured times and compiled kernels")
     given = parser.parse_args()
     end = time.monotonic() + given.limit
     gpus = count_gpus()
     counts = [int(n) for n in given.ranks.split(",") if n] or [n for n in (2, 4, 8) if n <= max(gpus, 2)]
     known = {part.name: part for part in parts(counts, gpus)}
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "NCCL_NVLS_ENABLE": "0"}
-    environ |= {"FLAGCX_TEST_RANKS": ",".join(map(str, counts))}
-    for name in [n for n in given.parts.split(",") if n] or list(known):
-        left_s = end - time.monotonic()
-        if left_s < 5:
-            print(f"== {name}: no time left")
-            continue
-        ended = run_part(known[name], Path(given.out), environ, left_s)
-        print(
-            f"== {name}: exit code {ended['exit_code']}, {ended['seconds']} s\n{ended['printed']}", flush=True
-        )
+    wanted = [name for name in given.parts.split(",") if name] or list(known)
+    if unknown := [name for name in wanted if name not in known]:
+        parser.error(f"no part {unknown[0]!r}; there are {', '.join(known)}")
+    with contextlib.ExitStack() as stack:
+        cache = given.cache or stack.enter_context(tempfile.TemporaryDirectory())
+        environ = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "NCCL_NVLS_ENABLE": "0"}
+        environ |= {
+            "FLAGCX_TEST_RANKS": ",".join(map(str, counts)),
+            "XDG_CACHE_HOME": str(Path(cache).resolve()),
+        }
+        for name in wanted:
+            left_s = end - time.monotonic()
+            if left_s < 5:
+                print(f"== {name}: no time left")
+                continue
+            ended = run_part(known[name], given.out, environ, left_s)
+            told = f"exit code {ended['exit_code']}, {ended['seconds']} s\n{ended['printed']}"
+            print(f"== {name}: {told}", flush=True)
+    print(f"== {VERDICTS}\n{verdicts(given.out)}")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""The ratios to its peers that flagcx holds itself to, and the verdict on a run."""
+"""What flagcx holds itself to beside its peers, on the host and on several GPUs, and the verdict on a run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from groups import OURS, OURS_SYMMETRIC
 from report import Result, parse_size
@@ -94,3 +95,98 @@ def judge(results: Sequence[Result], targets: Sequence[Target] = TARGETS) -> Ite
 
 
 OUR_NAMES = (OURS, OURS_SYMMETRIC)
+
+
+# -- several GPUs, by the rows of ``gpu_replays.py``
+
+TWO_GPUS_US: Mapping[int, float] = MappingProxyType(
+    dict(
+        zip(
+            map(parse_size, ("4K", "64K", "1M", "4M", "16M", "64M", "1G")),
+            (4.8, 5.8, 9.0, 18.0, 55.0, 195.0, 2950.0),
+            strict=True,
+        )
+    )
+)
+"""Two H200 over NVLink, float32: the most that a replay of what is chosen may take."""
+SMALL_NBYTES, OF_PEER_SMALL, OF_PEER_LARGE = 4 << 20, 0.7, 0.9
+"""Four and more GPUs: the part of the best peer's time, up to so many bytes and above."""
+SCHEDULES = ("flagcx ring", "flagcx tree", "flagcx double_binary_tree")
+DIRECT = ("flagcx one_shot", "flagcx two_shot")
+BEHIND_BEST, OF_NCCL = 1.05, 1 / 0.85
+"""The choice against the best candidate; at 1 GiB the best schedule over NCCL against NCCL's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """One time on GPUs against what it is held to.
+
+    Attributes:
+        what: What is held to what.
+        ranks: Number of ranks, each with a GPU.
+        dtype: Name of the dtype.
+        nbytes: Bytes of the message.
+        us: The time.
+        most_us: What it may be.
+    """
+
+    what: str
+    ranks: int
+    dtype: str
+    nbytes: int
+    us: float
+    most_us: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether it is kept."""
+        return self.us <= self.most_us
+
+
+def judge_gpus(rows: Sequence[Mapping[str, Any]]) -> Iterator[Held]:
+    """Holds graph replays to the targets for several GPUs.
+
+    Args:
+        rows: Of ``gpu_replays.py``. Of what was measured twice the last counts; those with an error or of
+            ranks that share a GPU are passed over.
+
+    Yields:
+        A verdict for each target, by ranks, dtype and size; before them, those on wrong sums of ours.
+    """
+    groups: dict[tuple[int, str, int], dict[str, float]] = {}
+    for row in rows:
+        if "replay_us" not in row or row["ranks"] > row["run"]["gpus"]:
+            continue
+        key = row["ranks"], row["dtype"], row["nbytes"]
+        name = row["library"]
+        if row["wrong"]:
+            if name.startswith("flagcx"):
+                yield Held(f"{name}: sums are wrong", *key, row["replay_us"], 0.0)
+            continue
+        if name in DIRECT and not row.get("protocol"):  # they say so where peers' memory carries them
+            name += " over NCCL"
+        groups.setdefault(key, {})[name] = row["replay_us"]
+    for key in sorted(groups):
+        yield from _held(*key, groups[key])
+
+
+def _held(ranks: int, dtype: str, nbytes: int, times: Mapping[str, float]) -> Iterator[Held]:
+    """The verdicts at one number of ranks, dtype and size."""
+    place = ranks, dtype, nbytes
+    own = {name: us for name, us in times.items() if name.startswith("flagcx ") and "comm.empty" not in name}
+    peers = {name: us for name, us in times.items() if not name.startswith("flagcx")}
+    chosen = times.get("flagcx")
+    if chosen is not None:
+        if ranks == 2 and dtype == "float32" and nbytes in TWO_GPUS_US:
+            yield Held("chosen, two GPUs", *place, chosen, TWO_GPUS_US[nbytes])
+        if ranks >= 4 and peers:
+            best = min(peers, key=peers.__getitem__)
+            part = OF_PEER_SMALL if nbytes <= SMALL_NBYTES else OF_PEER_LARGE
+            yield Held(f"chosen, {part:g} of {best}", *place, chosen, part * peers[best])
+        if own:
+            best = min(own, key=own.__getitem__)
+            yield Held(f"chosen, beside {best}", *place, chosen, BEHIND_BEST * own[best])
+    laid = {name: us for name, us in own.items() if name in SCHEDULES or name.endswith(" over NCCL")}
+    if nbytes == 1 << 30 and laid and "NCCL" in times:
+        best = min(laid, key=laid.__getitem__)
+        yield Held(f"{best}, 85% of NCCL's bandwidth", *place, laid[best], OF_NCCL * times["NCCL"])

@@ -10,6 +10,7 @@ from flagcx.dtypes import DType, ReduceOp
 from flagcx.engine import TWO_THREADS, Engine, nbytes_of
 from flagcx.errors import CommunicatorError
 from flagcx.kernels.peer import may_be_bare
+from flagcx.profiler import Recorded
 from flagcx.selection.measured import Told
 from flagcx.selection.on_device import DIRECT_ALGORITHMS, Agreed, DeviceSelector
 from flagcx.selection.selector import Choice, Possible, choose_on_device, pieces_on_device
@@ -54,6 +55,15 @@ class DeviceEngine(Engine):
             raise
         finally:
             self._exit()
+
+    def beside(self, plan: Plan) -> Plan:
+        """A plan that leaves room on the GPU; see ``Engine.beside`` and ``NcclTransport.beside``."""
+        if not isinstance(plan, Recorded):
+            return self.transport.beside(plan)
+        roomy = self.transport.beside(plan.plan)
+        if roomy is plan.plan or self.ring is None:
+            return plan
+        return Recorded(roomy, plan.operation, self.ring, self._progress)
 
     def possible(self, collective: str, nbytes: int, dtype: DType, op: ReduceOp | None) -> Possible:
         """What can carry a call; the same on all ranks."""

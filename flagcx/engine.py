@@ -201,6 +201,13 @@ class Engine:
         what = Operation("transfer", nbytes, "bytes", "direct", 1, "", self.transport.name)
         return Recorded(plan, what, self.ring, self._progress, shared=False)
 
+    def beside(self, plan: Plan) -> Plan:
+        """The plan for use beside a computation; the same one where there is none for that.
+
+        All ranks must run what this returns, or all the plan that is given.
+        """
+        return plan
+
     def remember(self, key: tuple, plan: Plan) -> None:
         """Lets calls with this key go straight to their plan from now on."""
         self._straight[key] = plan

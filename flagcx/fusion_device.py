@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from flagcx.errors import ResourceError
 from flagcx.fusion import Limits, Shapes
 from flagcx.kernels.cuda import load_cupy
 from flagcx.kernels.pack import ALIGNMENT, DevicePacking, Layout, PackKernel, Table
@@ -33,23 +34,27 @@ class DevicePacker:
     Args:
         device: Number of the device.
         cupy: The CuPy module, imported if None.
+        empty: Makes an array that the peers reach without a copy, on all ranks together: ``empty(count,
+            dtype)``. Messages of their own lie there; in memory of the pool if None.
     """
 
     limits = Limits(4 << 20, 64 << 20)
     lasting = True
 
-    def __init__(self, device: int, cupy: Any = None) -> None:
+    def __init__(
+        self, device: int, cupy: Any = None, empty: Callable[[int, np.dtype], Any] | None = None
+    ) -> None:
         self._cupy = cupy = load_cupy() if cupy is None else cupy
         self.memory, self._pinned = device_pool(cupy), pinned_pool(cupy)
         self._kernel = PackKernel(cupy, device, self.memory, self._pinned)
-        self._shared: Any = None
+        self._empty, self._shared = empty, None
         self._turn = _Turn(cupy)
 
     def packing(self, shapes: Shapes, dtype: np.dtype, own: bool = False) -> DevicePacking:
         """A packing of arrays of these shapes; see ``flagcx.fusion.Packer``."""
         layout = Layout([prod(shape) * dtype.itemsize for shape in shapes])
         if own:
-            return self._own(layout, dtype)
+            return self._reached(layout, dtype) or self._own(layout, dtype)
         if layout.nbytes > self.limits.message_nbytes:  # by what rounding up adds to very small arrays
             return self._own(layout, dtype)
         if self._shared is None:
@@ -65,6 +70,17 @@ class DevicePacker:
         """The stream on which packings are enqueued now."""
         return self._cupy.cuda.get_current_stream()
 
+    def _reached(self, layout: Layout, dtype: np.dtype) -> DevicePacking | None:
+        """A packing into memory that peers reach; None where there is none left, on any rank."""
+        if self._empty is None:
+            return None
+        try:
+            flat = self._empty(layout.nbytes // dtype.itemsize, dtype)
+        except ResourceError:
+            return None
+        self._clear(flat.data.ptr, layout.nbytes)
+        return DevicePacking(self._cupy, self._kernel, flat, layout)
+
     def _own(self, layout: Layout, dtype: np.dtype) -> DevicePacking:
         block = self._zeros(layout.nbytes)
         give: Callable[[], object] = lambda: self.memory.give(block)  # noqa: E731
@@ -73,10 +89,12 @@ class DevicePacker:
     def _zeros(self, nbytes: int) -> Any:
         """Memory whose gaps between arrays are numbers: they are reduced along with them."""
         block = self.memory.take(max(nbytes, ALIGNMENT))
-        memset = self._cupy.cuda.runtime.memset
-        memset(block.memory.ptr + block.offset, 0, max(nbytes, ALIGNMENT))
-        self._cupy.cuda.Device().synchronize()
+        self._clear(block.memory.ptr + block.offset, max(nbytes, ALIGNMENT))
         return block
+
+    def _clear(self, at: int, nbytes: int) -> None:
+        self._cupy.cuda.runtime.memset(at, 0, nbytes)
+        self._cupy.cuda.Device().synchronize()
 
     def _view(self, block: Any, layout: Layout, dtype: np.dtype) -> Any:
         count = layout.nbytes // dtype.itemsize

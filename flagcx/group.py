@@ -251,6 +251,21 @@ class Reductions:
         self._given.append(x)
         return True
 
+    def add_many(self, xs: Sequence[Any], first: int, op: Any) -> int:
+        """Adds all-reduces in place of ``xs[first:]``, as long as they are like one that was added before.
+
+        Returns:
+            The number of the first array that is not.
+        """
+        like = self._like
+        for i in range(first, len(xs)):
+            x = xs[i]
+            if x.__class__ is like.kind and x.dtype is like.dtype and op is like.op and like.fits(x):
+                like.append(x)
+            elif not self.add_quickly(x, op):
+                return i
+        return len(xs)
+
     def calls(self) -> list[tuple[Engine, Plan, Sequence[Any], Sequence[Any]]]:
         """What is to be run, in order: engine, plan, its INPUT and its OUTPUT arrays."""
         fusion = self._lasting()

@@ -13,6 +13,7 @@ from flagcx.errors import ArgumentError, CommunicatorError
 from flagcx.profiler import Ring
 from flagcx.selection.measured import Told
 from flagcx.selection.on_device import Agreed, DeviceSelector
+from flagcx.selection.peer_model import Reach
 from flagcx.selection.table import Candidate, Fit, Point, Table
 from flagcx.work import Work
 
@@ -23,7 +24,7 @@ class FakeTransport:
     name, rank, size, nccl_version, array_class = "nccl", 1, 4, 22809, np.ndarray
 
     def __init__(self) -> None:
-        self.own_ways: frozenset[str] = frozenset()
+        self.own_ways: frozenset[tuple[str, str]] = frozenset()
         self.runs: list = []
         self.aborted: list = []
         self.error: BaseException | None = None
@@ -36,8 +37,10 @@ class FakeTransport:
 
         return SimpleNamespace(run=run, schedule=call.schedule, protocol=call.protocol)
 
-    def protocols(self, collective, nbytes, dtype, op):
-        return self.own_ways if collective == "allreduce" and dtype.name == "float32" else frozenset()
+    def protocols(self, collective, algorithm, nbytes, dtype, op):
+        if collective != "allreduce" or dtype.name not in ("float32", "int32") or op != OPS["sum"]:
+            return frozenset()
+        return frozenset(protocol for name, protocol in self.own_ways if name == algorithm)
 
     def submit(self, plan, given, result):
         plan.run(given, result)
@@ -99,7 +102,7 @@ def test_measured_times_choose_among_nccls_own_schedules_and_protocols(engine):
     engine.selector = DeviceSelector(Agreed(Told(table, "measured")))
     plan = engine.find("allreduce", 1024, dtype_of("float32"), OPS["sum"])
     assert (plan.schedule.algorithm, plan.protocol) == ("native", ""), "the transport has no such protocol"
-    engine.transport.own_ways = frozenset({"peer_packets"})
+    engine.transport.own_ways = frozenset({("one_shot", "peer_packets")})
     plan = engine.find("allreduce", 1000, dtype_of("float32"), OPS["sum"])
     assert (plan.schedule.algorithm, plan.protocol) == ("one_shot", "peer_packets")
     plan = engine.find("allreduce", 1024, dtype_of("int32"), OPS["bxor"])
@@ -115,6 +118,48 @@ def test_what_ran_is_recorded_as_it_was_chosen(engine):
 
 def test_what_the_caller_names_is_taken(engine):
     assert algorithm(engine, "allreduce", 10, "float32", "sum", algorithm="ring") == "ring"
+
+
+PEERS = frozenset((name, way) for name in ("one_shot", "two_shot") for way in ("peer_memory", "peer_packets"))
+
+
+def test_a_named_algorithm_goes_through_the_peers_memory_where_it_can(engine):
+    def protocol(count, dtype, op, name):
+        plan = engine.find("allreduce", count, dtype_of(dtype), OPS[op], algorithm=name)
+        assert plan.schedule.algorithm == name
+        return plan.protocol
+
+    assert protocol(1000, "float32", "sum", "two_shot") == "", "the transport has no peers"
+    engine.transport.own_ways = PEERS
+    assert protocol(1001, "float32", "sum", "one_shot") == "peer_packets"
+    assert protocol(1001, "float32", "sum", "two_shot") == "peer_packets"
+    assert protocol(1 << 26, "float32", "sum", "two_shot") == "peer_memory"
+    assert protocol(1001, "float32", "max", "two_shot") == "", "no kernel of the peers' does this one"
+    assert protocol(1001, "float32", "sum", "ring") == ""
+    assert protocol(1001, "float32", "sum", "native") == ""
+
+
+def test_measured_times_choose_the_protocol_of_a_named_algorithm(engine):
+    times = {Candidate("two_shot", 0, "peer_memory"): 3.0, Candidate("two_shot", 0, "peer_packets"): 5.0}
+    table = Table(Fit({}, 4, "nccl", {}, {}), {"allreduce": (Point(4096, times),)})
+    engine.selector = DeviceSelector(Agreed(Told(table, "measured")))
+    engine.transport.own_ways = PEERS
+    plan = engine.find("allreduce", 1024, dtype_of("float32"), OPS["sum"], algorithm="two_shot")
+    assert plan.protocol == "peer_memory"
+    plan = engine.find("allreduce", 1024, dtype_of("float32"), OPS["sum"], algorithm="one_shot")
+    assert plan.protocol == "peer_packets", "nothing was measured of it, so the model says"
+
+
+def test_what_can_carry_a_call(engine):
+    engine.transport.own_ways = PEERS
+    sums = engine.possible("allreduce", 4096, dtype_of("float32"), OPS["sum"])
+    assert (sums.native, sums.ways, sums.flagged) == (True, PEERS, False)
+    assert engine.possible("allreduce", 4096, dtype_of("int32"), OPS["sum"]).flagged, "integers need flags"
+    moved = engine.possible("allgather", 4096, dtype_of("float32"), None)
+    assert moved.flagged and not moved.ways, "what is moved may have any bits"
+    reach = Reach(False, 2, 100.0, 50.0)
+    engine.selector = DeviceSelector(Agreed(Told(None, ""), reach=reach))
+    assert engine.possible("allreduce", 4096, dtype_of("float32"), OPS["sum"]).reach == reach
 
 
 def test_a_ring_on_gpus_is_not_cut_into_small_pieces(engine):

@@ -328,6 +328,19 @@ def test_new_arrays_in_the_same_memory_need_no_new_table(cupy):
         np.testing.assert_array_equal(array.host, (np.arange(i % 9) + i) * 2 ** (7 if i < 39 else 6))
 
 
+def test_other_numbers_in_the_same_memory_are_other_arrays(cupy):
+    fusion = Fusion(Engine(), DevicePacker(0, cupy))
+    floats = [cupy.array(np.arange(1, n, dtype=np.float32)) for n in (4, 30)]
+    for _ in range(2):
+        reduce(fusion, floats)
+    whole = [DeviceArray(a.shape, np.int32, a.data) for a in floats]
+    for array in whole:
+        array.host[...] = np.arange(array.size) - 1000
+    reduce(fusion, whole)
+    for array in whole:
+        np.testing.assert_array_equal(array.host, 2 * np.arange(array.size) - 2000)
+
+
 def test_large_arrays_go_alone_and_overlapping_ones_in_order(cupy):
     fusion = Fusion(Engine(), DevicePacker(0, cupy))
     large = [cupy.array(np.full(n, i, np.float32)) for i, n in enumerate((3, 2 << 20, 5, 2 << 20, 2))]

@@ -83,7 +83,8 @@ class Dispatch:
     def _device_packer(self, engine: Engine) -> Packer:
         from flagcx.fusion_device import DevicePacker
 
-        return DevicePacker(engine.transport.device)  # type: ignore[attr-defined]
+        transport: Any = engine.transport
+        return DevicePacker(transport.device, empty=transport.empty if transport.peers else None)
 
     def _call(
         self,

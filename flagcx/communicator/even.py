@@ -183,16 +183,17 @@ class EvenCollectives(Dispatch):
             return self._go(self._device, bound, given, given, xs, async_op, f"allreduce of {len(xs)} arrays")
         reductions = Reductions(self._fusion_of)
         plain = outs is None and algorithm is None
-        for i, x in enumerate(xs):
-            if plain and reductions.add_quickly(x, op):
-                continue
-            out = None if outs is None else outs[i]
+        i = 0
+        while i < len(xs):
+            x, out = xs[i], None if outs is None else outs[i]
             engine = self._engine_of(x)
             given, result, dtype, resolved = self._reduced(engine, x, op, out, f"x[{i}]", f"out[{i}]")
             given, in_place = untangle("allreduce", self.rank, given, result)
             reductions.add(engine, result if in_place else given, result, dtype, resolved, op, algorithm)
+            i += 1
             if plain and given is x:
                 reductions.remember(x, op, self._fits(engine))
+                i = reductions.add_many(xs, i, op)
         value = xs if outs is None else outs
         if self._group is not None:
             refuse_async(async_op)

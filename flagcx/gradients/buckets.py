@@ -96,9 +96,7 @@ def plan_beside(engine: Engine, count: int, dtype: DType, op: ReduceOp) -> Plan:
         dtype: The element type.
         op: How they are combined.
     """
-    plan = engine.find("allreduce", count, dtype, op, None, None, True)
-    beside = getattr(engine.transport, "beside", None)
-    return plan if beside is None else beside(plan)
+    return engine.beside(engine.find("allreduce", count, dtype, op, None, None, True))
 
 
 class Bucket:

@@ -23,11 +23,14 @@ class GradientSynchronizer:
 
     Say of each gradient that it is ready as soon as it is, in any order; a bucket that is full is reduced at
     once, beside the computation. Before the optimizer, ``wait``: the results are in the very arrays. Or let
-    it begin with the first of them, by ``for name in sync.reduced():``. The first step records the order in which gradients become ready, and forms the buckets from rank 0's.
+    it begin with the first of them, by ``for name in sync.reduced():``. The first step records the order in
+    which gradients become ready, and forms the buckets from rank 0's.
 
-    On a GPU buckets are packed, reduced and unpacked on a stream of the communicator's own; on the host on a
-    thread that leaves the cores to NumPy. From ``ready`` until ``wait`` a gradient is neither to be written
-    nor read. After the first step nothing is allocated.
+    On a GPU buckets are packed, reduced and unpacked on a stream of the communicator's own, which goes before
+    the computation's; on the host on a thread that leaves the cores to NumPy. Large gradients on a GPU are
+    not packed but reduced where they lie, with the least work in memory from ``comm.empty(shape, dtype,
+    device="gpu")``. From ``ready`` until ``wait`` a gradient is neither to be written nor read. After the
+    first step nothing is allocated.
 
     Args:
         comm: The communicator. All ranks make a synchronizer for gradients of the same names and shapes.

@@ -64,6 +64,7 @@ class PeerArgs(ctypes.Structure):
         ("rank", ctypes.c_int32),
         ("root", ctypes.c_int32),
         ("finish", ctypes.c_int32),
+        ("pull", ctypes.c_int32),
     )
 
 

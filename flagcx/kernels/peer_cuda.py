@@ -102,6 +102,7 @@ struct Args {
   u32 chunk;  // packs of a chunk
   u32 steps;  // chunks of each block of threads
   int rank, root, finish;
+  int pull;  // whether arrays that all ranks see are read in place, between GPUs too
 };
 // How far a block of threads has come, over all launches.
 struct State { u32 chunks, calls, packets, bare, dead, unused[3]; };

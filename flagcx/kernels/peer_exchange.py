@@ -20,7 +20,8 @@ All numbers go on over all launches and live in the GPU's memory, so a launch ca
 Where the arrays of all ranks lie in memory that the peers see, two-shot has less need of boxes: after a
 greeting, in which the ranks tell each other where the arrays are, each rank writes its part of the result to
 everybody's array, and there is no third stage. On one GPU it reads its part of everybody's array too, and
-there are no chunks; between GPUs pushing through inboxes is faster than reading.
+there are no chunks. Between GPUs pushing through inboxes is faster than reading, but reading takes fewer
+blocks and less of the memory's bandwidth, so it is done there beside a computation.
 """
 
 from __future__ import annotations
@@ -325,6 +326,7 @@ FLAGCX_DEVICE void work(const Args& a, Progress* progress, u32 base, int t, cons
 }
 
 #if FORM == TWO_SHOT
+FLAGCX_DEVICE bool pulls(const Args& a) { return PULLS || a.pull; }
 // Tells all peers where the own arrays are and hears where theirs are. True if all can be used.
 FLAGCX_DEVICE bool greet(const Args& a, u32 flag, int lane, u64* given, u64* result) {
   bool in_place = true;
@@ -347,17 +349,14 @@ FLAGCX_DEVICE bool greet(const Args& a, u32 flag, int lane, u64* given, u64* res
     }
     const u64* const segments = (const u64*)a.segments;
     const u64 mask = ((u64)1 << OFFSET_BITS) - 1;
-    in_place = in_place && names[1] != 0 && (PULLS ? names[0] != 0 : (names[1] & 15) == 0);
+    in_place = in_place && names[1] != 0 && (pulls(a) ? names[0] != 0 : (names[1] & 15) == 0);
     if (in_place) {
-#if PULLS
-      given[q] = segments[((names[0] >> OFFSET_BITS) - 1) * RANKS + q] + (names[0] & mask);
-#endif
+      if (pulls(a)) given[q] = segments[((names[0] >> OFFSET_BITS) - 1) * RANKS + q] + (names[0] & mask);
       result[q] = segments[((names[1] >> OFFSET_BITS) - 1) * RANKS + q] + (names[1] & mask);
     }
   }
   return all_of_warp(in_place);
 }
-#if PULLS
 // Packs of the own part of everybody's arrays, in place.
 template <int U>
 FLAGCX_DEVICE void reduce_packs(const Args& a, const u64* given, const u64* result, i64 begin, i64 i) {
@@ -394,7 +393,6 @@ FLAGCX_DEVICE void reduce_in_place(const Args& a, int t, const u64* given, const
   }
 }
 #endif
-#endif
 
 FLAGCX_KERNEL(WORK + WARP, RESIDENT) flagcx_exchange(FLAGCX_PARAMETER Args a) {
   FLAGCX_SHARED(Progress, progress, 1);
@@ -416,8 +414,8 @@ FLAGCX_KERNEL(WORK + WARP, RESIDENT) flagcx_exchange(FLAGCX_PARAMETER Args a) {
   join_block();
   if (dead) return;
   const u64* direct = 0;
-#if FORM == TWO_SHOT && PULLS
-  if (in_place[0]) {
+#if FORM == TWO_SHOT
+  if (in_place[0] && pulls(a)) {
     steps = 0;
     if (t < WORK) reduce_in_place(a, t, given, result);
     join_block();
@@ -426,9 +424,9 @@ FLAGCX_KERNEL(WORK + WARP, RESIDENT) flagcx_exchange(FLAGCX_PARAMETER Args a) {
       tell_all(a, AT_END, call, lane);
       await_all(a, AT_END, call, lane);
     }
+  } else if (in_place[0]) {
+    direct = result;
   }
-#elif FORM == TWO_SHOT
-  if (in_place[0]) direct = result;
 #endif
   if (steps) {
     if (t < WORK) work(a, progress, base, t, direct);

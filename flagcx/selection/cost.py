@@ -24,14 +24,15 @@ from flagcx.transport.timed import Costs, Timed, Timing, lay
 
 #: Grouped send and receive through NCCL, and one kernel for a step's local work, replayed as a CUDA graph.
 #: On two and four H200 behind NVSwitches a group took 5.8 us with the links' latency, and 0.2 us more for
-#: each further peer; a channel copied 20 GB/s; a kernel cost 2.6 us and then moved 3.6 TB/s of the memory's
-#: 4.8. ``python bench/model_vs_measured.py --part replays`` holds them against what was measured there.
+#: each further peer; a channel copied 20 GB/s, and all of them 356 of a GPU's 371; a kernel cost 2.6 us and
+#: then moved 3.6 TB/s of the memory's 4.8. ``python bench/model_vs_measured.py --part replays`` holds them
+#: against what was measured there.
 DEVICE_COSTS = Costs(
     step_us=5.2,
     message_us=0.2,
     launch_us=2.6,
     memory_gb_per_s=3600.0,
-    channels=Channels(gb_per_s=20.0),
+    channels=Channels(gb_per_s=20.0, reach=0.96),
 )
 _WORTH_A_MIX = 0.95
 _MOST_MIXED = 6

@@ -13,15 +13,17 @@ NCCL's collectives follow the lesser of two laws: few bytes take a latency and g
 through a pipeline cut as well as can be, which takes (sqrt(pipe) + sqrt(b / bandwidth))^2.
 
 The constants are fitted by ``bench/peer_fit.py`` to ``bench/results/gpu_peer_memory_*.jsonl`` (peer memory)
-and ``bench/results/gpu_replays_*.jsonl`` (NCCL 2.28.9), medians of graph replays on H200. Bandwidths between
-GPUs are parts of what the links of the machine at hand give; latencies are those of NVLink everywhere. What
-was not measured (more than four GPUs, flags, other collectives than all-reduce) follows from the formula.
+and ``bench/results/gpu_replays_*.jsonl`` (NCCL 2.28.9), medians of graph replays on H200; those of NCCL for
+ranks that share a GPU to ``gpu_allreduce_nccl230_shared_gpu.jsonl``, which has plain calls. Bandwidths
+between GPUs are parts of what the links of the machine at hand give; latencies are those of NVLink
+everywhere. What was not measured (more than four GPUs, flags, other collectives than all-reduce) follows
+from the formula.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import sqrt
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -157,24 +159,24 @@ class PeerCosts:
 
 
 APART = PeerCosts(
-    packets=Law(2.69, 0.169, 0.868),
-    packets_twice=Law(4.3, 0.3, 0.868),
+    packets=Law(2.37, 0.102, 0.847, crowd=0.877, fill_us=0.568, ramp_nbytes=2620),
+    packets_twice=Law(3.0, 0.411, 0.924, crowd=0.906, fill_us=0.502, ramp_nbytes=5380),
     chunks=Law(5.2, 0.553, 0.946, fill_us=7.51, ramp_nbytes=902e3),
-    chunks_twice=Law(7.6, 0.63, 0.955, crowd=0.919, fill_us=5.67, ramp_nbytes=5.13e6),
-    nccl_pair=NcclLaw(3.29, 3.14, 0.381, 3.67, 0.948),
+    chunks_twice=Law(8.0, 0.465, 0.95, crowd=0.924, fill_us=4.12, ramp_nbytes=3.66e6),
+    nccl_pair=NcclLaw(2.97, 3.42, 0.391, 3.55, 0.948),
     nccl=NcclLaw(3.76, 3.25, 0.601, 2.35, 1.0),
 )
 """Each rank has a GPU of its own."""
 
 TOGETHER = PeerCosts(
-    packets=Law(2.27, 0.455, 5590.0),
-    packets_twice=Law(3.6, 0.9, 5590.0),
-    chunks=Law(4.87, 0.487, 3750.0),
-    chunks_twice=Law(6.66, 1.11, 5310.0),
-    nccl_pair=NcclLaw(10.0, 4.0, 600.0, 25.0, 700.0),
-    nccl=NcclLaw(10.0, 4.0, 600.0, 25.0, 700.0),
+    packets=Law(2.35, 0.441, 5460.0),
+    packets_twice=Law(2.4, 1.08, 4760.0, crowd=5250.0),
+    chunks=Law(3.75, 0.503, 3480.0, crowd=3850.0, fill_us=1.13, ramp_nbytes=16e3),
+    chunks_twice=Law(6.66, 1.11, 5340.0),
+    nccl_pair=NcclLaw(12.1, 6.1, 2680.0, 25.0, 2680.0),
+    nccl=NcclLaw(1.4, 7.8, 3300.0, 25.0, 3300.0),
 )
-"""All ranks use one GPU, whose memory carries everything."""
+"""All ranks use one GPU, whose memory carries everything. NCCL before 2.30 goes through sockets there."""
 
 COSTS: Mapping[bool, PeerCosts] = MappingProxyType({False: APART, True: TOGETHER})
 """The laws by ``Reach.one_gpu``."""
@@ -192,7 +194,7 @@ class Load:
 
     steps: int
     pushed: float
-    touched: float = field(default=0.0)
+    touched: float
 
 
 def load_of(way: Way, collective: str, nbytes: int, size: int) -> Load:
@@ -208,22 +210,36 @@ def load_of(way: Way, collective: str, nbytes: int, size: int) -> Load:
         >>> load_of(("two_shot", "peer_memory"), "allreduce", 1024, 4).pushed
         1536.0
     """
+    twice = way[0] == Algorithm.TWO_SHOT or collective == "broadcast"
+    steps = 0 if way == NATIVE_WAY else 2 if twice else 1
+    return Load(steps, _pushed(way, collective, size) * nbytes, _touched(way, collective, size) * nbytes)
+
+
+def _pushed(way: Way, collective: str, n: int) -> float:
+    """Messages or blocks that the busiest of n ranks sends."""
+    if collective == "broadcast":
+        return 1.0 if way == NATIVE_WAY else (n - 1) / n
+    if way[0] == Algorithm.TWO_SHOT or (way == NATIVE_WAY and collective == "allreduce"):
+        return 2 * (n - 1) / n
+    return n - 1.0
+
+
+def _touched(way: Way, collective: str, n: int) -> float:
+    """Messages or blocks that n ranks read and write in the memory of one GPU.
+
+    A packet's place is written, read and emptied; a chunk's is written and read. Of NCCL's it is assumed that
+    what is sent is read, goes through a buffer, and is written. Where there are blocks, each rank copies one.
+    """
     algorithm, protocol = way
-    n, others = size, size - 1
-    whole = 2 * others / n * nbytes if collective == "allreduce" else float(others * nbytes)
+    if way == NATIVE_WAY:
+        copied = 0 if collective in ("allreduce", "broadcast") else 2 * n
+        return 4 * n * _pushed(way, collective, n) + copied
     if collective == "broadcast":
-        whole = float(nbytes)
-    if algorithm == Algorithm.NATIVE:
-        return Load(0, whole, 8 * n * nbytes)
-    if collective == "broadcast":
-        return Load(2, others / n * nbytes, (3 * n + 2) * nbytes)
+        return 3 * n + 2
     if algorithm == Algorithm.TWO_SHOT:
-        # A packet's place is written, read and emptied; a chunk's is written and read.
-        return Load(2, whole, (8 * n - 5 if protocol == PACKETS else 5 * n + 1) * nbytes)
-    touched = 3 * n * n if protocol == PACKETS else n * (2 * n + 1)
-    if collective != "allreduce" and protocol != PACKETS:
-        touched = 3 * n * n
-    return Load(1, float(others * nbytes), touched * nbytes)
+        return 8 * n - 5 if protocol == PACKETS else 5 * n + 1
+    chunks_of_a_sum = protocol == CHUNKS and collective == "allreduce"
+    return n * (2 * n + 1) if chunks_of_a_sum else 3 * n * n
 
 
 def predict_us(

@@ -36,6 +36,7 @@ class Channels:
 
     Attributes:
         gb_per_s: Bytes that a channel copies a second.
+        reach: The part of a link's bandwidth that all channels together get out of it, 0 to 1.
         most: Channels of a rank, a power of two; also the most that a message is given.
         start_nbytes: Bytes of a part that the receiving end waits for before it has something to copy.
         least_part_nbytes: Shorter messages are not cut into more parts than such ones.
@@ -47,6 +48,7 @@ class Channels:
     """
 
     gb_per_s: float
+    reach: float = 1.0
     most: int = 32
     start_nbytes: int = 256 << 10
     least_part_nbytes: int = _CHUNK_NBYTES // 8
@@ -89,7 +91,7 @@ class Channels:
 
         Args:
             nbytes: Bytes of each.
-            wire_us: How long its links need for it.
+            wire_us: How long its links need for it at their bandwidth.
             ranks: Number of ranks of the communicator.
             pair: A number for each message; those of one number share channels, one after the other. None
                 where each has its own.
@@ -100,4 +102,4 @@ class Channels:
         part = nbytes / self.count(nbytes, ranks)
         speed = self.gb_per_s * 1000
         copied = part if pair is None else np.bincount(pair, part)[pair]
-        return np.maximum(wire_us, copied / speed) + np.minimum(part, self.start_nbytes) / speed
+        return np.maximum(wire_us / self.reach, copied / speed) + np.minimum(part, self.start_nbytes) / speed

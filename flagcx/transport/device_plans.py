@@ -18,6 +18,10 @@ from flagcx.transport.lane import Lane
 CAPTURE_AT = 3
 """The call with the same arrays that is captured; the first ones also set up NCCL's connections."""
 
+URGENT = -5
+"""Priority of streams whose kernels wait for peers, to go before a computation's. A GPU that has no such high
+one takes its highest."""
+
 _MAX_GRAPHS = 16
 _MAX_SEEN = 256
 _GRAIN = 2 << 20
@@ -50,7 +54,7 @@ class Scratch:
         self._cupy = cupy
         self.version = 0
         self._stream = cupy.cuda.Stream(non_blocking=True)
-        self.captures = cupy.cuda.Stream(non_blocking=True)
+        self.captures = cupy.cuda.Stream(non_blocking=True, priority=URGENT)
         self._memory: Any = None
         self._peak = 0
         self._pinned: list[tuple[object, ...]] = []

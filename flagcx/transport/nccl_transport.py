@@ -30,12 +30,12 @@ from flagcx.schedule.lower import levels
 from flagcx.transport.base import Call, Plan
 from flagcx.transport.compared import Compared
 from flagcx.transport.device import DeviceIdentity, check_devices, identify_device, most_on_one_gpu
-from flagcx.transport.device_plans import NativePlan, SchedulePlan, Scratch, address, grouped
+from flagcx.transport.device_plans import URGENT, NativePlan, SchedulePlan, Scratch, address, grouped
 from flagcx.transport.device_steps import device_program
 from flagcx.transport.lane import Lane, again
 from flagcx.transport.nccl import Communicator, hints, load_nccl, make_unique_id, told
 from flagcx.transport.nccl_native import NATIVE, native_form
-from flagcx.transport.peer_memory import connect
+from flagcx.transport.peer_memory import PeerPlan, connect
 from flagcx.transport.watchdog import Watchdog
 
 logger = logging.getLogger("flagcx")
@@ -90,7 +90,7 @@ class NcclTransport:
         self._lane = Lane(cupy, self.device, self.rank)
         self.peers, self.no_peers = connect(cupy, store, self.identities, self._lane, config)
         self._scratch = Scratch(cupy)
-        self._side = cupy.cuda.Stream(non_blocking=True)
+        self._side = cupy.cuda.Stream(non_blocking=True, priority=URGENT)
         self._plans: weakref.WeakSet[SchedulePlan] = weakref.WeakSet()
         self._closed = False
         self._watchdog = Watchdog(self, store, config.timeout_s, _leave) if self.size > 1 else None
@@ -204,6 +204,13 @@ class NcclTransport:
         with self._side:
             plan.run(given, result)
         return self._lane.keep(self._side, given, result)
+
+    def beside(self, plan: Plan) -> Plan:
+        """The plan for use beside a computation, to which it leaves most of the GPU.
+
+        All ranks must run it, or all the one that is given.
+        """
+        return self.peers.beside(plan) if self.peers is not None and isinstance(plan, PeerPlan) else plan
 
     def follow(self, event: Any) -> None:
         """Makes the current stream wait for an event of ``submit``; the host goes on at once."""

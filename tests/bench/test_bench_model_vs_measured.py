@@ -53,10 +53,11 @@ def test_rows_without_a_time_and_of_shared_gpus_are_left_out(tmp_path):
 
 def test_errors_are_ratios_to_what_was_measured():
     rows = [
-        _row("flagcx ring", 4, 64 << 20, 1.0),
+        _row("flagcx ring over NCCL", 4, 64 << 20, 1.0),
         _row("flagcx", 4, 64 << 20, 1.0),
         _row("NCCL", 2, 4096, 1.0),
     ]
+    rows.append({**_row("flagcx two_shot", 4, 1024, 1.0), "protocol": "peer_memory"})
     (ring, native) = bench.against_replays(rows)
     assert (ring["name"], native["name"]) == ("ring", "NCCL")
     (twice,) = bench.against_replays([{**rows[0], "replay_us": ring["ratio"] / 2}])

@@ -24,8 +24,10 @@ def test_the_choice_as_json(call):
     values = json.loads(result.stdout)
     assert values["nbytes"] == 64 << 20 and values["size"] == 8
     assert values["chosen"] == values["candidates"][0]["name"] and values["reason"]
-    times = [one["predicted_us"] for one in values["candidates"]]
+    times = [one["predicted_us"] for one in values["candidates"] if not one["obstacle"]]
     assert times == sorted(times)
+    obstacles = {one["name"]: one["obstacle"] for one in values["candidates"] if one["protocol"]}
+    assert obstacles["two_shot (peer_memory)"] == "" and "too long" in obstacles["one_shot (peer_packets)"]
 
 
 def test_the_choice_as_a_table(call):

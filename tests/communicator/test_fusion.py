@@ -185,6 +185,66 @@ def test_a_group_keeps_the_order_of_other_calls():
     run_ranks(_mixed_group, 3)
 
 
+def _kinds_by_turns() -> None:
+    comm = fc.init()
+    kinds = (np.float32, np.float32, np.int64, np.float32)
+    ops = ("sum", "max", np.maximum, fc.scaled_sum(2.0), "sum")
+    arrays = [np.arange(1 + i % 9) + i + 10 * comm.rank for i in range(120)]
+    arrays = [a.astype(kinds[i % 4]) for i, a in enumerate(arrays)]
+    chosen = [ops[i % 5] if kinds[i % 4] is np.float32 else "sum" for i in range(120)]
+    for _ in range(2):
+        with comm.group():
+            for i, (array, op) in enumerate(zip(arrays, chosen, strict=True)):
+                assert (comm.allreduce(array, op) if i % 2 else comm.allreduce(x=array, op=op)) is array
+        for i, (array, op) in enumerate(zip(arrays, chosen, strict=True)):
+            whole = [np.arange(1 + i % 9) + i + 10 * rank for rank in range(comm.size)]
+            want = max(w.tolist() for w in whole) if op in ("max", np.maximum) else sum(whole)
+            factor = 1 if isinstance(op, (str, np.ufunc)) else 2
+            np.testing.assert_array_equal(array, np.multiply(want, factor), err_msg=f"{i}, {op}")
+            array[...] = whole[comm.rank]
+
+
+def test_kinds_and_operations_by_turns():
+    run_ranks(_kinds_by_turns, 3)
+
+
+def _shortcut() -> None:
+    comm = fc.init()
+    n, method = comm.size, comm.allreduce
+    a, b, c = (np.full(4, float(i + comm.rank)) for i in range(3))
+    with comm.group():
+        inside = comm.allreduce
+        inside(a)
+        method(b)
+    assert comm.allreduce == method, "a group leaves the method as it was"
+    inside(c)  # after its group it is the plain method
+    for i, array in enumerate((a, b, c)):
+        np.testing.assert_array_equal(array, np.full(4, n * i + n * (n - 1) / 2))
+    every_other = np.zeros(8)[::2]
+    with pytest.raises(fc.ArrayError, match="not C-contiguous"), comm.group():
+        comm.allreduce(a)
+        comm.allreduce(every_other)
+    assert comm.allreduce == method
+    with comm.group():
+        comm.allreduce(a, "max")
+        assert inside(b, "max") is b, "one of an earlier group adds to the open one"
+        read_only = np.ones(4)
+        read_only.flags.writeable = False
+        with pytest.raises(fc.ArrayError, match="read-only"):
+            comm.allreduce(read_only, "max")
+    assert (a == n * (n - 1) / 2).all()
+    x, y, z, result = np.ones(4), np.full(4, 2.0), np.full(4, 3.0), np.empty(4)
+    with comm.group():
+        comm.allreduce(x)
+        assert comm.allreduce(y, out=result) is result
+        comm.allreduce(z)
+    assert [array[0] for array in (x, y, z, result)] == [n, 2, 3 * n, 2 * n]
+
+
+def test_the_way_arrays_are_added_quickly():
+    run_ranks(_shortcut, 2)
+
+
 def _steady(rounds: int) -> None:
     comm = fc.init()
     before = None

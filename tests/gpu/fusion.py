@@ -113,6 +113,34 @@ def launches() -> list[str]:
     return faults
 
 
+def come_back(turns: int) -> list[str]:
+    """The same arrays, parts of them, and new ones in their memory, by turns, in groups of two operations."""
+    import cupy
+
+    comm, faults = fc.init(), []
+    kinds = (cupy.float32, cupy.float16, cupy.float32, cupy.int64)
+    whole = [cupy.empty(1 + 7 * i, kinds[i % 4]) for i in range(60)]
+    for turn in range(turns):
+        last = 60 if turn % 3 else 20 + turn
+        arrays = [a.view() for a in whole[:last]] if turn % 4 == 3 else whole[:last]
+        for i, array in enumerate(arrays):
+            array[...] = cupy.arange(array.size) % 5 + (i + turn + comm.rank) % 7
+        if turn % 5 == 4:
+            comm.allreduce(arrays, "max")
+        else:
+            with comm.group():
+                for i, array in enumerate(arrays):
+                    comm.allreduce(array, "max" if i % 3 == 2 else "sum")
+        for i, array in enumerate(arrays):
+            ranks = [(i + turn + q) % 7 for q in range(comm.size)]
+            most = turn % 5 == 4 or i % 3 == 2
+            ramp = cupy.arange(array.size) % 5
+            want = ramp + max(ranks) if most else comm.size * ramp + sum(ranks)
+            if not bool((array == want).all()):
+                faults.append(f"turn {turn}: array {i} is {array[:3]}, expected {want[:3]}")
+    return faults[:5]
+
+
 def captured() -> list[str]:
     """A list in a graph of the caller's, replayed."""
     import cupy

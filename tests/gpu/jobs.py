@@ -14,14 +14,19 @@ from flagcx.transport.nccl_native import NATIVE
 from tests.gpu import oracle
 
 
-def algorithms_and_collectives(counts: list[int]) -> list[str]:
-    """Every algorithm of every collective, for each count, out of place, against the oracle."""
-    comm = fc.init()
+def algorithms_and_collectives(counts: list[int], peer_memory: bool = True) -> list[str]:
+    """Every algorithm of every collective, for each count, out of place, against the oracle.
+
+    Without peer memory only those that it would carry, which then are schedules over NCCL like the others.
+    """
+    comm = fc.init(peer_memory=peer_memory)
     faults: list[str] = []
     for collective in COLLECTIVES:
         if collective == "barrier":
             continue
         names = [str(e.algorithm) for e in entries(collective) if e.allows(comm.size)] + [NATIVE, None]
+        if not peer_memory:
+            names = [name for name in names if name in ("one_shot", "two_shot", "direct")]
         for algorithm in names:
             for count in counts:
                 faults += one_call(comm, collective, algorithm, count, dtype_of("float32"))
@@ -87,8 +92,8 @@ def compare(where: str, got: Any, want: np.ndarray | None) -> list[str]:
 
 
 def dtypes_and_ops(algorithms: list[str], counts: list[int]) -> list[str]:
-    """Every dtype with every operation that it has."""
-    comm = fc.init()
+    """Every dtype with every operation that it has, by schedules over NCCL."""
+    comm = fc.init(peer_memory=False)
     faults: list[str] = []
     for dtype in DTYPES.values():
         for op in OPS.values():
@@ -120,8 +125,8 @@ def native_dtypes() -> list[str]:
 
 
 def large(count: int) -> list[str]:
-    """All-reduces of many elements."""
-    comm = fc.init()
+    """All-reduces of many elements, by schedules over NCCL and by NCCL's own."""
+    comm = fc.init(peer_memory=False)
     faults: list[str] = []
     for algorithm in ("ring", "one_shot", "two_shot", "double_binary_tree", "halving_doubling", NATIVE):
         faults += one_call(comm, "allreduce", algorithm, count, dtype_of("float32"))

@@ -18,6 +18,11 @@ def test_a_list_that_comes_back_is_three_launches(ranks):
     assert faults_of(ranks(2, fusion.launches)) == ""
 
 
+@pytest.mark.parametrize("size", SIZES[:2])
+def test_arrays_that_come_back(ranks, size):
+    assert faults_of(ranks(size, fusion.come_back, 90)) == ""
+
+
 def test_the_caller_captures_a_list(ranks):
     assert faults_of(ranks(2, fusion.captured)) == ""
 

@@ -18,6 +18,12 @@ def test_every_algorithm_of_every_collective(ranks, size):
     assert faults_of(ranks(size, jobs.algorithms_and_collectives, counts)) == ""
 
 
+@pytest.mark.parametrize("size", [min(SIZES), max(SIZES)])
+def test_direct_algorithms_over_nccl(ranks, size):
+    counts = [0, 1, size - 1, size + 1, 1003]
+    assert faults_of(ranks(size, jobs.algorithms_and_collectives, counts, False)) == ""
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_every_dtype_with_every_operation(ranks, size):
     assert faults_of(ranks(size, jobs.dtypes_and_ops, ["one_shot"], [1003])) == ""

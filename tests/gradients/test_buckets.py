@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flagcx.gradients.buckets import Gradient, form_buckets
+from flagcx.gradients.buckets import ALONE_NBYTES, Gradient, form_buckets
 from flagcx.selection.overlap import LEAST_BUCKET_NBYTES, best_bucket_nbytes, step_us
 
 
@@ -29,6 +29,14 @@ def test_dtypes_and_places_are_kept_apart_and_do_not_close_each_others_buckets()
     assert made == [(0, 2), (3,), (1, 4), (5,)]
     made = form_buckets(range(4), gradients(10, 10, 10, 10, places="hdhd"), 100)
     assert made == [(0, 2), (1, 3)]
+
+
+def test_what_is_large_on_a_gpu_goes_alone_and_leaves_the_bucket_open_for_small_ones():
+    sizes = (10, ALONE_NBYTES + 1, 10, ALONE_NBYTES, 10)
+    on_gpu = [Gradient(i, (n,), "uint8", n, "device") for i, n in enumerate(sizes)]
+    assert form_buckets(range(5), on_gpu, 1 << 30) == [(1,), (0, 2, 3, 4)]
+    on_host = [Gradient(i, (n,), "uint8", n, "host") for i, n in enumerate(sizes)]
+    assert form_buckets(range(5), on_host, 1 << 30) == [(0, 1, 2, 3, 4)]
 
 
 def test_buckets_are_ordered_by_when_they_become_full():

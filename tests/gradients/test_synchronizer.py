@@ -138,6 +138,53 @@ def test_accumulate_communicates_nothing():
     run_ranks(_accumulate, 2)
 
 
+def _reduced() -> None:
+    comm = fc.init()
+    gradients = {name: values(0, 0, name) for name in SHAPES}
+    with fc.GradientSynchronizer(comm, gradients, bucket_bytes=9000) as sync:
+        for step in range(6):
+            fill(gradients, comm.rank, step)
+            for name in reversed(SHAPES):
+                sync.ready(name)
+            told = []
+            for name in sync.reduced():
+                total = sum(values(rank, step, name) for rank in range(comm.size))
+                np.testing.assert_array_equal(gradients[name], total / comm.size, err_msg=name)
+                told.append(name)
+                if step == 3:
+                    break  # the others are waited for
+            assert told == [name for bucket in sync.buckets for name in bucket][: len(told)]
+            assert len(told) == (1 if step == 3 else len(SHAPES))
+            check(gradients, comm.size, step)
+        with sync.accumulate():
+            sync.ready("w0")
+            assert list(sync.reduced()) == []
+
+
+def test_gradients_are_told_bucket_by_bucket():
+    run_ranks(_reduced, 3)
+
+
+def _early(count: int) -> list[float]:
+    """Seconds after which each of four buckets is told, where each takes 0.05 s on its link."""
+    comm = fc.init(throttle=f"{4 * count / 0.05 / 1e9}")  # two ranks: each sends half of it twice
+    g = [np.ones(count, np.float32) for _ in range(4)]
+    with fc.GradientSynchronizer(comm, g, bucket_bytes=1) as sync:
+        for _ in range(2):  # the first step forms the buckets
+            comm.barrier()
+            begin, told = time.monotonic(), []
+            for i in range(4):
+                sync.ready(i)
+            for _ in sync.reduced():
+                told.append(time.monotonic() - begin)
+    return told
+
+
+def test_the_first_bucket_is_told_long_before_the_last():
+    for told in run_ranks(_early, 2, 1000):
+        assert told[3] > 0.18 and told[0] < 0.6 * told[3], told
+
+
 def _wrong_calls() -> None:
     comm = fc.init()
     g = {"w": np.zeros((4, 5), np.float32), "b": np.zeros(5, np.float32)}

@@ -242,6 +242,7 @@ class Made:
     names: list[tuple[int, int]] | None = None
     absent: tuple[int, ...] = ()
     bare: bool = False
+    pull: bool = False
 
 
 @dataclass
@@ -306,7 +307,7 @@ class Host:
         packs = -(-call.count // (16 // some.itemsize))
         shared = call.form in ("two_shot", "broadcast")
         args.part = -(-packs // self.ranks) if shared else packs
-        args.chunk = call.chunk
+        args.chunk, args.pull = call.chunk, call.pull
         args.steps = -(-args.part // (call.grid * call.chunk))
         args.finish, args.factor = (2, float(self.ranks)) if call.op == "avg" else (0, 1.0)
         return args

@@ -210,14 +210,16 @@ def test_bare_packets_carry_every_number(directory, name):
 
 
 @needs_compiler
+@pytest.mark.parametrize("pull", [False, True], ids=["pushed", "pulled"])
 @pytest.mark.parametrize("one_gpu", [True, False], ids=["together", "apart"])
 @pytest.mark.parametrize("size", [2, 3, 8])
-def test_arrays_that_peers_see_are_used_in_place(directory, size, one_gpu):
+def test_arrays_that_peers_see_are_used_in_place(directory, size, one_gpu, pull):
     host = Host(directory, size, one_gpu)
     segments = [host.segment(4096) for _ in range(8)]
     wanted = Wanted(host, 3)
     for i, segment in enumerate(segments):
         wanted.add_seen(segment, plain=i % 3 == 2)
+        wanted.calls[-1] = replace(wanted.calls[-1], pull=pull)
         wanted.add("two_shot", False)
     assert wanted.faults(3) == []
 

@@ -9,7 +9,7 @@ import pytest
 from flagcx.errors import ArgumentError
 from flagcx.selection.explain import explain
 from flagcx.selection.explanation import format_nbytes
-from flagcx.topology import preset
+from flagcx.topology import cluster, preset
 
 
 def test_the_table_has_every_candidate_and_the_chosen_one_first():
@@ -18,7 +18,7 @@ def test_the_table_has_every_candidate_and_the_chosen_one_first():
     assert text.startswith("allreduce of 64 MiB, 8 ranks on dgx-a100\n")
     names = {row.algorithm for row in found.rows}
     assert {"ring", "double_binary_tree", "two_shot", "hierarchical", "native"} <= names
-    assert found.chosen.predicted_us == min(row.predicted_us for row in found.rows)
+    assert found.chosen.predicted_us == min(row.predicted_us for row in found.rows if not row.obstacle)
     assert text.splitlines()[2].endswith("<- chosen") and "measured" not in text
     assert "bandwidth decides" in found.reason and "next comes" in found.reason
     assert "latency decides" in explain("allreduce", 64, 8, preset("dgx-a100")).reason
@@ -39,10 +39,39 @@ def test_json_and_html_say_the_same():
     values = json.loads(found.to_json())
     assert values["chosen"] == values["candidates"][0]["name"] == found.chosen.name
     for row in values["candidates"]:
-        assert row["steps"] > 0 and row["sent_nbytes"] > 0 and row["predicted_us"] > 0
-        assert len(row["bottleneck"]["link"]) == 2
+        assert row["steps"] > 0 and row["sent_nbytes"] > 0
+        assert bool(row["predicted_us"]) != bool(row["obstacle"]), row["name"]
+        assert row["obstacle"] or len(row["bottleneck"]["link"]) == 2
     assert all(row.name in found._repr_html_() for row in found.rows)
     assert "-&gt;" in found._repr_html_() and "<script" not in found._repr_html_()
+
+
+def test_the_peers_memory_where_nvlink_joins_all():
+    found = explain("allreduce", 64 << 20, 4, preset("dgx-h200"))
+    rows = {row.name: row for row in found.rows}
+    chunks = rows["two_shot (peer_memory)"]
+    assert found.chosen is chunks and (chunks.steps, chunks.sent_nbytes) == (2, 1.5 * (64 << 20))
+    link = chunks.bottleneck
+    assert link.kind == "nvlink" and link.nbytes == pytest.approx(
+        chunks.sent_nbytes * link.bandwidth_gb_per_s / 370.8
+    )
+    assert 0.8 < link.busy < 1 and chunks.latency_us < chunks.predicted_us < rows["two_shot"].predicted_us
+    assert rows["two_shot (peer_packets)"].obstacle == "too long for packets"
+    small = explain("allreduce", 4096, 4, preset("dgx-h200"))
+    assert small.chosen.name == "one_shot (peer_packets)" and not any(row.obstacle for row in small.rows)
+    measured = {"two_shot (peer_memory)": 300.0, "native": 310.0}
+    assert (
+        explain("allreduce", 64 << 20, 4, preset("dgx-h200"), measured=measured).chosen.measured_us == 300.0
+    )
+
+
+def test_why_the_peers_memory_is_not_offered():
+    rows = {row.name: row for row in explain("broadcast", 4096, 4, preset("dgx-h200")).rows}
+    assert rows["direct (peer_packets)"].obstacle == "no packets carry this"
+    over_pcie = explain("allreduce", 4096, 4, preset("4xpcie")).rows
+    assert "is known on the machine alone" in next(r for r in over_pcie if r.protocol).obstacle
+    two_hosts = explain("allreduce", 4096, 16, cluster(preset("dgx-h200"), 2)).rows
+    assert not any(row.protocol for row in two_hosts)
 
 
 def test_a_rank_alone_and_blocks():

@@ -99,15 +99,19 @@ MACHINE = Machine(preset("dgx-1v"), tuple(range(8)), (0, 3, 2, 1, 5, 6, 7, 4))
 
 
 def test_on_gpus():
-    possible = Possible(native=True, protocols=frozenset({"peer_memory"}))
+    ways = frozenset({("one_shot", "peer_memory"), ("two_shot", "peer_memory")})
+    possible = Possible(native=True, ways=ways)
     choice = choose_on_device("allreduce", 64 << 20, 8, False, possible)
     asked = _asked("allreduce", 64 << 20, choice, size=8)
     found = explain_on_device(asked, possible, MACHINE, ("peer_packets",))
     assert found.chosen.name == "two_shot (peer_memory)"
-    assert _row(found, "native").predicted_us > 0
+    assert "by the model of peer memory about" in found.reason and "would take" not in found.reason
+    chosen, native = found.chosen, _row(found, "native")
+    assert (chosen.steps, chosen.sent_nbytes) == (2, 1.75 * (64 << 20)) and 0 < chosen.latency_us < 20
+    assert chosen.predicted_us < native.predicted_us < _row(found, "one_shot (peer_memory)").predicted_us
     assert _row(found, "ring").steps == 14 and _row(found, "ring").bottleneck.kind == "nvlink"
     assert _row(found, "one_shot (peer_memory)").obstacle == ""
-    assert "no peer_packets for this call" in _row(found, "one_shot (peer_packets)").obstacle
+    assert "no peer_packets for one_shot of this call" in _row(found, "one_shot (peer_packets)").obstacle
     mix = _row(found, "ring|ring")
     assert not mix.obstacle and mix.predicted_us < 0.6 * _row(found, "ring").predicted_us
     json.loads(found.to_json())

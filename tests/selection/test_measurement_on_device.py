@@ -49,10 +49,12 @@ class FakeTransport:
         self._host, self.rank, self.size = host, host.rank, host.size
         self.runs: dict[tuple[str, str], int] = {}
 
-    def protocols(self, collective, nbytes, dtype, op):
+    def protocols(self, collective, algorithm, nbytes, dtype, op):
         assert dtype.name == "float32"
         assert (op is None) == (collective not in ("allreduce", "reduce", "reduce_scatter"))
-        return frozenset({"peer_memory"}) if collective == "allreduce" and nbytes <= 4096 else frozenset()
+        if collective != "allreduce" or nbytes > 4096:
+            return frozenset()
+        return frozenset({"peer_memory"} if algorithm == "two_shot" else {"peer_memory", "peer_packets"})
 
     def compile(self, call: Call):
         key = (str(call.schedule.algorithm), call.protocol)
@@ -90,6 +92,7 @@ def _candidates():
 def test_what_is_measured():
     small, large, broadcast = run_ranks(_candidates, 2)[0]
     assert {"native", "one_shot", "one_shot (peer_memory)", "two_shot (peer_memory)", "ring"} <= small
+    assert "one_shot (peer_packets)" in small and "two_shot (peer_packets)" not in small
     assert not any("hierarchical" in name or "ring (" in name or "pieces" in name for name in small)
     assert "one_shot" not in large, "its scratch would have every rank's message"
     assert {"native", "two_shot", "tree in pieces of 4,194,304 B"} <= large

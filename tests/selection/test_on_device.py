@@ -14,6 +14,7 @@ from flagcx.bootstrap.store import LocalStore, StoreServer
 from flagcx.config import Config
 from flagcx.selection.measured import Told
 from flagcx.selection.on_device import Agreed, DeviceSelector, agree, fit_on_device, why_not
+from flagcx.selection.peer_model import NVLINK, Reach, reach_over
 from flagcx.selection.planned import plan_order
 from flagcx.selection.selector import Possible, choose_on_device
 from flagcx.selection.table import Candidate, Fit, Point, Table, save_table, table_path
@@ -21,7 +22,8 @@ from flagcx.topology import preset
 
 FIT = Fit({"gpu": "H"}, 8, "nccl", {}, {})
 SCHEDULES, NATIVE = Possible(), Possible(native=True)
-PEERS = Possible(native=True, protocols=frozenset({"peer_memory", "peer_packets"}))
+WAYS = frozenset((name, way) for name in ("one_shot", "two_shot") for way in ("peer_memory", "peer_packets"))
+PEERS = Possible(native=True, ways=WAYS)
 
 
 class Transport:
@@ -32,7 +34,9 @@ class Transport:
     def __init__(self, bus_ids, hosts=None) -> None:
         self.size = len(bus_ids)
         hosts = hosts or ["a"] * self.size
-        self.identities = [SimpleNamespace(pci_bus_id=b, host=h) for b, h in zip(bus_ids, hosts, strict=True)]
+        self.identities = [
+            SimpleNamespace(pci_bus_id=b, host=h, uuid=b) for b, h in zip(bus_ids, hosts, strict=True)
+        ]
 
     def surroundings(self):
         return {"machine": {"gpu": "H200", "gpus": self.size}, "versions": {"nccl": 22809}}
@@ -99,7 +103,12 @@ def test_what_was_measured_goes_before_all():
         (Candidate("native"), SCHEDULES, False, "NCCL's own does not do this call"),
         (Candidate("native", 0, "peer_memory"), PEERS, False, "NCCL's own does not do this call"),
         (Candidate("no_such"), NATIVE, False, "does not serve"),
-        (Candidate("one_shot", 0, "peer_memory"), NATIVE, False, "has no peer_memory for this call"),
+        (
+            Candidate("one_shot", 0, "peer_memory"),
+            NATIVE,
+            False,
+            "has no peer_memory for one_shot of this call",
+        ),
         (
             Candidate("ring", 0, "peer_memory"),
             PEERS,
@@ -108,6 +117,12 @@ def test_what_was_measured_goes_before_all():
         ),
         (Candidate("hierarchical"), NATIVE, False, "not used for 6 ranks"),
         (Candidate("bruck"), NATIVE, True, "needs blocks of one size"),
+        (
+            Candidate("direct", 0, "peer_memory"),
+            Possible(ways=frozenset({("direct", "peer_memory")})),
+            True,
+            "peer_memory needs blocks of one size",
+        ),
         (Candidate("two_shot", 1024), NATIVE, False, "not pipelined"),
         (Candidate("ring|ring", 1024), NATIVE, False, "not pipelined"),
         (Candidate("ring|telepathy"), NATIVE, False, "does not serve"),
@@ -160,6 +175,13 @@ def test_ranks_with_other_files_and_other_machines_choose_as_rank_0_says(tmp_pat
     for asked, algorithm in (((4096, 3, False, NATIVE), "two_shot"), ((1 << 20, 3, False, NATIVE), "native")):
         chosen = {DeviceSelector(each).choose("allreduce", *asked) for each in agreed}
         assert [c.algorithm for c in chosen] == [algorithm]
+    reaches = {DeviceSelector(each).reach for each in agreed}
+    assert reaches == {reach_over(machine, [0, 1, 2])} != {reach_over(other, [0, 1, 2])}
+    for nbytes in (1 << 10, 1 << 17, 1 << 24, 1 << 30):
+        possible = [replace(PEERS, reach=each.reach) for each in agreed]
+        untold = [DeviceSelector(replace(each, measured=Told(None, ""))) for each in agreed]
+        made = {s.choose("allreduce", nbytes, 3, False, p) for s, p in zip(untold, possible, strict=True)}
+        assert len(made) == 1 and "by the model of peer memory" in made.pop().reason
     by_model = {DeviceSelector(each).choose("allreduce", 1 << 26, 3, False, SCHEDULES) for each in agreed}
     assert len(by_model) == 1
     assert "by the model of this machine" in by_model.pop().reason
@@ -204,6 +226,7 @@ def test_a_machine_that_cannot_be_read_has_no_order_and_no_model(tmp_path):
     environ = {"XDG_CACHE_HOME": str(tmp_path)}
     agreed = agree(LocalStore(), Transport(["0000:0c:00.0"] * 2), Config(), environ, broken)
     assert (agreed.order, agreed.modelled) == (None, None)
+    assert agreed.reach == Reach(one_gpu=True, sharing=2)
     assert agreed.measured.note == "not measured on this machine; flagcx tune --gpu -n 2 would"
 
 
@@ -223,3 +246,4 @@ def test_in_deterministic_mode_the_rule_alone_chooses(tmp_path):
     )
     assert (agreed.measured.table, agreed.modelled) == (None, None)
     assert agreed.order == plan_order(machine, _bus_ids(machine))
+    assert agreed.reach == NVLINK, "it is what is assumed of any machine"

@@ -56,6 +56,8 @@ def test_a_message_takes_what_the_slower_of_link_and_channels_does():
     by_channels = 1e6 / 16 / 10_000
     assert PLAIN.time_us(nbytes, np.array([0.0]), 2) == pytest.approx(by_channels, rel=1e-3)
     assert PLAIN.time_us(nbytes, np.array([50.0]), 2) == pytest.approx(50.0, rel=1e-3)
+    half = replace(PLAIN, reach=0.5)
+    assert half.time_us(nbytes, np.array([50.0]), 2) == pytest.approx(100.0, rel=1e-3)
     waits = replace(PLAIN, start_nbytes=20_000)
     assert waits.time_us(nbytes, np.array([50.0]), 2) == pytest.approx(52.0)
     short = replace(PLAIN, start_nbytes=10**9)

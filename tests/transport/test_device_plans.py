@@ -49,9 +49,10 @@ class FakeGpu(FakeCuda):
         self.cuda.Stream = self.stream_made
         self.cuda.alloc = self.allocated
 
-    def stream_made(self, non_blocking: bool) -> CapturingStream:
+    def stream_made(self, non_blocking: bool, priority: int = 0) -> CapturingStream:
         self.made += 1
         self.streams[self.made] = CapturingStream(self, self.made)
+        self.streams[self.made].priority = priority
         return self.streams[self.made]
 
     def allocated(self, nbytes: int) -> SimpleNamespace:
@@ -94,6 +95,10 @@ def test_arrays_that_come_back_are_captured_and_then_replayed_with_one_launch(gp
         plan.run(x, x)
     assert gpu.done == [("graph", 6)] * 5
     assert plan.graphs == 1
+
+
+def test_what_is_captured_goes_before_a_computation(gpu):
+    assert Scratch(gpu).captures.priority < 0
 
 
 def test_each_set_of_arrays_has_a_graph_of_its_own(gpu):

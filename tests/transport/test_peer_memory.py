@@ -15,10 +15,10 @@ from flagcx.bootstrap.remote_store import RemoteStore
 from flagcx.bootstrap.store_server import StoreServer
 from flagcx.config import Config
 from flagcx.errors import ArgumentError, ResourceError
-from flagcx.kernels.peer import MOST_PACKETS, PeerLayout
+from flagcx.kernels.peer import PeerLayout
 from flagcx.transport.device import DeviceIdentity
 from flagcx.transport.peer_memory import connect
-from flagcx.transport.peer_memory.grids import chunk_grid, most_blocks, packet_grid, parts_of
+from flagcx.transport.peer_memory.grids import chunk_grid, most_blocks, most_packets, packet_grid, parts_of
 from flagcx.transport.peer_memory.resource import form_of
 from flagcx.transport.peer_memory.segments import Segments
 
@@ -37,8 +37,8 @@ def test_a_launch_covers_the_message_within_its_memory(form, ranks, one_gpu):
             assert 1 <= grid.blocks <= layout.blocks and grid.chunk <= layout.most_chunk
             assert grid.blocks * grid.chunk * grid.steps >= part == grid.part
             assert grid.blocks * grid.chunk * (grid.steps - 1) < part, "no step is empty for all blocks"
-            hops = 2 if form == "two_shot" else 1
-            for bare, most in ((False, MOST_PACKETS // hops), (True, layout.most_bare // hops)):
+            for bare in (False, True):
+                most = most_packets(form, layout, bare)
                 packets = packet_grid(form, count, itemsize, layout, bare)
                 if packets is None:
                     assert part > layout.blocks * most

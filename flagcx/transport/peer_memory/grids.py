@@ -8,6 +8,8 @@ from flagcx.kernels.peer import MOST_PACKETS, PACKET_THREADS, WARP, PeerLayout
 
 _MOST_BLOCKS = 128
 _PACK_NBYTES = 16
+_MOST_SENT_TOGETHER = 3072
+"""Packs that a block may send in a hop of two where ranks share a GPU, and few blocks; chunks are faster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +96,19 @@ def packet_grid(
     chunk = -(-part // max(1, min(wanted, layout.blocks)))
     if part == 0:
         return NOTHING
-    hops = 2 if form == "two_shot" else 1  # Each has a part of the slots of its own.
-    if chunk > (layout.most_bare if bare else MOST_PACKETS) // hops:
+    if chunk > most_packets(form, layout, bare):
         return None
     threads = min(-(-chunk // WARP) * WARP, PACKET_THREADS)
     return Grid(-(-part // chunk), threads, chunk, part, 1)
+
+
+def most_packets(form: str, layout: PeerLayout, bare: bool) -> int:
+    """Packs that a block may send to each peer in a hop: as many as a slot holds, and as pay."""
+    slot = layout.most_bare if bare else MOST_PACKETS
+    if form != "two_shot":
+        return slot
+    half = slot // 2  # Each hop has a part of the slots of its own.
+    return min(half, _MOST_SENT_TOGETHER // (layout.ranks - 1)) if layout.one_gpu else half
 
 
 def _packet_blocks(form: str, part: int) -> int:

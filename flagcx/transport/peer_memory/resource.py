@@ -114,17 +114,21 @@ class PeerMemory:
         return fits and call.protocol in PROTOCOLS and isinstance(call.counts, int)
 
     def beside(self, plan: PeerPlan) -> PeerPlan:
-        """A plan of the same call that leaves most of the GPU to a computation at the same time."""
-        most = blocks_beside(self._region.layout)
-        return self.compile(plan.call, most) if plan.grid.blocks > most else plan
+        """A plan of the same call that leaves most of the GPU to a computation at the same time.
 
-    def compile(self, call: Call, blocks: int = 0, chunk: int = 0) -> PeerPlan:
+        It has fewer blocks, and reads arrays that all ranks see in place.
+        """
+        most = blocks_beside(self._region.layout)
+        return self.compile(plan.call, most, pull=True) if plan.grid.blocks > most else plan
+
+    def compile(self, call: Call, blocks: int = 0, chunk: int = 0, pull: bool = False) -> PeerPlan:
         """Compiles a call that this ``carries``. What is no case for packets goes in chunks.
 
         Args:
             call: The call.
             blocks: Blocks of threads to use, if others than the rule's.
             chunk: Packs of a chunk to use, if others than the rule's.
+            pull: Whether to read arrays that all ranks see in place, even where pushing is faster.
 
         Raises:
             ArgumentError: No kernel carries such a call.
@@ -145,6 +149,7 @@ class PeerMemory:
         named = count * itemsize if form == "two_shot" and way == "chunks" else 0
         function = self._function(kernel) if grid.blocks else None
         args = self._args(call, grid)
+        args.pull = pull
         return PeerPlan(call, way, self._launch, function, grid, args, self._lane, self, named)
 
     def _args(self, call: Call, grid: Grid) -> PeerArgs:

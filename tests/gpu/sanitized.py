@@ -1,0 +1,11 @@
+"""What the peer kernels do under compute-sanitizer: every form and way, small, on a GPU for each rank."""
+
+from __future__ import annotations
+
+import sys
+
+from tests.gpu import peer_jobs
+
+if __name__ == "__main__":
+    faults = peer_jobs.every_form([5, 1003, 9000], [0, 1]) + peer_jobs.seen_arrays([1000, 9001])
+    sys.exit("\n".join(faults))

@@ -42,7 +42,7 @@ _COPIES = 4  # how often a byte is read or written on its way through shared mem
 def allreduce(
     comm: Dispatch, x: Any, op: Op, out: Any, algorithm: str | None, compression: Any, async_op: bool
 ) -> Any:
-    """The all-reduce of ``comm`` with ``compression`` not None; see ``EvenCollectives.allreduce``.
+    """The all-reduce of ``comm`` with ``compression`` not None; see ``AllReduce.allreduce``.
 
     Raises:
         ArgumentError: No codec has that name, or an algorithm is given too.

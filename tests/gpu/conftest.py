@@ -1,4 +1,8 @@
-"""Ranks that share this machine's GPU: a private MPS daemon for the whole session of tests."""
+"""Ranks that share this machine's GPU: a private MPS daemon for the whole session of tests.
+
+With pytest-xdist (``pytest -m gpu -n 4`` for four GPUs) each worker has one of them to itself. Tests that
+need several are then left out.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +29,24 @@ def _count_gpus() -> int:
         return 0
 
 
+def _own_gpu() -> str:
+    """The GPU of this worker of pytest-xdist, as CUDA_VISIBLE_DEVICES names it; empty without workers."""
+    worker = environment().get("PYTEST_XDIST_WORKER", "")
+    if not worker or not os.path.exists("/dev/nvidiactl"):
+        return ""
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        number = int(worker.removeprefix("gw")) % pynvml.nvmlDeviceGetCount()
+        return str(pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(number)))
+    finally:
+        pynvml.nvmlShutdown()
+
+
+OWN_GPU = _own_gpu()
+if OWN_GPU:
+    os.environ["CUDA_VISIBLE_DEVICES"] = OWN_GPU
 GPUS = _count_gpus()
 
 

@@ -10,6 +10,7 @@ import flagcx as fc
 from flagcx.algorithms import entries
 from flagcx.collectives import COLLECTIVES
 from flagcx.dtypes import DTYPES, OPS, dtype_of
+from flagcx.kernels.source import has_kernel
 from flagcx.transport.nccl_native import NATIVE
 from tests.gpu import oracle
 
@@ -93,15 +94,21 @@ def compare(where: str, got: Any, want: np.ndarray | None) -> list[str]:
 
 def dtypes_and_ops(algorithms: list[str], counts: list[int]) -> list[str]:
     """Every dtype with every operation that it has, by schedules over NCCL."""
+    import cupy
+
     comm = fc.init(peer_memory=False)
+    comm.allreduce(cupy.ones(1))
+    kinds = [(d, op) for d in DTYPES.values() for op in OPS.values() if d.kind in op.kinds]
+    kernels = comm._device.transport._kernels
+    for dtype, op in kinds[comm.rank :: comm.size]:  # the ranks share the compiling
+        if has_kernel(dtype, op):
+            kernels._function(dtype, op)
+    comm.barrier()
     faults: list[str] = []
-    for dtype in DTYPES.values():
-        for op in OPS.values():
-            if dtype.kind not in op.kinds:
-                continue
-            for algorithm in algorithms:
-                for count in counts:
-                    faults += one_call(comm, "allreduce", algorithm, count, dtype, op.name)
+    for dtype, op in kinds:
+        for algorithm in algorithms:
+            for count in counts:
+                faults += one_call(comm, "allreduce", algorithm, count, dtype, op.name)
     return faults
 
 

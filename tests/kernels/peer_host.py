@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
+import tempfile
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from pathlib import Path
@@ -286,7 +287,7 @@ class Host:
                 threads = WORK if call.packets else WORK + WARP
                 at = ctypes.cast(ctypes.pointer(args), ctypes.c_void_p)
                 jobs[r * len(calls) + c] = _Job(address, at, call.grid, threads)
-        fibers = _fibers(self.directory)
+        fibers = _fibers()
         return bool(fibers(self.ranks, len(calls), jobs, ctypes.c_uint64(seed), ctypes.c_uint64(limit)))
 
     def _kernel(self, call: Made):
@@ -331,8 +332,10 @@ def _at(array: np.ndarray | None) -> int:
 
 
 @lru_cache(maxsize=1)
-def _fibers(directory: Path):
-    run = compile_library(_FIBERS, directory / "fibers.so", ctypes.RTLD_GLOBAL).host_run
+def _fibers():
+    """What runs the fibers; once in a process, since all kernels find the first one that was loaded."""
+    with tempfile.TemporaryDirectory() as directory:
+        run = compile_library(_FIBERS, Path(directory) / "fibers.so", ctypes.RTLD_GLOBAL).host_run
     run.restype = ctypes.c_uint64
     return run
 
@@ -341,7 +344,7 @@ def _fibers(directory: Path):
 def _kernel(
     directory: Path, form: str, packets: bool, dtype: str, op: str | None, layout: PeerLayout, bare: bool
 ):
-    _fibers(directory)
+    _fibers()
     element = next(d for d in DTYPES.values() if d.name == dtype)
     kernel = PeerKernel(form, packets, element, OPS[op] if op else None, layout, bare)
     source = _HEAD + kernel.source(_INTRINSICS, **CONSTANTS)

@@ -13,6 +13,7 @@ from flagcx.transport.timed import message_nbytes
 
 _COLUMNS = ("candidate", "steps", "sent/rank", "busiest link", "predicted us", "measured us", "")
 _MEASURED = 5
+_NAME_WIDTH = 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,7 @@ class Explanation:
         if row is self.chosen:
             return "<- chosen"
         if row.obstacle:
-            return f"not possible: {row.obstacle}"
+            return f"cannot: {row.obstacle}"
         # A time by the model says nothing beside a measured one.
         alike = (row.measured_us is None) == (self.chosen.measured_us is None)
         if not (row.time_us and self.chosen.time_us and alike):
@@ -160,10 +161,14 @@ class Explanation:
         from rich.table import Table
 
         head, *body = self.cells()
-        table = Table(title=escape(self.title), title_justify="left")
+        table = Table(title=escape(self.title), title_justify="left", box=None, padding=(0, 2, 0, 0))
         for column, text in enumerate(head):
             left = column in (0, 3, len(head) - 1)
-            table.add_column(text, justify="left" if left else "right", no_wrap=not left, overflow="fold")
+            wraps = column in (0, len(head) - 1)
+            justify = "left" if left else "right"
+            least = _NAME_WIDTH if column == 0 else None
+            text = text.replace(" us", "\nus").replace("/", "/\n")  # room for names on a narrow terminal
+            table.add_column(text, justify=justify, no_wrap=not wraps, overflow="fold", min_width=least)
         for number, cells in enumerate(body):
             table.add_row(*map(escape, cells), style="bold" if number == 0 else None)
         return Group(table, *map(escape, self._words()))

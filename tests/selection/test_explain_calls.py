@@ -62,7 +62,7 @@ def test_why_candidates_are_not_possible_on_a_host():
     assert "in groups" in _row(found, "hierarchical").obstacle
     assert "does not let these processes" in _row(found, "one_shot (cross_memory)").obstacle
     assert found.rows[-1].obstacle and not found.rows[1].obstacle
-    assert "not possible: needs ranks in groups" in str(found)
+    assert "cannot: needs ranks in groups" in str(found)
 
 
 def test_measured_times_stand_beside_the_model_s():

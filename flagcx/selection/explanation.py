@@ -161,7 +161,7 @@ class Explanation:
         from rich.table import Table
 
         head, *body = self.cells()
-        table = Table(title=escape(self.title), title_justify="left", box=None, padding=(0, 2, 0, 0))
+        table = Table(title=escape(self.title), title_justify="left", box=None, padding=(0, 2, 0, 0), pad_edge=False)
         for column, text in enumerate(head):
             left = column in (0, 3, len(head) - 1)
             wraps = column in (0, len(head) - 1)

@@ -156,21 +156,25 @@ class Explanation:
         return [self.reason, *([f"Times: {self.note}."] if self.note else [])]
 
     def __rich__(self) -> Any:
+        from textwrap import fill
+
         from rich.console import Group
         from rich.markup import escape
         from rich.table import Table
 
         head, *body = self.cells()
-        table = Table(title=escape(self.title), title_justify="left", box=None, padding=(0, 2, 0, 0), pad_edge=False)
+        table = Table(
+            title=escape(self.title), title_justify="left", box=None, padding=(0, 1), pad_edge=False
+        )
+        last = len(head) - 1
         for column, text in enumerate(head):
-            left = column in (0, 3, len(head) - 1)
-            wraps = column in (0, len(head) - 1)
-            justify = "left" if left else "right"
-            least = _NAME_WIDTH if column == 0 else None
-            text = text.replace(" us", "\nus").replace("/", "/\n")  # room for names on a narrow terminal
-            table.add_column(text, justify=justify, no_wrap=not wraps, overflow="fold", min_width=least)
-        for number, cells in enumerate(body):
-            table.add_row(*map(escape, cells), style="bold" if number == 0 else None)
+            # Narrow headings leave room for links and verdicts on a terminal of 80 columns.
+            narrow = text.replace(" us", "\nus").replace("/", "/\n")
+            justify: Any = "left" if column in (0, 3, last) else "right"
+            table.add_column(narrow, justify=justify, no_wrap=column != last, overflow="fold")
+        for number, (name, *cells) in enumerate(body):
+            shown = map(escape, (fill(name, _NAME_WIDTH, break_long_words=False), *cells))
+            table.add_row(*shown, style="bold" if number == 0 else None)
         return Group(table, *map(escape, self._words()))
 
     def _repr_html_(self) -> str:

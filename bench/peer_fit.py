@@ -82,18 +82,9 @@ def _way(row: dict) -> Way | None:
         return None
     if library == "flagcx native":
         return NATIVE_WAY
-    if library == "flagcx" and "protocol" not in row:
-        return _chosen_then(row) if "part" in row else None
     if library.startswith("flagcx") and "comm.empty" not in library and row.get("protocol"):
         return row["algorithm"], row["protocol"]
     return None
-
-
-def _chosen_then(row: dict) -> Way:
-    """What was chosen in ``gpu_replays_4_h200.jsonl``: up to 16 MiB pushed by each rank went in packets."""
-    if row["nbytes"] * (row["ranks"] - 1) <= 16 << 20:
-        return "one_shot", "peer_packets"
-    return "two_shot", "peer_memory"
 
 
 def shipped() -> list[Path]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -15,11 +15,11 @@ from flagcx.compression.topk import RandomK, Sparse, TopK
 
 _TILE = 1 << 17
 
+CodecT = TypeVar("CodecT", TopK, RandomK, Sparse)
 
-class TopKReduce:
-    """The all-reduce of the largest elements; dense, with everything, where that is cheaper.
 
-    What a rank selected and an owner left out stays in the rank's residual.
+class _FewReduce(Generic[CodecT]):
+    """What the all-reduces of a few elements have in common.
 
     Args:
         peers: The ranks.
@@ -28,8 +28,16 @@ class TopKReduce:
         slot: Memory between calls.
     """
 
-    def __init__(self, peers: Peers, codec: TopK, factor: float, slot: Slot) -> None:
-        self._peers, self._codec, self._factor, self._slot = peers, codec, np.float32(factor), slot
+    def __init__(self, peers: Peers, codec: CodecT, factor: float, slot: Slot) -> None:
+        self._codec: CodecT = codec
+        self._peers, self._factor, self._slot = peers, factor, slot
+
+
+class TopKReduce(_FewReduce[TopK]):
+    """The all-reduce of the largest elements; dense, with everything, where that is cheaper.
+
+    What a rank selected and an owner left out stays in the rank's residual.
+    """
 
     def run(self, given: Any, result: Any) -> None:
         """See ``transport.base.Plan``; the arrays have one dimension."""
@@ -45,12 +53,12 @@ class TopKReduce:
         total = sum_sparse(peers, indices, kept[indices], kept.size, regions, keep)
         if total is None:
             peers.allreduce(kept, result)
-            _scale(result, self._factor)
+            _scale(result, np.float32(self._factor))
             slot.sent(slice(None))
             return
         if slot.residual is not None or slot.velocity is not None:
             slot.sent(self._common(indices, total.indices, kept))
-        _scatter(result, total.indices, total.values, self._factor)
+        _scatter(result, total.indices, total.values, np.float32(self._factor))
 
     def _common(self, own: Any, everybodys: Any, like: Any) -> Any:
         """Those of this rank's elements that are in the sum."""
@@ -61,18 +69,8 @@ class TopKReduce:
         return common
 
 
-class RandomKReduce:
-    """The all-reduce of elements that all ranks draw alike: a dense one of k values.
-
-    Args:
-        peers: The ranks.
-        codec: The codec.
-        factor: What the sum is multiplied by.
-        slot: Memory between calls.
-    """
-
-    def __init__(self, peers: Peers, codec: RandomK, factor: float, slot: Slot) -> None:
-        self._peers, self._codec, self._factor, self._slot = peers, codec, np.float32(factor), slot
+class RandomKReduce(_FewReduce[RandomK]):
+    """The all-reduce of elements that all ranks draw alike: a dense one of k values."""
 
     def run(self, given: Any, result: Any) -> None:
         """See ``transport.base.Plan``; the arrays have one dimension."""
@@ -85,21 +83,11 @@ class RandomKReduce:
         values = source[indices]
         peers.allreduce(values, values)
         slot.sent(indices)
-        _scatter(result, indices, values, self._factor)
+        _scatter(result, indices, values, np.float32(self._factor))
 
 
-class SparseReduce:
-    """The all-reduce of all elements that are not zero. Nothing is lost.
-
-    Args:
-        peers: The ranks.
-        codec: The codec.
-        factor: What the sum is multiplied by.
-        slot: Memory between calls.
-    """
-
-    def __init__(self, peers: Peers, codec: Sparse, factor: float, slot: Slot) -> None:
-        self._peers, self._codec, self._factor, self._slot = peers, codec, factor, slot
+class SparseReduce(_FewReduce[Sparse]):
+    """The all-reduce of all elements that are not zero. Nothing is lost."""
 
     def run(self, given: Any, result: Any) -> None:
         """See ``transport.base.Plan``; the arrays have one dimension."""

@@ -25,7 +25,7 @@ ROWS = [
     {**REPLAY, "library": "flagcx two_shot over NCCL", "replay_us": 15.0, **SENDS},
     {**REPLAY, "library": "flagcx comm.empty", "replay_us": 1.0, **PACKETS},
     {**REPLAY, "library": "flagcx", "replay_us": 3.5},
-    {**REPLAY, "library": "flagcx", "replay_us": 3.7, "part": "before"},
+    {**REPLAY, "library": "flagcx", "replay_us": 3.7, **PACKETS},
     {**REPLAY, "library": "NCCL", "replay_us": 9.1},
     {"part": "topology", "printed": ""},
 ]  # fmt: skip

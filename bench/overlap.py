@@ -51,6 +51,7 @@ class Setting:
         plain: Whether gradients lie in ordinary arrays, and not in those of ``comm.empty``.
         bucket_bytes: As ``fc.GradientSynchronizer`` takes it.
         compression: Likewise.
+        overlap: Likewise.
     """
 
     gpu: bool
@@ -59,6 +60,7 @@ class Setting:
     plain: bool
     bucket_bytes: int | None
     compression: str | None
+    overlap: bool | None = None
 
     @property
     def xp(self) -> Any:
@@ -137,7 +139,9 @@ class Trial:
 
     def _synchronizer(self) -> fc.GradientSynchronizer:
         s = self.setting
-        return fc.GradientSynchronizer(self.comm, self.network.gradients, s.bucket_bytes, s.compression)
+        return fc.GradientSynchronizer(
+            self.comm, self.network.gradients, s.bucket_bytes, s.compression, overlap=s.overlap
+        )
 
     def form_buckets(self) -> None:
         """Forms the buckets anew, for a step as long as it is now."""
@@ -267,12 +271,13 @@ def main(
     compression: Annotated[str, typer.Option(help="Of the gradients; none by default.")] = "",
     batch: Annotated[int, typer.Option(min=1, help="Batch that the calibration begins with.")] = 256,
     plain: Annotated[bool, typer.Option("--plain", help="Gradients not from comm.empty.")] = False,
+    always: Annotated[bool, typer.Option("--always", help="Overlap also where it takes cores.")] = False,
     trace: Annotated[Path | None, typer.Option(help="Where to save a trace for Perfetto.")] = None,
     out: Annotated[Path | None, typer.Option(help="Where to append the result as a JSON line.")] = None,
 ) -> None:
     """Measures a training step with and without overlap."""
     width = width or (GPU_WIDTH if gpu else WIDTH)
-    setting = Setting(gpu, layers, width, plain, bucket_bytes, compression or None)
+    setting = Setting(gpu, layers, width, plain, bucket_bytes, compression or None, always or None)
     with fc.init(throttle=throttle) as comm:
         trial = Trial(comm, setting)
         trial.set_batch(batch)

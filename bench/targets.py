@@ -111,7 +111,7 @@ TWO_GPUS_US: Mapping[int, float] = MappingProxyType(
 """Two H200 over NVLink, float32: the most that a replay of what is chosen may take."""
 SMALL_NBYTES, OF_PEER_SMALL, OF_PEER_LARGE = 4 << 20, 0.7, 0.9
 """Four and more GPUs: the part of the best peer's time, up to so many bytes and above."""
-SCHEDULES = ("flagcx ring", "flagcx tree", "flagcx double_binary_tree")
+SCHEDULES = ("flagcx ring", "flagcx ring|ring", "flagcx tree", "flagcx double_binary_tree")
 DIRECT = ("flagcx one_shot", "flagcx two_shot")
 BEHIND_BEST, OF_NCCL = 1.05, 1 / 0.85
 """The choice against the best candidate; at 1 GiB the best schedule over NCCL against NCCL's own."""

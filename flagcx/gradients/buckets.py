@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from flagcx.dtypes import DType, ReduceOp
 from flagcx.engine import Engine
-from flagcx.fusion import Packing
+from flagcx.fusion import HostPacker, Packing
 from flagcx.transport.base import Plan
 from flagcx.work import Work
 
-ALONE_NBYTES = 16 << 20
-"""A larger gradient on a GPU is reduced where it lies. To pack and unpack it would take the memory as long
-as the call takes that it saves."""
+ALONE_NBYTES = MappingProxyType({"host": HostPacker.limits.array_nbytes, "device": 16 << 20})
+"""By place: a larger gradient is reduced where it lies. To pack and unpack it would take longer than the call
+that it saves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,19 +27,19 @@ class Gradient:
         shape: Its shape.
         dtype: Its dtype's name.
         nbytes: Its size in bytes.
-        place: Where it lives: buckets hold gradients of one dtype and place.
+        place: Where it lives, "host" or "device": buckets hold gradients of one dtype and place.
     """
 
     name: Hashable
     shape: tuple[int, ...]
     dtype: str
     nbytes: int
-    place: Hashable = "host"
+    place: str = "host"
 
     @property
     def goes_alone(self) -> bool:
         """Whether it is too large to be packed with others."""
-        return self.place == "device" and self.nbytes > ALONE_NBYTES
+        return self.nbytes > ALONE_NBYTES[self.place]
 
     def __str__(self) -> str:
         return f"{self.name!r} of shape {self.shape} and dtype {self.dtype}"
@@ -108,20 +109,34 @@ class Bucket:
         packing: Puts them end to end; None for a single gradient, which is reduced where it lies.
         plan: The all-reduce of the packed message, or of the single gradient.
 
+        overlap: Whether it is reduced beside the computation, or only when somebody waits for it.
+
     Attributes:
         left: How many of them are not ready yet in this step.
         work: Its all-reduce, once it has been started in this step.
     """
 
-    __slots__ = ("engine", "left", "members", "packing", "plan", "work")
+    __slots__ = ("_put_off", "engine", "left", "members", "overlap", "packing", "plan", "work")
 
-    def __init__(self, members: tuple[int, ...], engine: Engine, packing: Packing | None, plan: Plan) -> None:
+    def __init__(
+        self,
+        members: tuple[int, ...],
+        engine: Engine,
+        packing: Packing | None,
+        plan: Plan,
+        overlap: bool = True,
+    ) -> None:
         self.members, self.engine, self.packing, self.plan = members, engine, packing, plan
+        self.overlap = overlap
         self.left = len(members)
         self.work: Work | None = None
+        self._put_off: Sequence[Any] = ()
 
     def start(self, gradients: Sequence[Any]) -> None:
         """Starts the all-reduce of these gradients, its own, behind what was started before."""
+        if not self.overlap:
+            self._put_off = gradients
+            return
         what = f"allreduce of {len(gradients)} gradients"
         self.work = self.engine.start(self, gradients, gradients, None, what)
 
@@ -136,7 +151,10 @@ class Bucket:
 
     def wait(self) -> None:
         """Waits for its all-reduce, if it has been started: on a GPU the current stream does."""
-        if self.work is not None:
+        if self._put_off:
+            gradients, self._put_off = self._put_off, ()
+            self.engine.run(self, gradients, gradients)
+        elif self.work is not None:
             self.work.wait()
 
     def finish(self) -> None:
@@ -148,4 +166,4 @@ class Bucket:
 
     def begin_again(self) -> None:
         """Makes ready for the next step."""
-        self.left, self.work = len(self.members), None
+        self.left, self.work, self._put_off = len(self.members), None, ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, cast
 
@@ -28,8 +29,19 @@ _DEVICE_CALLS = 5
 _LONG_S = 0.05
 
 
+def overlap_pays(engine: Engine, cores_of_ranks: Sequence[AbstractSet[int]]) -> bool:
+    """Whether to reduce beside a computation does not just take cores from it.
+
+    Args:
+        engine: What reduces.
+        cores_of_ranks: The cores that each rank may use; all on one host where the transport takes cores.
+    """
+    spare = len(set().union(*cores_of_ranks)) >= 2 * len(cores_of_ranks)
+    return spare or not getattr(engine.transport, "takes_cores", False)
+
+
 def choose_bucket_nbytes(
-    comm: Communicator, engine: Engine, total_nbytes: int, compute_us: float | None
+    comm: Communicator, engine: Engine, total_nbytes: int, compute_us: float | None, overlap: bool = True
 ) -> tuple[int, str]:
     """Chooses the size of buckets. All ranks must call it; rank 0's word counts.
 
@@ -38,12 +50,16 @@ def choose_bucket_nbytes(
         engine: What reduces most of the gradients.
         total_nbytes: Bytes of all gradients.
         compute_us: Time in which they become ready, in us; None if it is not known.
+        overlap: Whether they are reduced meanwhile, or when all are ready.
 
     Returns:
         The size in bytes, and why.
     """
     if comm.size == 1:
         return total_nbytes, "one rank: nothing is sent"
+    if not overlap:
+        nbytes = comm._fusion_of(engine).packer.limits.message_nbytes
+        return nbytes, "as large as messages of a group: nothing is reduced beside the computation"
     on_device = engine is not comm._engine
     time_us, source = _known(comm, engine)
     if time_us is None:

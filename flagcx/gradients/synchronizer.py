@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from flagcx.dtypes import dtype_of, resolve_op
 from flagcx.engine import Engine
 from flagcx.errors import ArgumentError, ArrayError, CommunicationError, CommunicatorError, FlagcxError
 from flagcx.gradients.buckets import Bucket, Gradient, form_buckets, plan_beside
-from flagcx.gradients.scene import choose_bucket_nbytes
+from flagcx.gradients.scene import choose_bucket_nbytes, overlap_pays
 from flagcx.selection.explanation import format_nbytes
 
 if TYPE_CHECKING:
@@ -27,10 +28,13 @@ class GradientSynchronizer:
     which gradients become ready, and forms the buckets from rank 0's.
 
     On a GPU buckets are packed, reduced and unpacked on a stream of the communicator's own, which goes before
-    the computation's; on the host on a thread that leaves the cores to NumPy. Large gradients on a GPU are
-    not packed but reduced where they lie, with the least work in memory from ``comm.empty(shape, dtype,
-    device="gpu")``. From ``ready`` until ``wait`` a gradient is neither to be written nor read. After the
-    first step nothing is allocated.
+    the computation's; on the host on a thread that leaves the cores to NumPy. Where to move data is work for
+    cores that are all busy, as it is through shared memory with a rank on each core, buckets are reduced in
+    ``wait`` and ``reduced`` instead: there is nothing to be gained.
+
+    Large gradients are not packed but reduced where they lie, with the least work if that is memory from
+    ``comm.empty(shape, dtype, device=...)``. From ``ready`` until ``wait`` a gradient is neither to be
+    written nor read. After the first step nothing is allocated.
 
     Args:
         comm: The communicator. All ranks make a synchronizer for gradients of the same names and shapes.
@@ -41,6 +45,8 @@ class GradientSynchronizer:
             the time that the gradients take to become ready, if None.
         compression: As ``Communicator.allreduce`` takes it; each bucket has error feedback of its own.
         average: Whether the average is taken; else the sum.
+        overlap: Whether buckets are reduced beside the computation; rank 0's word counts. None for
+            everywhere but on hosts where that takes cores from the computation, see above.
 
     Attributes:
         bucket_nbytes: Size of a bucket in bytes; None before the first step, if it is to be chosen.
@@ -67,6 +73,7 @@ class GradientSynchronizer:
         bucket_bytes: int | None = None,
         compression: Any = None,
         average: bool = True,
+        overlap: bool | None = None,
     ) -> None:
         if bucket_bytes is not None and bucket_bytes < 1:
             raise ArgumentError(f"bucket_bytes={bucket_bytes!r} must be at least 1, or None")
@@ -85,6 +92,7 @@ class GradientSynchronizer:
         self._dtypes = [array.dtype for array in self._arrays]
         self._gradients = list(map(self._describe, named, self._arrays, self._engines))
         self._feedback = _feedback(compression)
+        self._overlap = overlap
         self.bucket_nbytes, self.reason = bucket_bytes, "given" if bucket_bytes is not None else ""
         self._buckets: list[Bucket] = []
         self._home: list[Bucket] = []
@@ -215,6 +223,9 @@ class GradientSynchronizer:
             self._settle()
         elif self._next < len(self._buckets):
             self._give_up()
+        for bucket in self._buckets:
+            if not bucket.overlap:
+                bucket.wait()
         waiting = iter(self._buckets)
         try:
             for bucket in waiting:
@@ -280,22 +291,29 @@ class GradientSynchronizer:
         """Forms the buckets, as rank 0 has seen the gradients become ready, and starts them all."""
         comm = self._comm
         backward_us = (perf_counter() - self._began) * 1e6
-        cards = comm.allgather_object((self._gradients, self._missing(), self._order, self.bucket_nbytes))
+        cores = os.sched_getaffinity(0)
+        card = self._gradients, self._missing(), self._order, self.bucket_nbytes, self._overlap, cores
+        cards = comm.allgather_object(card)
         self._check_alike(cards)
-        for rank, (_, missing, _, _) in enumerate(cards):
+        for rank, (_, missing, *_) in enumerate(cards):
             if missing:
                 self._begin_again()
                 raise ArgumentError(_never_ready(missing, rank))
-        _, _, order, self.bucket_nbytes = cards[0]
+        _, _, order, self.bucket_nbytes, overlap, _ = cards[0]
+        cores_of_ranks = [card[-1] for card in cards]
+        overlaps = [
+            overlap_pays(engine, cores_of_ranks) if overlap is None else overlap for engine in self._engines
+        ]
         if self.bucket_nbytes is None:
             total = sum(gradient.nbytes for gradient in self._gradients)
-            engine = max(zip(self._gradients, self._engines, strict=True), key=lambda one: one[0].nbytes)[1]
-            on_host = engine is comm._engine
-            choice = choose_bucket_nbytes(comm, engine, total, backward_us if on_host else None)
+            largest = max(range(len(self._gradients)), key=lambda number: self._gradients[number].nbytes)
+            engine = self._engines[largest]
+            compute_us = backward_us if engine is comm._engine else None
+            choice = choose_bucket_nbytes(comm, engine, total, compute_us, overlaps[largest])
             self.bucket_nbytes, self.reason = comm.broadcast_object(choice)
         self._home = [None] * len(self._gradients)  # type: ignore[list-item]
         for members in form_buckets(order, self._gradients, self.bucket_nbytes):
-            bucket = self._make_bucket(members)
+            bucket = self._make_bucket(members, overlaps[members[0]])
             self._buckets.append(bucket)
             for number in members:
                 self._home[number] = bucket
@@ -315,7 +333,7 @@ class GradientSynchronizer:
                 f"ranks have different gradients: {said}; expected the same on all, in the same order"
             )
 
-    def _make_bucket(self, members: tuple[int, ...]) -> Bucket:
+    def _make_bucket(self, members: tuple[int, ...], overlap: bool) -> Bucket:
         engine: Engine = self._engines[members[0]]
         shapes, dtype = tuple(self._shapes[number] for number in members), self._dtypes[members[0]]
         if len(members) == 1:
@@ -331,7 +349,7 @@ class GradientSynchronizer:
 
             slot = self._feedback.slot(members, shapes)
             plan = compressor_of(self._comm, engine).find(slot, message, self._op)
-        return Bucket(members, engine, packing, plan)
+        return Bucket(members, engine, packing, plan, overlap)
 
     # -- the end ----------------------------------------------------------------------------------
 

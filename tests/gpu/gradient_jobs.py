@@ -11,7 +11,7 @@ from flagcx.dtypes import OPS, dtype_of
 from flagcx.gradients import scene
 from flagcx.gradients.buckets import ALONE_NBYTES, plan_beside
 
-LARGE = ALONE_NBYTES // 2 + 1003
+LARGE = ALONE_NBYTES["device"] // 2 + 1003
 """Elements of a gradient that is not packed."""
 
 

@@ -26,6 +26,8 @@ def algorithms_and_collectives(counts: list[int], peer_memory: bool = True) -> l
         if collective == "barrier":
             continue
         names = [str(e.algorithm) for e in entries(collective) if e.allows(comm.size)] + [NATIVE, None]
+        if collective == "allreduce":
+            names += ["ring|ring", "ring 3/4|two_shot", "ring|double_binary_tree"]
         if not peer_memory:
             names = [name for name in names if name in ("one_shot", "two_shot", "direct")]
         for algorithm in names:

@@ -13,7 +13,8 @@ from flagcx.selection.overlap import LEAST_BUCKET_NBYTES, best_bucket_nbytes, st
 def gradients(*sizes: int, dtypes: str = "", places: str = "") -> list[Gradient]:
     """Gradients of these sizes; dtypes and places by letter."""
     dtypes, places = dtypes or "a" * len(sizes), places or "h" * len(sizes)
-    return [Gradient(i, (n,), dtypes[i], n, places[i]) for i, n in enumerate(sizes)]
+    names = {"h": "host", "d": "device"}
+    return [Gradient(i, (n,), dtypes[i], n, names[places[i]]) for i, n in enumerate(sizes)]
 
 
 def test_neighbours_in_the_order_of_readiness_share_a_bucket():
@@ -31,12 +32,11 @@ def test_dtypes_and_places_are_kept_apart_and_do_not_close_each_others_buckets()
     assert made == [(0, 2), (1, 3)]
 
 
-def test_what_is_large_on_a_gpu_goes_alone_and_leaves_the_bucket_open_for_small_ones():
-    sizes = (10, ALONE_NBYTES + 1, 10, ALONE_NBYTES, 10)
-    on_gpu = [Gradient(i, (n,), "uint8", n, "device") for i, n in enumerate(sizes)]
-    assert form_buckets(range(5), on_gpu, 1 << 30) == [(1,), (0, 2, 3, 4)]
-    on_host = [Gradient(i, (n,), "uint8", n, "host") for i, n in enumerate(sizes)]
-    assert form_buckets(range(5), on_host, 1 << 30) == [(0, 1, 2, 3, 4)]
+@pytest.mark.parametrize(("place", "nbytes"), ALONE_NBYTES.items())
+def test_what_is_large_goes_alone_and_leaves_the_bucket_open_for_small_ones(place, nbytes):
+    sizes = (10, nbytes + 1, 10, nbytes, 10)
+    known = [Gradient(i, (n,), "uint8", n, place) for i, n in enumerate(sizes)]
+    assert form_buckets(range(5), known, 1 << 30) == [(1,), (0, 2, 3, 4)]
 
 
 def test_buckets_are_ordered_by_when_they_become_full():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 import tracemalloc
@@ -317,6 +318,44 @@ def _same_bits(size: int) -> None:
 
 def test_overlap_changes_no_bit():
     run_ranks(_same_bits, 3, 3)
+
+
+def _begins(cores: int, overlap: bool | None, throttle: str = "") -> bool:
+    """Whether buckets are reduced before anybody waits, with so many cores for two ranks."""
+    comm = fc.init(throttle=throttle)
+    os.sched_getaffinity = lambda pid: set(range(cores))
+    g = [np.zeros(300, np.float32) for _ in range(3)]
+    seen = []
+    with fc.GradientSynchronizer(comm, g, bucket_bytes=1, overlap=overlap) as sync:
+        for step in range(3):
+            for i, gradient in enumerate(g):
+                gradient[...] = comm.rank + step + i
+                sync.ready(i)
+            if step:
+                time.sleep(0.1)
+                seen.append(g[0][0] != comm.rank + step)
+            if step == 1:
+                for _ in sync.reduced():
+                    break  # whoever leaves early has all of them, too
+            else:
+                sync.wait()
+            assert [x[-1] for x in g] == [0.5 + step + i for i in range(3)]
+    assert seen[0] == seen[1]
+    return seen[0]
+
+
+@pytest.mark.parametrize(
+    ("cores", "overlap", "throttle", "begins"),
+    [
+        (3, None, "", False),
+        (4, None, "", True),
+        (2, None, "1", True),  # a link moves the data, not a core
+        (2, True, "", True),
+        (64, False, "", False),
+    ],
+)
+def test_buckets_wait_where_to_move_them_takes_cores_that_compute(cores, overlap, throttle, begins):
+    assert run_ranks(_begins, 2, cores, overlap, throttle) == [begins, begins]
 
 
 def _compressed(codec: str, steps: int) -> list[float]:

@@ -65,6 +65,9 @@ class SharedMemoryTransport:
         exchange: Sends bytes to all ranks and returns everybody's, in rank order.
         config: Settings.
 
+    Attributes:
+        takes_cores: Whether moving data is work for the cores, which a computation then lacks.
+
     Raises:
         ResourceError: There is no room for shared memory.
         PeerDiedError: A peer died during init.
@@ -72,6 +75,7 @@ class SharedMemoryTransport:
     """
 
     name = "shared_memory"
+    takes_cores = True
 
     def __init__(
         self, rank: int, size: int, exchange: Callable[[bytes], list[bytes]], config: Config

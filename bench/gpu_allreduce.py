@@ -200,8 +200,8 @@ def main() -> None:
         )[0]
     header = {"command": " ".join(sys.argv), **versions()}
     if arguments.out:
-        lines = [json.dumps({**row, "run": header}) for row in rows]
-        Path(arguments.out).write_text("\n".join(lines) + "\n")
+        with Path(arguments.out).open("a") as file:
+            file.writelines(json.dumps({**row, "run": header}) + "\n" for row in rows)
     print(json.dumps(header))
     print(
         f"{'ranks':>5} {'bytes':>10}  {'library':26} {'host us':>9} {'time us':>10} {'busbw GB/s':>10} wrong"

@@ -90,7 +90,8 @@ def main() -> None:
         rows += fc.launch(measure, ranks=ranks, args=(arguments.nbytes,), timeout_s=120, share_gpu=True)[:2]
     text = "\n".join(json.dumps({**row, "command": " ".join(sys.argv)}) for row in rows)
     if arguments.out:
-        Path(arguments.out).write_text(text + "\n")
+        with Path(arguments.out).open("a") as file:
+            file.write(text + "\n")
     print(text)
 
 

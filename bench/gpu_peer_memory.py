@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import flagcx as fc
 from flagcx.algorithms import build
 from flagcx.bootstrap.environment import host_name
+from flagcx.cli.tune import count_gpus
 from flagcx.dtypes import OPS, dtype_of
 from flagcx.transport.base import Call
 from flagcx.transport.device import DeviceIdentity, identify_device
@@ -210,15 +211,17 @@ def main() -> None:
     numbers = [[int(n) for n in text.split(",")] for text in (arguments.blocks, arguments.chunks)]
     sizes = [parse_size(s) for s in arguments.sizes.split(",")]
     until = time.time() + arguments.seconds
-    rows = []
+    header = {"command": " ".join(sys.argv), **versions()}
     for ranks in (int(n) for n in arguments.ranks.split(",")):
+        if arguments.own_gpu and ranks > count_gpus():
+            print(f"{ranks} ranks are left out: there are {count_gpus()} GPUs")
+            continue
         args = (sizes, arguments.ways.split(","), *numbers, arguments.dtype, arguments.replays, until)
         share = not arguments.own_gpu
-        rows += fc.launch(measure, ranks=ranks, args=args, timeout_s=500, share_gpu=share)[0]
-    header = {"command": " ".join(sys.argv), **versions()}
-    if arguments.out:
-        with open(arguments.out, "a") as file:
-            file.writelines(json.dumps({**row, "run": header}) + "\n" for row in rows)
+        rows = fc.launch(measure, ranks=ranks, args=args, timeout_s=500, share_gpu=share)[0]
+        if arguments.out:
+            with open(arguments.out, "a") as file:
+                file.writelines(json.dumps({**row, "run": header}) + "\n" for row in rows)
 
 
 if __name__ == "__main__":

@@ -287,8 +287,9 @@ def measure(
         for dtype in (dtype_of(name).numpy for name in dtypes):
             subjects = [*ours(comm, without_peers, cupy, dtype), *nccl_itself(comm, cupy, dtype, stream)]
             subjects += peers if dtype.itemsize == 4 else []
-            with contextlib.suppress(ImportError):
-                subjects += torchs(comm, dtype)
+            if _wants_torch(only):
+                with contextlib.suppress(ImportError):
+                    subjects += torchs(comm, dtype)
             for nbytes in sizes:
                 found: list[dict] = []
                 for subject in subjects:
@@ -305,17 +306,21 @@ def _try(clock: Clock, subject: Subject, nbytes: int, dtype: Any) -> list[dict]:
     """A row; one that says why, where the library refuses."""
     try:
         return [clock.measure(subject, nbytes, dtype)]
-    except (FlagcxError, ValueError, TypeError, AttributeError) as error:
+    except (FlagcxError, ValueError, TypeError, AttributeError, MemoryError) as error:
         return [{"library": subject.name, "nbytes": nbytes, "dtype": dtype.name, "error": str(error)[:200]}]
     finally:
         clock.cupy.get_default_memory_pool().free_all_blocks()
+
+
+def _wants_torch(only: list[str]) -> bool:
+    return not only or any("torch" in name for name in only)
 
 
 @contextlib.contextmanager
 def _torch_on(stream: Any, comm: Any, port: int, only: list[str]) -> Iterator[None]:
     """torch on the same stream, with a process group of its own; nothing where torch is missing."""
     try:
-        if only and not any("torch" in name for name in only):
+        if not _wants_torch(only):
             raise ImportError
         import torch
         import torch.distributed as dist

@@ -75,6 +75,8 @@ def samples(paths: Iterable[Path]) -> list[Sample]:
 def _way(row: dict) -> Way | None:
     """The way that a row of either benchmark measured, if it is one of the model's."""
     if "way" in row:
+        if row["way"] not in WAYS:
+            return None  # of a link alone
         algorithm, protocol, in_place = WAYS[row["way"]]
         return None if in_place else (algorithm, protocol)
     library = row.get("library", "")

@@ -26,12 +26,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from targets import judge_gpus
+
+from flagcx.cli.tune import count_gpus
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = "1K,4K,64K,1M,4M,16M,64M,256M,1G,4G"
 CHOSEN = "flagcx,flagcx comm.empty,NCCL"
 GPU_EACH = "gpu_of_its_own or another_gpu or gpu_each"
+BETWEEN_GPUS = "gradients or all_dtypes or every_form or large or peers_see or kernels_touch"
 VERDICTS = "verdicts"
 ARTICLE_ELEMENTS = 20_000_000_000 // 4 // 8
 """The article's 20 GB of gradients over 8 GPUs, as elements of each."""
@@ -61,6 +66,7 @@ def parts(counts: list[int], gpus: int) -> list[Part]:
     replays = ("bench/gpu_replays.py", "--ranks", ",".join(map(str, counts)), "--out", "{out}")
     tune = ("-m", "flagcx.cli", "tune", "--gpu", *share, "-c", "allreduce")
     tests = ("-m", "pytest", "-v", "-m", "gpu", "-p", "no:cacheprovider")
+    more = [f"tests/gpu/test_{name}.py" for name in ("gradients", "fusion", "peer_memory", "sanitizer")]
     step = (*run, "bench/overlap.py", "--gpu", "--out", "{out}")
     article = (*run, "examples/article_benchmark.py")
     return [
@@ -75,7 +81,7 @@ def parts(counts: list[int], gpus: int) -> list[Part]:
         Part("overlap", step, 60),
         Part("int8", (*step, "--compression", "int8"), 60),
         Part("links", ("bench/gpu_links.py", "--sizes", "4M,128M", "--out", "{out}"), 60),
-        Part("more-tests", (*tests, "tests/gpu/test_results.py", "tests/gpu/test_peer_memory.py"), 240),
+        Part("more-tests", (*tests, "-k", BETWEEN_GPUS, *more), 240),
     ]
 
 
@@ -149,13 +155,6 @@ def verdicts(out: Path) -> str:
         file.writelines(json.dumps(row) + "\n" for row in found)
     passed = sum(row["passed"] for row in found)
     return "\n".join([*lines, f"{passed} of {len(found)} targets reached"])
-
-
-def count_gpus() -> int:
-    """GPUs that CuPy sees."""
-    import cupy
-
-    return int(cupy.cuda.runtime.getDeviceCount())
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ need several are then left out.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 
@@ -14,7 +15,7 @@ import pytest
 import flagcx as fc
 from flagcx._launch.share_gpu import shared_gpu
 from flagcx.config import environment
-from flagcx.errors import MissingDependencyError
+from flagcx.errors import LaunchError, MissingDependencyError
 from flagcx.kernels.cuda import load_cupy
 
 SIZES = tuple(int(n) for n in environment().get("FLAGCX_TEST_RANKS", "2,3,4,8").split(","))
@@ -72,16 +73,25 @@ def _why_not() -> str:
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable]:
-    """``ranks(n, function, *args)``: what each of n ranks on one GPU returns."""
-    with shared_gpu(environment()) as variables:
-        before = dict(os.environ)
-        os.environ.update(variables)
+    """``ranks(n, function, *args)``: what each of n ranks on one GPU returns.
+
+    Behind ranks that died in the middle of a kernel the daemon is busy for a while, and refuses others. So
+    after a failure there is a new one.
+    """
+    with contextlib.ExitStack() as daemon, pytest.MonkeyPatch.context() as patch:
+
+        def begin() -> None:
+            daemon.close()
+            patch.undo()
+            for name, value in daemon.enter_context(shared_gpu(environment())).items():
+                patch.setenv(name, value)
 
         def run(size: int, function: Callable, *args: object, timeout_s: float = 100.0) -> list:
-            return fc.launch(function, ranks=size, args=args, timeout_s=timeout_s)
+            try:
+                return fc.launch(function, ranks=size, args=args, timeout_s=timeout_s)
+            except LaunchError:
+                begin()
+                raise
 
-        try:
-            yield run
-        finally:
-            os.environ.clear()
-            os.environ.update(before)
+        begin()
+        yield run

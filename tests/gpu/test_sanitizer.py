@@ -33,9 +33,11 @@ def reports(text: str) -> list[str]:
 def test_the_kernels_touch_no_memory_but_theirs_and_race_with_nobody(tool):
     command = [
         str(PROGRAM), "--tool", tool, "--target-processes", "all", sys.executable, "-m", "flagcx.cli", "run",
-        "-n", "2", "tests/gpu/sanitized.py",
+        "-n", "2", "--timeout", "220", "tests/gpu/sanitized.py",
     ]  # fmt: skip
-    environ = {**environment(), "FLAGCX_TIMEOUT_S": "200", "PYTHONPATH": "."}
+    sharing = ("CUDA_MPS_", "FLAGCX_SHARE_GPU")  # set for other tests in this process
+    environ = {name: value for name, value in environment().items() if not name.startswith(sharing)}
+    environ |= {"FLAGCX_TIMEOUT_S": "200", "FLAGCX_INIT_TIMEOUT_S": "200", "PYTHONPATH": "."}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=240)
     printed = done.stdout + done.stderr
     assert done.returncode == 0, printed[-2000:]

@@ -18,8 +18,24 @@ FLAGCX_DEVICE int block_size() { return (int)blockDim.x; }
 FLAGCX_DEVICE int grid_size() { return (int)gridDim.x; }
 FLAGCX_DEVICE void join_block() { __syncthreads(); }
 FLAGCX_DEVICE void join_warp() { __syncwarp(); }
-FLAGCX_DEVICE bool all_of_warp(bool x) { return __all_sync(0xffffffffu, x) != 0; }
-FLAGCX_DEVICE u32 least_of_warp(u32 x) { return __reduce_min_sync(0xffffffffu, x); }
+// What one lane has seen is behind all of them when these return.
+FLAGCX_DEVICE bool all_of_warp(bool x) {
+  x = __all_sync(0xffffffffu, x) != 0;
+  __syncwarp();
+  return x;
+}
+FLAGCX_DEVICE u32 least_of_warp(u32 x) {
+#if __CUDA_ARCH__ >= 800
+  x = __reduce_min_sync(0xffffffffu, x);
+#else
+  for (int apart = WARP / 2; apart > 0; apart /= 2) {
+    const u32 theirs = __shfl_xor_sync(0xffffffffu, x, apart);
+    x = theirs < x ? theirs : x;
+  }
+#endif
+  __syncwarp();
+  return x;
+}
 // Words between the warps of a block: atomics, which are no race.
 FLAGCX_DEVICE void store_shared(u32* at, u32 x) {
   __threadfence_block();
@@ -105,7 +121,7 @@ struct Args {
   int pull;  // whether arrays that all ranks see are read in place, between GPUs too
 };
 // How far a block of threads has come, over all launches.
-struct State { u32 chunks, calls, packets, bare, dead, unused[3]; };
+struct State { u32 chunks, calls, packets, bare, dead, slot, pulls, unused; };
 
 const int N = 16 / sizeof(T);  // elements of a pack
 union Pack { uint4 raw; u8 bytes[16]; FLAGCX_DEVICE T* at() { return (T*)bytes; } };

@@ -2,7 +2,7 @@
 
 Block b of threads works with block b of every peer alone, chunk after chunk, in up to three stages:
 
-1. push: what is meant for peer p goes into p's inbox, slot g mod SLOTS of chunk number g; then the first
+1. push: what is meant for peer p goes into p's inbox, one slot after the other; then the first
    flag. Before, p's second flag must say that it has emptied that slot.
 2. combine: once the peers' first flags are there, what came from ranks 0 to n - 1 is combined in that order
    and put into the result, and for two-shot into outboxes; then the second flag.
@@ -35,26 +35,28 @@ const int WARPS = WORK / WARP;
 #define COLLECTS 0
 #endif
 
-FLAGCX_DEVICE uint4* box_of(const Args& a, int rank, u64 kind, u32 number, int from) {
-  const u64 slot = ((u64)block_index() * SLOTS + number % SLOTS) * RANKS + from;
+// ``box`` counts on from the slot that the launch begins with. Flags carry the numbers of chunks, which wrap
+// around where no slot does.
+FLAGCX_DEVICE uint4* box_of(const Args& a, int rank, u64 kind, u32 box, int from) {
+  const u64 slot = ((u64)block_index() * SLOTS + box % SLOTS) * RANKS + from;
   return (uint4*)(memory_of(a, rank) + kind) + slot * MOST_CHUNK;
 }
 
 #if COLLECTS
 // On one GPU the peers fetch a part from its owner's outbox; on several it is brought to everybody's.
 const int RECIPIENTS = PULLS ? 2 : RANKS;
-FLAGCX_DEVICE uint4* outbox_for(const Args& a, int rank, u32 number) {
-  return box_of(a, PULLS ? a.rank : rank, AT_OUTBOX, number, a.rank);
+FLAGCX_DEVICE uint4* outbox_for(const Args& a, int rank, u32 box) {
+  return box_of(a, PULLS ? a.rank : rank, AT_OUTBOX, box, a.rank);
 }
 #endif
-FLAGCX_DEVICE uint4* filled_box(const Args& a, u64 kind, u32 number, int from) {
-  return box_of(a, PULLS && kind == AT_OUTBOX ? from : a.rank, kind, number, from);
+FLAGCX_DEVICE uint4* filled_box(const Args& a, u64 kind, u32 box, int from) {
+  return box_of(a, PULLS && kind == AT_OUTBOX ? from : a.rank, kind, box, from);
 }
 
 // Stage 1. FLIGHT loads of a thread are under way before the first store.
 const int PIECE = OTHERS < FLIGHT ? OTHERS : FLIGHT;
 const int UNROLL = FLIGHT / PIECE;
-template <int U> FLAGCX_DEVICE void push_packs(const Args& a, u32 number, i64 first, int i, int k0) {
+template <int U> FLAGCX_DEVICE void push_packs(const Args& a, u32 box, i64 first, int i, int k0) {
   uint4 v[PIECE][U];
 #pragma unroll
   for (int k = 0; k < PIECE; k++)
@@ -66,12 +68,12 @@ template <int U> FLAGCX_DEVICE void push_packs(const Args& a, u32 number, i64 fi
 #pragma unroll
   for (int k = 0; k < PIECE; k++)
     if (k0 + k < RANKS) {
-      uint4* const to = box_of(a, other(a, k0 + k), AT_INBOX, number, a.rank) + i;
+      uint4* const to = box_of(a, other(a, k0 + k), AT_INBOX, box, a.rank) + i;
 #pragma unroll
       for (int u = 0; u < U; u++) store_pack(to + u * WORK, v[k][u]);
     }
 }
-FLAGCX_DEVICE void push(const Args& a, int t, u32 number, i64 first, int length) {
+FLAGCX_DEVICE void push(const Args& a, int t, u32 box, i64 first, int length) {
 #if FORM == BROADCAST
   if (a.rank != a.root) return;
 #endif
@@ -83,27 +85,27 @@ FLAGCX_DEVICE void push(const Args& a, int t, u32 number, i64 first, int length)
       int i = t;
       if (UNROLL > 1)
         for (; i + (UNROLL - 1) * WORK < length; i += UNROLL * WORK)
-          push_packs<UNROLL>(a, number, first, i, k0);
-      for (; i < length; i += WORK) push_packs<1>(a, number, first, i, k0);
+          push_packs<UNROLL>(a, box, first, i, k0);
+      for (; i < length; i += WORK) push_packs<1>(a, box, first, i, k0);
     }
     return;
   }
   for (int k = 1; k < RANKS; k++) {
     const int p = other(a, k);
     const Run run = departure(a, p);
-    uint4* const to = box_of(a, p, AT_INBOX, number, a.rank);
+    uint4* const to = box_of(a, p, AT_INBOX, box, a.rank);
     for (int i = t; i < length; i += WORK) store_pack(to + i, load_loose(run, first + i));
   }
 }
 
 // Takes what the peers have put into boxes to its places in the result.
 template <int U>
-FLAGCX_DEVICE void unpack_packs(const Args& a, u64 kind, u32 number, i64 first, int i, int k0) {
+FLAGCX_DEVICE void unpack_packs(const Args& a, u64 kind, u32 box, i64 first, int i, int k0) {
   uint4 v[PIECE][U];
 #pragma unroll
   for (int k = 0; k < PIECE; k++)
     if (k0 + k < RANKS) {
-      const uint4* const from = filled_box(a, kind, number, other(a, k0 + k)) + i;
+      const uint4* const from = filled_box(a, kind, box, other(a, k0 + k)) + i;
 #pragma unroll
       for (int u = 0; u < U; u++) v[k][u] = load_shared_pack(from + u * WORK);
     }
@@ -115,7 +117,7 @@ FLAGCX_DEVICE void unpack_packs(const Args& a, u64 kind, u32 number, i64 first, 
       for (int u = 0; u < U; u++) store_own_pack(to + u * WORK, v[k][u]);
     }
 }
-FLAGCX_DEVICE void unpack(const Args& a, int t, u64 kind, u32 number, i64 first, int length) {
+FLAGCX_DEVICE void unpack(const Args& a, int t, u64 kind, u32 box, i64 first, int length) {
   bool fast = true;
   for (int k = 1; k < RANKS; k++) fast = fast && whole(arrival(a, other(a, k)), first + length);
   if (fast) {
@@ -124,14 +126,14 @@ FLAGCX_DEVICE void unpack(const Args& a, int t, u64 kind, u32 number, i64 first,
       int i = t;
       if (UNROLL > 1)
         for (; i + (UNROLL - 1) * WORK < length; i += UNROLL * WORK)
-          unpack_packs<UNROLL>(a, kind, number, first, i, k0);
-      for (; i < length; i += WORK) unpack_packs<1>(a, kind, number, first, i, k0);
+          unpack_packs<UNROLL>(a, kind, box, first, i, k0);
+      for (; i < length; i += WORK) unpack_packs<1>(a, kind, box, first, i, k0);
     }
     return;
   }
   for (int k = 1; k < RANKS; k++) {
     const int q = other(a, k);
-    const uint4* const from = filled_box(a, kind, number, q);
+    const uint4* const from = filled_box(a, kind, box, q);
     for (int i = t; i < length; i += WORK) store_loose(arrival(a, q), first + i, load_shared_pack(from + i));
   }
 }
@@ -169,9 +171,9 @@ FLAGCX_DEVICE Run part_of(const Args& a, const u64* direct, int p) { return part
 
 // Stage 2 where it combines.
 template <int U>
-FLAGCX_DEVICE void combine_packs(const Args& a, u32 number, i64 first, int i, const u64* direct) {
+FLAGCX_DEVICE void combine_packs(const Args& a, u32 box, i64 first, int i, const u64* direct) {
   const uint4* const own = (const uint4*)departure(a, a.rank).at + first + i;
-  const uint4* const boxes = box_of(a, a.rank, AT_INBOX, number, 0) + i;
+  const uint4* const boxes = box_of(a, a.rank, AT_INBOX, box, 0) + i;
   uint4 made[U];
   sum_packs<U>(a, [&](int q) { return q == a.rank ? own : boxes + q * MOST_CHUNK; }, made);
   uint4* const to = (uint4*)arrival(a, a.rank).at + first + i;
@@ -181,19 +183,19 @@ FLAGCX_DEVICE void combine_packs(const Args& a, u32 number, i64 first, int i, co
 #pragma unroll
   for (int k = 1; k < RECIPIENTS; k++) {
     const int p = other(a, k);
-    uint4* const out = direct ? (uint4*)part_of(a, direct, p).at + first + i : outbox_for(a, p, number) + i;
+    uint4* const out = direct ? (uint4*)part_of(a, direct, p).at + first + i : outbox_for(a, p, box) + i;
 #pragma unroll
     for (int u = 0; u < U; u++) store_pack(out + u * WORK, made[u]);
   }
 #endif
 }
-FLAGCX_DEVICE void sum_loose(const Args& a, int t, u32 number, i64 first, int length, const u64* direct) {
+FLAGCX_DEVICE void sum_loose(const Args& a, int t, u32 box, i64 first, int length, const u64* direct) {
   const Run own = departure(a, a.rank), to = arrival(a, a.rank);
   for (int i = t; i < length; i += WORK) {
     A sum[N];
     for (int q = 0; q < RANKS; q++) {
       const uint4 v = q == a.rank ? load_loose(own, first + i)
-                                  : load_shared_pack(box_of(a, a.rank, AT_INBOX, number, q) + i);
+                                  : load_shared_pack(box_of(a, a.rank, AT_INBOX, box, q) + i);
       if (q == 0) widen_pack(sum, v);
       else combine_pack(sum, v);
     }
@@ -203,29 +205,29 @@ FLAGCX_DEVICE void sum_loose(const Args& a, int t, u32 number, i64 first, int le
     for (int k = 1; k < RECIPIENTS; k++) {
       const int p = other(a, k);
       if (direct) store_loose(part_of(a, direct, p), first + i, made);
-      else store_pack(outbox_for(a, p, number) + i, made);
+      else store_pack(outbox_for(a, p, box) + i, made);
     }
 #endif
   }
 }
 FLAGCX_DEVICE void combine_chunk(
-    const Args& a, int t, u32 number, i64 first, int length, const u64* direct) {
+    const Args& a, int t, u32 box, i64 first, int length, const u64* direct) {
   const bool fast = whole(departure(a, a.rank), first + length) && whole(arrival(a, a.rank), first + length);
   if (!fast) {
-    sum_loose(a, t, number, first, length, direct);
+    sum_loose(a, t, box, first, length, direct);
     return;
   }
   int i = t;
   if (SUM_UNROLL > 1)
     for (; i + (SUM_UNROLL - 1) * WORK < length; i += SUM_UNROLL * WORK)
-      combine_packs<SUM_UNROLL>(a, number, first, i, direct);
-  for (; i < length; i += WORK) combine_packs<1>(a, number, first, i, direct);
+      combine_packs<SUM_UNROLL>(a, box, first, i, direct);
+  for (; i < length; i += WORK) combine_packs<1>(a, box, first, i, direct);
 }
 #elif FORM == BROADCAST
 // The root's part goes out from its array, everybody else's from the inbox; the root has all already.
-FLAGCX_DEVICE void combine_chunk(const Args& a, int t, u32 number, i64 first, int length, const u64*) {
+FLAGCX_DEVICE void combine_chunk(const Args& a, int t, u32 box, i64 first, int length, const u64*) {
   const Run run = arrival(a, a.rank);
-  const uint4* const inbox = box_of(a, a.rank, AT_INBOX, number, a.root);
+  const uint4* const inbox = box_of(a, a.rank, AT_INBOX, box, a.root);
   const bool fast = whole(run, first + length), root = a.rank == a.root;
   for (int i = t; i < length; i += WORK) {
     uint4 v;
@@ -235,7 +237,7 @@ FLAGCX_DEVICE void combine_chunk(const Args& a, int t, u32 number, i64 first, in
 #pragma unroll
     for (int k = 1; k < RECIPIENTS; k++) {
       const int p = other(a, k);
-      if (PULLS || p != a.root) store_pack(outbox_for(a, p, number) + i, v);
+      if (PULLS || p != a.root) store_pack(outbox_for(a, p, box) + i, v);
     }
     if (root) continue;
     if (fast) store_own_pack((uint4*)run.at + first + i, v);
@@ -243,9 +245,9 @@ FLAGCX_DEVICE void combine_chunk(const Args& a, int t, u32 number, i64 first, in
   }
 }
 #else
-FLAGCX_DEVICE void combine_chunk(const Args& a, int t, u32 number, i64 first, int length, const u64*) {
+FLAGCX_DEVICE void combine_chunk(const Args& a, int t, u32 box, i64 first, int length, const u64*) {
   const Run from = departure(a, a.rank), to = arrival(a, a.rank);
-  unpack(a, t, AT_INBOX, number, first, length);
+  unpack(a, t, AT_INBOX, box, first, length);
   if (from.at == to.at) return;
   const bool fast = whole(from, first + length) && whole(to, first + length);
   for (int i = t; i < length; i += WORK) {
@@ -290,8 +292,9 @@ FLAGCX_DEVICE void send_flags(const Args& a, Progress* progress, u32 base, int l
 FLAGCX_DEVICE int length_of(const Args& a, i64 first) {
   return a.part - first < (i64)a.chunk ? (int)(a.part - first) : (int)a.chunk;
 }
-// ``direct``: where the peers' results are, if the second stage is to write there; else 0.
-FLAGCX_DEVICE void work(const Args& a, Progress* progress, u32 base, int t, const u64* direct) {
+// ``base`` and ``box``: chunks and slots before this launch; ``direct``: where the peers' results are, if the
+// second stage is to write there, else 0.
+FLAGCX_DEVICE void work(const Args& a, Progress* progress, u32 base, u32 box, int t, const u64* direct) {
   const bool collects = COLLECTS && !direct;
   const int lane = t % WARP;
   const i64 stride = (i64)grid_size() * a.chunk;
@@ -302,23 +305,21 @@ FLAGCX_DEVICE void work(const Args& a, Progress* progress, u32 base, int t, cons
       // All slots are empty, or this one is. Where there is a third stage, it has seen to that.
       if (i == 0) well = peek_all(a, AT_SECOND, base, lane) || await_all(a, AT_SECOND, base, lane);
       else if (i >= SLOTS && !collects) well = well && await_all(a, AT_SECOND, base + i + 1 - SLOTS, lane);
-      if (well && first < a.part) push(a, t, base + i, first, length_of(a, first));
+      if (well && first < a.part) push(a, t, box + i, first, length_of(a, first));
       arrive(progress, 0, i + 1, well, t);
     }
     first -= LAG * stride;
     if (i >= LAG && i < a.steps + LAG) {
-      const u32 number = base + i - LAG;
-      well = well && await_all(a, AT_FIRST, number + 1, lane);
-      if (well && first < a.part) combine_chunk(a, t, number, first, length_of(a, first), direct);
+      well = well && await_all(a, AT_FIRST, base + i + 1 - LAG, lane);
+      if (well && first < a.part) combine_chunk(a, t, box + i - LAG, first, length_of(a, first), direct);
       arrive(progress, 1, i + 1 - LAG, well, t);
     }
 #if COLLECTS
     first -= LAG * stride;
     if (collects && i >= 2 * LAG) {
-      const u32 number = base + i - 2 * LAG;
-      well = well && await_all(a, AT_SECOND, number + 1, lane);
-      const bool has_all = FORM == BROADCAST && a.rank == a.root;
-      if (well && !has_all && first < a.part) unpack(a, t, AT_OUTBOX, number, first, length_of(a, first));
+      well = well && await_all(a, AT_SECOND, base + i + 1 - 2 * LAG, lane);
+      const bool wanted = !(FORM == BROADCAST && a.rank == a.root) && first < a.part;
+      if (well && wanted) unpack(a, t, AT_OUTBOX, box + i - 2 * LAG, first, length_of(a, first));
     }
 #endif
   }
@@ -421,21 +422,24 @@ FLAGCX_KERNEL(WORK + WARP, RESIDENT) flagcx_exchange(FLAGCX_PARAMETER Args a) {
     join_block();
     if (t < WARP) {
       release();
-      tell_all(a, AT_END, call, lane);
-      await_all(a, AT_END, call, lane);
+      tell_all(a, AT_END, state->pulls + 1, lane);
+      await_all(a, AT_END, state->pulls + 1, lane);
     }
   } else if (in_place[0]) {
     direct = result;
   }
 #endif
   if (steps) {
-    if (t < WORK) work(a, progress, base, t, direct);
+    if (t < WORK) work(a, progress, base, state->slot, t, direct);
     else send_flags(a, progress, base, lane);
   }
   join_block();
-  if (t == 0) state->chunks = base + steps;
+  if (t != 0) return;
+  state->chunks = base + steps;
+  state->slot = (state->slot + steps) % SLOTS;
 #if FORM == TWO_SHOT
-  if (t == 0) state->calls = call;
+  state->calls = call;
+  if (in_place[0] && pulls(a)) state->pulls++;
 #endif
 }
 """

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from flagcx.dtypes import DTYPES, OPS, dtype_of
-from flagcx.kernels.peer import OFFSET_BITS, PeerArgs, PeerKernel, PeerLayout
+from flagcx.kernels.peer import MOST_RANKS, OFFSET_BITS, PeerArgs, PeerKernel, PeerLayout
 
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 WARP, WORK = 4, 8
@@ -263,6 +263,18 @@ class Host:
             memory[: self.layout.cleared_nbytes] = 0
             memory[self.layout.cleared_nbytes : self.layout.places["AT_INBOX"]] = 255
         self.words = [np.zeros(4, np.uint32) for _ in range(self.ranks)]
+
+    def grow_old(self, age: int) -> None:
+        """Sets the ranks' counts, and the flags that go with them, to what they are after so many."""
+        fields = ("chunks", "calls", "packets", "bare", "dead", "slot", "pulls", "unused")
+        for memory in self.memory:
+            start = self.layout.places["AT_STATE"]
+            state = memory[start : start + 32 * BLOCKS].view(np.uint32).reshape(BLOCKS, len(fields))
+            for name in ("chunks", "calls", "packets", "bare", "pulls"):
+                state[:, fields.index(name)] = age
+            for name, nbytes in {"AT_FIRST": 4, "AT_SECOND": 4, "AT_END": 4, "AT_HELLO": 32}.items():
+                start = self.layout.places[name]
+                memory[start : start + BLOCKS * MOST_RANKS * nbytes].view(np.uint32)[...] = age
 
     def segment(self, nbytes: int) -> int:
         """Adds a segment of every rank; returns its number."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from flagcx.errors import ResourceError
 from flagcx.fusion import Limits, Shapes
-from flagcx.kernels.cuda import load_cupy
+from flagcx.kernels.cuda import PER_THREAD, is_capturing, load_cupy
 from flagcx.kernels.pack import ALIGNMENT, DevicePacking, Layout, PackKernel, Table
 from flagcx.memory import DEVICE, PINNED, Pool
 
@@ -111,12 +111,14 @@ class _Turn:
     """Whose turn it is with the shared message: a stream waits for the one that used it before."""
 
     def __init__(self, cupy: Any) -> None:
-        self._cupy, self._event, self._last = cupy, cupy.cuda.Event(disable_timing=True), 0
+        self._cupy, self._event = cupy, cupy.cuda.Event(disable_timing=True)
+        self._last: Any = None
 
     def take(self) -> None:
         """Makes the current stream wait for who had the message before."""
         stream = self._cupy.cuda.get_current_stream()
-        if self._last not in (0, stream.ptr) and not self._captures(stream):
+        same = self._last is None or (self._last.ptr == stream.ptr != PER_THREAD)
+        if not same and not self._captures(stream):
             stream.wait_event(self._event)
 
     def give(self) -> None:
@@ -124,10 +126,10 @@ class _Turn:
         stream = self._cupy.cuda.get_current_stream()
         if not self._captures(stream):
             self._event.record(stream)
-            self._last = stream.ptr or 1
+            self._last = stream  # as long as it lives, no other stream has its handle
 
     def _captures(self, stream: Any) -> bool:
-        return stream.ptr > 2 and bool(self._cupy.cuda.runtime.streamIsCapturing(stream.ptr))
+        return is_capturing(self._cupy.cuda.runtime, stream)
 
 
 class _Shared(DevicePacking):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -63,6 +65,13 @@ class Event:
         self._log.append(("finish", 0))
 
 
+class Device(contextlib.nullcontext):
+    attributes: ClassVar = {"MultiProcessorCount": 2}
+
+    def synchronize(self) -> None:
+        pass
+
+
 class FakeCupy:
     """Runs packing kernels at once, and keeps a log of what was enqueued where."""
 
@@ -76,9 +85,7 @@ class FakeCupy:
             alloc_pinned_memory=self._pinned,
             Stream=lambda **options: Stream(9, self.log),
             Event=lambda **options: Event(self.log),
-            Device=lambda number=0: SimpleNamespace(
-                attributes={"MultiProcessorCount": 2}, synchronize=lambda: None
-            ),
+            Device=Device,
             get_current_stream=lambda: self.current,
             function=SimpleNamespace(Module=self._module),
             nvrtc=SimpleNamespace(getVersion=lambda: (13, 0)),

@@ -17,7 +17,7 @@ from flagcx.communicator.transfers import Transfers
 from flagcx.config import Config, environment
 from flagcx.dtypes import dtype_of
 from flagcx.engine import Engine
-from flagcx.errors import ArgumentError
+from flagcx.errors import ArgumentError, FlagcxError
 from flagcx.fusion import Fusion
 from flagcx.group import Group
 from flagcx.profiler import Profiler
@@ -271,17 +271,23 @@ class Communicator(Transfers):
     # -- the end ----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Ends the communicator and those split from it. Idempotent; the peers need not close together."""
-        for child in list(self._children):
-            child.close()
-        self._keep_learned()
-        if self._device is not None:
-            self._device.close()
-        for fusion in self._fusions.values():
-            fusion.close()
-        self._engine.close()
-        while self._at_close:
-            self._at_close.pop()()
+        """Ends the communicator and those split from it. Idempotent; the peers need not close together.
+
+        Raises:
+            CommunicationError: Operations on GPUs that were enqueued last may not have been done, and no call
+                has said so yet.
+        """
+        with contextlib.ExitStack() as last:  # whatever fails, the rest is closed
+            while self._at_close:
+                last.callback(self._at_close.pop(0))
+            last.callback(self._engine.close)
+            for fusion in self._fusions.values():
+                last.callback(fusion.close)
+            if self._device is not None:
+                last.callback(self._device.close)
+            last.callback(self._keep_learned)
+            for child in self._children:
+                last.callback(child.close)
 
     def _keep_learned(self) -> None:
         """On rank 0: corrects the user's table by what the trials of this job found."""
@@ -302,8 +308,12 @@ class Communicator(Transfers):
     def __enter__(self) -> Communicator:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            self.close()
+        except FlagcxError:
+            if error is None:
+                raise  # else what came first tells more
 
     def __repr__(self) -> str:
         state = f", {self._engine.over}" if self._engine.over else ""

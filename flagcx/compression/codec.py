@@ -18,6 +18,7 @@ import numpy as np
 
 from flagcx.arguments import on_device
 from flagcx.errors import ArrayError
+from flagcx.kernels.cuda import import_cupy, is_capturing
 
 ALIGNMENT = 16
 """Bytes of a payload are padded to a multiple of this, so that payloads lie end to end and aligned."""
@@ -69,6 +70,7 @@ class Scratch:
 
     def __init__(self) -> None:
         self._arrays: dict[tuple[str, bool], Any] = {}
+        self._captured: dict[int, Any] = {}
 
     def get(self, name: str, count: int, dtype: Any, like: Any, zeros: bool = False) -> Any:
         """An array of ``count`` elements with arbitrary content.
@@ -85,7 +87,15 @@ class Scratch:
         if array is None or len(array) < count:
             make = namespace(like).zeros if zeros else namespace(like).empty
             array = self._arrays[key] = make(count, dtype)
+        if key[1]:
+            self._pin(array)
         return array[:count]
+
+    def _pin(self, array: Any) -> None:
+        """Keeps an array of a GPU that goes into a caller's graph, also when a larger one takes its place."""
+        cuda = import_cupy().cuda
+        if is_capturing(cuda.runtime, cuda.get_current_stream()):
+            self._captured[id(array)] = array
 
 
 class FixedRate:

@@ -158,7 +158,8 @@ class Bucket:
             self.work.wait()
 
     def finish(self) -> None:
-        """Waits on the host until nothing of it is under way, on a GPU either."""
+        """Waits on the host until nothing of it is under way, on a GPU either. Drops what was put off."""
+        self._put_off = ()
         self.wait()
         synchronize = getattr(self.engine.transport, "synchronize", None)
         if synchronize is not None:

@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from flagcx.dtypes import dtype_of, resolve_op
 from flagcx.engine import Engine
@@ -17,6 +17,7 @@ from flagcx.selection.explanation import format_nbytes
 
 if TYPE_CHECKING:
     from flagcx.communicator import Communicator
+    from flagcx.transport.nccl_transport import NcclTransport
 
 
 class GradientSynchronizer:
@@ -155,8 +156,8 @@ class GradientSynchronizer:
         So a bucket that is started here has all its gradients, whatever streams they came on.
         """
         stream = self._comm._fusion_of(engine).packer.current_stream()
-        if self._stream is not None and stream.ptr != self._stream.ptr:
-            stream.wait_event(self._stream.record())
+        if self._stream is not None:
+            cast("NcclTransport", engine.transport).order(self._stream, stream)
         self._stream = stream
 
     def _take(self, number: int, gradient: Any) -> Any:

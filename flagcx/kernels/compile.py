@@ -28,11 +28,12 @@ def load_kernel(cupy: Any, device: int, source: str, name: str) -> Any:
 
     Args:
         cupy: The CuPy module.
-        device: Number of the device, which is the current one.
+        device: Number of the device that it runs on, whichever is the current one.
         source: CUDA source that includes no header.
         name: Name of an ``extern "C"`` kernel in it.
     """
-    return compile_kernel(cupy, source, name)
+    with cupy.cuda.Device(device):
+        return compile_kernel(cupy, source, name)
 
 
 def compile_kernel(cupy: Any, source: str, name: str) -> Any:

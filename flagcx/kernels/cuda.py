@@ -13,6 +13,8 @@ from flagcx.errors import MissingDependencyError
 
 OLDEST_CUPY = (13, 6)
 THREAD_LOCAL, RELAXED = 1, 2
+PER_THREAD = 2
+"""Handle of the default stream that each thread has for itself, if CuPy is told to use those."""
 _INSUFFICIENT_DRIVER = 35
 
 
@@ -125,6 +127,16 @@ def capture_mode(mode: int) -> Iterator[None]:
         yield
     finally:
         exchange(ctypes.byref(previous))
+
+
+def is_capturing(runtime: Any, stream: Any) -> bool:
+    """Whether what is enqueued on a stream goes into a graph that is being captured.
+
+    Args:
+        runtime: ``cupy.cuda.runtime``.
+        stream: A CuPy stream. The one that all threads have by default cannot be captured.
+    """
+    return stream.ptr > 1 and runtime.streamIsCapturing(stream.ptr) != 0
 
 
 def driver_cuda() -> int | None:

@@ -15,6 +15,7 @@ import numpy as np
 
 from flagcx.errors import ArrayError
 from flagcx.kernels.compile import load_kernel
+from flagcx.kernels.cuda import is_capturing
 from flagcx.memory import Block, Pool
 
 THREADS = 256
@@ -259,7 +260,7 @@ class Table:
 
     def used(self, stream: Any) -> None:
         """Marks that a kernel on the stream reads it. One that is captured may read it at any time."""
-        if stream.ptr > 2 and self._runtime.streamIsCapturing(stream.ptr):
+        if is_capturing(self._runtime, stream):
             self.captured = True
         else:
             self._event.record(stream)

@@ -220,11 +220,10 @@ class PeerKernel:
     def _elements(self) -> str:
         if self.form in REDUCING:
             return element_source(self.dtype, self.op)
-        scalar = _MOVED[self.dtype.numpy.itemsize]
-        return f"typedef {scalar} T;\n"
-
-
-_MOVED = {1: "u8", 2: "u16", 4: "u32", 8: "u64", 16: "struct { u64 a, b; }"}
+        element = self.dtype.numpy
+        unit = f"u{8 * element.alignment}"
+        pair = element.itemsize > element.alignment  # the two parts of a complex number
+        return f"typedef struct {{ {unit} a, b; }} T;\n" if pair else f"typedef {unit} T;\n"
 
 
 # What travels in place of a word of four bytes with all bits set: NaN too, in each of its parts.

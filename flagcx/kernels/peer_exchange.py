@@ -413,7 +413,10 @@ FLAGCX_KERNEL(WORK + WARP, RESIDENT) flagcx_exchange(FLAGCX_PARAMETER Args a) {
   }
 #endif
   join_block();
-  if (dead) return;
+  if (dead) {
+    spoil(a);
+    return;
+  }
   const u64* direct = 0;
 #if FORM == TWO_SHOT
   if (in_place[0] && pulls(a)) {

@@ -161,7 +161,9 @@ FLAGCX_KERNEL(PACKET_THREADS, 1) flagcx_packets(FLAGCX_PARAMETER Args a) {
   u32* const count = BARE ? &state->bare : &state->packets;
   u32 flag = *count + 1;
   if (flag == 0) flag = 2;  // What was never written is 0.
-  if (dead == 0) {
+  if (dead) {
+    spoil(a);
+  } else {
     // What has come is looked at when the next ones have left.
     const u32 lag = 2 * threads, hops = FORM == TWO_SHOT ? 2 : 1;
     for (u32 j = t; j < packs + hops * lag; j += threads) {

@@ -159,7 +159,7 @@ class SchedulePlan:
 
     def _run_found(self, source: int, target: int, stream: Any) -> None:
         """Looks for the graph of these arrays, captures it if it is time to, or enqueues step by step."""
-        self._check_alignment(source, target)
+        check_alignment(self._alignment, source, target)
         memory = self._scratch.get(self._nbytes) if self._nbytes else None
         if self._version != self._scratch.version:
             self._forget_moved(0 if memory is None else memory.ptr)
@@ -178,14 +178,9 @@ class SchedulePlan:
             del self._graphs[key]
         self._source, self._version, self._replay = -1, self._scratch.version, _nothing
 
-    def _check_alignment(self, source: int, target: int) -> None:
-        for at in (source, target):
-            if at % self._alignment:
-                raise _misaligned(at, self._alignment)
-
     def _run_into_capture(self, source: int, target: int, stream: Any) -> None:
         """Enqueues into the caller's graph, which may run at any time: with scratch of its own."""
-        self._check_alignment(source, target)
+        check_alignment(self._alignment, source, target)
         memory = self._scratch.private(self._nbytes) if self._nbytes else None
         self._scratch.pin(self, memory)
         key = source, target, 0 if memory is None else memory.ptr
@@ -308,11 +303,14 @@ def address(array: Any, lane: Lane) -> int:
     return data.ptr
 
 
-def _misaligned(at: int, alignment: int) -> ArrayError:
-    return ArrayError(
-        f"an array begins at address {at:#x}, and its dtype needs a multiple of {alignment} bytes; "
-        f"pass a copy of it, x.copy()"
-    )
+def check_alignment(alignment: int, *addresses: int) -> None:
+    """Raises ArrayError if an array begins at no multiple of so many bytes."""
+    for at in addresses:
+        if at % alignment:
+            raise ArrayError(
+                f"an array begins at address {at:#x}, and its dtype needs a multiple of {alignment} bytes; "
+                f"pass a copy of it, x.copy()"
+            )
 
 
 def _nothing(stream: Any) -> None:

@@ -8,14 +8,16 @@ communicator that failed.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
 from typing import Any
 
 from flagcx.errors import CommunicationError, CommunicatorError, FlagcxError, PeerTimeoutError
-from flagcx.kernels.cuda import THREAD_LOCAL, capture_mode
+from flagcx.kernels.cuda import PER_THREAD, THREAD_LOCAL, capture_mode, is_capturing
 
+_NOT_READY = 600
 _SPIN_S = 100e-6
 _SLEEP_S = 200e-6
 
@@ -33,6 +35,7 @@ class Lane:
         what: The last of them: something whose ``str()`` describes it.
         inside: Whether a thread is inside a call into NCCL.
         failure: The error that ended the communicator, or None.
+        heard: Whether somebody got that error, or need not: nothing was under way.
         device: The device's number.
     """
 
@@ -43,8 +46,11 @@ class Lane:
         self.issued, self.inside = 0, False
         self.what: object = "nothing yet"
         self.failure: FlagcxError | None = None
+        self.heard = False
         self._last: Any = None
         self._last_ptr = -1
+        self._latest: tuple[Any, int] | None = None  # of a stream that only its own thread can name
+        self._captured: Any = None
         self._marker: tuple[Any, int, float] | None = None
         self._done = 0
         self._kept: deque[tuple[Any, tuple]] = deque()
@@ -57,7 +63,7 @@ class Lane:
             FlagcxError: The communicator failed before, or the current device is not its own.
         """
         if self.failure is not None:
-            raise again(self.failure)
+            raise self.told()
         current = self._runtime.getDevice()
         if current != self.device:
             raise CommunicatorError(
@@ -73,12 +79,14 @@ class Lane:
 
     def leave(self, stream: Any) -> None:
         """Ends what ``enter`` began: the operation has been enqueued."""
+        if stream.ptr == PER_THREAD and not self.is_capturing(stream):
+            self._latest = stream.record(self.event()), self.issued
         if self._marker is None and not self.is_capturing(stream):
             self._mark(stream)
 
     def is_capturing(self, stream: Any) -> bool:
         """Whether what is enqueued on the stream goes into a graph that is being captured."""
-        return stream.ptr > 2 and self._runtime.streamIsCapturing(stream.ptr) != 0
+        return is_capturing(self._runtime, stream)
 
     def event(self) -> Any:
         """A new event without time stamps."""
@@ -86,12 +94,21 @@ class Lane:
 
     def _follow(self, stream: Any) -> None:
         """Makes a stream wait for the one that was used before it."""
-        before = self._last
         if self.is_capturing(stream):
-            return  # A graph cannot wait for what lies outside; its owner orders its launches.
-        if before is not None and not self.is_capturing(before):
+            # A graph cannot wait for what lies outside; its owner orders its launches. Inside it we do.
+            before = self._last if self._captured is None else self._captured
+            if before is not None and before.ptr != stream.ptr and self.is_capturing(before):
+                stream.wait_event(before.record(self.event()))
+            self._captured, self._last_ptr = stream, -1
+            return
+        before, self._captured = self._last, None
+        if self._latest is not None:
+            stream.wait_event(self._latest[0])
+        elif before is not None and before.ptr != stream.ptr and not self.is_capturing(before):
             stream.wait_event(before.record(self.event()))
-        self._last, self._last_ptr = stream, stream.ptr
+        self._last, self._latest = stream, None
+        # Another thread's default stream has the same handle.
+        self._last_ptr = -1 if stream.ptr == PER_THREAD else stream.ptr
 
     def keep(self, stream: Any, *arrays: object) -> Any:
         """Keeps arrays alive until the stream has done what is enqueued on it now.
@@ -107,11 +124,23 @@ class Lane:
 
     def _release(self) -> None:
         with self._keeping:
-            while self._kept and self._kept[0][0].done:
+            while self._kept and self.reached(self._kept[0][0]):
                 self._kept.popleft()
 
+    def reached(self, event: Any) -> bool:
+        """Whether an event has been reached.
+
+        Raises:
+            CUDARuntimeError: It never will be: something on the GPU failed. CuPy's ``done`` does not tell.
+        """
+        status = self._runtime.eventQuery(event.ptr)
+        if status in (0, _NOT_READY):
+            return bool(status == 0)
+        raise self._runtime.CUDARuntimeError(status)
+
     def _mark(self, stream: Any) -> None:
-        self._marker = stream.record(self.event()), self.issued, time.monotonic()
+        event, issued = self._latest or (stream.record(self.event()), self.issued)
+        self._marker = event, issued, time.monotonic()
 
     def pending_since(self) -> float | None:
         """When the oldest operation that is known to be unfinished was seen first; None if all are done.
@@ -125,12 +154,13 @@ class Lane:
     def _pending_since(self) -> float | None:
         self._runtime.setDevice(self.device)
         marker = self._marker
-        self._release()
         try:
-            if marker is not None and marker[0].done:
+            self._release()
+            if marker is not None and self.reached(marker[0]):
                 self._done, self._marker, marker = marker[1], None, None
             if marker is None and self.issued > self._done and self._last is not None:
-                if self.is_capturing(self._last):
+                enqueuing = self._last.ptr == PER_THREAD and self._latest is None
+                if enqueuing or self.is_capturing(self._last):
                     return None
                 self._mark(self._last)
         except self._runtime.CUDARuntimeError:
@@ -142,19 +172,44 @@ class Lane:
 
         Raises:
             FlagcxError: The communicator failed meanwhile.
+            CommunicationError: Something on the GPU failed.
             PeerTimeoutError: The event was not reached in time.
         """
         start = time.monotonic()
-        while not event.done:
+        while not self._reached_or_told(event):
             waited = time.monotonic() - start
             if self.failure is not None:
-                raise again(self.failure)
+                raise self.told()
             if waited > timeout_s:
                 raise PeerTimeoutError(f"rank {self.rank}: {self.what} is not done after {timeout_s:g} s")
             if waited > _SPIN_S:
                 time.sleep(_SLEEP_S)
         if self.failure is not None:
-            raise again(self.failure)
+            raise self.told()
+
+    def _reached_or_told(self, event: Any) -> bool:
+        try:
+            return self.reached(event)
+        except self._runtime.CUDARuntimeError as error:
+            raise CommunicationError(
+                f"rank {self.rank}: the GPU failed in or before {self.what}: {error}"
+            ) from error
+
+    def told(self) -> FlagcxError:
+        """The failure, for somebody who is to raise it."""
+        assert self.failure is not None
+        self.heard = True
+        return again(self.failure)
+
+    def settle(self, limit_s: float) -> None:
+        """Waits on the host until what was enqueued has ended, well or not, but not for long."""
+        end = time.monotonic() + limit_s
+        with contextlib.suppress(self._runtime.CUDARuntimeError):
+            if self._last is None or self.is_capturing(self._last):
+                return
+            event = self._last.record(self.event())
+            while not self.reached(event) and time.monotonic() < end:
+                time.sleep(_SLEEP_S)
 
     def drain(self, timeout_s: float) -> None:
         """Waits on the host until everything that was enqueued is done; raises as ``wait`` does."""
@@ -164,7 +219,8 @@ class Lane:
 
     def close(self) -> None:
         """Lets go of streams and events, of which each costs memory of the GPU."""
-        self._last, self._last_ptr, self._marker = None, -1, None
+        self._last = self._latest = self._captured = self._marker = None
+        self._last_ptr = -1
         self._kept.clear()
 
 

@@ -9,6 +9,7 @@ Reductions are ours, so NCCL carries bytes, of any dtype. Its own collectives ar
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -32,8 +33,8 @@ from flagcx.transport.compared import Compared
 from flagcx.transport.device import DeviceIdentity, check_devices, identify_device, most_on_one_gpu
 from flagcx.transport.device_plans import URGENT, NativePlan, SchedulePlan, Scratch, address, grouped
 from flagcx.transport.device_steps import device_program
-from flagcx.transport.lane import Lane, again
-from flagcx.transport.nccl import Communicator, hints, load_nccl, make_unique_id, told
+from flagcx.transport.lane import Lane
+from flagcx.transport.nccl import Communicator, bounded, hints, load_nccl, make_unique_id, told
 from flagcx.transport.nccl_native import NATIVE, native_form
 from flagcx.transport.peer_memory import PeerPlan, connect
 from flagcx.transport.watchdog import Watchdog
@@ -41,6 +42,7 @@ from flagcx.transport.watchdog import Watchdog
 logger = logging.getLogger("flagcx")
 
 _STUCK_EXIT_CODE = 75
+_ABORT_LIMIT_S = 3.0
 _MULTI_RANK_SINCE = 23000
 
 
@@ -92,7 +94,7 @@ class NcclTransport:
         self._scratch = Scratch(cupy)
         self._side = cupy.cuda.Stream(non_blocking=True, priority=URGENT)
         self._plans: weakref.WeakSet[SchedulePlan] = weakref.WeakSet()
-        self._closed = False
+        self._closed = self._aborted = False
         self._watchdog = Watchdog(self, store, config.timeout_s, _leave) if self.size > 1 else None
 
     def _prepare_sharing(self) -> None:
@@ -203,6 +205,8 @@ class NcclTransport:
         self._side.wait_event(stream.record(self._lane.event()))
         with self._side:
             plan.run(given, result)
+        if self._lane.is_capturing(self._side):
+            return self._side.record(self._lane.event())  # Who captures keeps what his graph uses.
         return self._lane.keep(self._side, given, result)
 
     def beside(self, plan: Plan) -> Plan:
@@ -211,6 +215,12 @@ class NcclTransport:
         All ranks must run it, or all the one that is given.
         """
         return self.peers.beside(plan) if self.peers is not None and isinstance(plan, PeerPlan) else plan
+
+    def order(self, before: Any, after: Any) -> None:
+        """Makes a stream wait for another, unless one of the two goes into a graph alone."""
+        capturing = self._lane.is_capturing
+        if before.ptr != after.ptr and capturing(before) == capturing(after):
+            after.wait_event(before.record(self._lane.event()))
 
     def follow(self, event: Any) -> None:
         """Makes the current stream wait for an event of ``submit``; the host goes on at once."""
@@ -275,24 +285,25 @@ class NcclTransport:
         Part of it may be under way, so the communicator is done for, and the other ranks are told.
         """
         if self._lane.failure is not None:
-            return again(self._lane.failure)
+            return self._lane.told()
         failure = CommunicationError(
             f"rank {self.rank}: {self._lane.what} could not be enqueued: "
             f"{told(error) or type(error).__name__}; {hints()}"
         )
-        self.fail(failure)
-        if self._watchdog is not None:
-            self._watchdog.tell(failure)
+        self._give_up(failure)
         ours = self._cupy.cuda.runtime.CUDARuntimeError, RuntimeError, KeyError
         return failure if isinstance(error, ours) else error
 
     def abort(self, reason: str, culprit: int | None) -> None:
         """Tells the peers that this rank cannot go on; see ``Transport.abort``."""
-        failure = CommunicationError(f"rank {self.rank} gave up: {reason}", peer=culprit)
         if self._lane.failure is None:
-            self.fail(failure)
-            if self._watchdog is not None:
-                self._watchdog.tell(failure)
+            self._give_up(CommunicationError(f"rank {self.rank} gave up: {reason}", peer=culprit))
+
+    def _give_up(self, failure: CommunicationError) -> None:
+        """Ends the communicator for an error that the caller is about to get."""
+        self._lane.failure, self._lane.heard = failure, True
+        if self._watchdog is not None:
+            self._watchdog.tell(failure)
 
     # What the watchdog asks; see flagcx.transport.watchdog.Watched.
 
@@ -314,12 +325,19 @@ class NcclTransport:
         return None if self.peers is None else self.peers.fault()
 
     def fail(self, error: FlagcxError) -> None:
-        """Every later call, and everybody who waits on the host, gets this error."""
+        """Every later call, and everybody who waits on the host, gets this error.
+
+        So does who closes the communicator, if nobody else got it and something may be unfinished.
+        """
         if self._lane.failure is None:
+            self._lane.heard = self._lane.pending_since() is None and self.fault() is None
             self._lane.failure = error
 
     def abort_enqueued(self) -> None:
-        """Ends the operations that wait for peers, which frees their streams. May take long."""
+        """Ends the operations that wait for peers, which frees their streams, once. May take long."""
+        if self._aborted:
+            return
+        self._aborted = True
         if self.peers is not None:
             self.peers.stop()
         self._cupy.cuda.runtime.setDevice(self.device)
@@ -338,7 +356,12 @@ class NcclTransport:
         self._lane.drain(math.inf if self._watchdog is not None else self._config.timeout_s)
 
     def close(self) -> None:
-        """Waits for what was enqueued and gives everything back. Idempotent; collective."""
+        """Waits for what was enqueued and gives everything back. Idempotent; collective.
+
+        Raises:
+            CommunicationError: A rank died, gave up or did not come in time, and no call has said so yet:
+                what was enqueued last may not have been done.
+        """
         if self._closed:
             return
         self._closed = True
@@ -348,6 +371,8 @@ class NcclTransport:
         finally:
             if self._watchdog is not None:
                 self._watchdog.close()
+            if self._lane.failure is not None:
+                self._end_enqueued()
             for plan in self._plans:
                 plan.close()
             self._scratch.close()
@@ -358,6 +383,14 @@ class NcclTransport:
             self._side = None
         if self._lane.failure is None:
             self._communicator.destroy()
+        elif not self._lane.heard:
+            raise self._lane.told()
+
+    def _end_enqueued(self) -> None:
+        """Ends what waits for peers, if the watchdog has not: memory that kernels use must not be freed."""
+        with contextlib.suppress(CommunicationError):
+            bounded(self.abort_enqueued, _ABORT_LIMIT_S, f"rank {self.rank} could not end what it enqueued")
+        self._lane.settle(_ABORT_LIMIT_S)
 
     def __enter__(self) -> NcclTransport:
         return self

@@ -261,18 +261,18 @@ def test_arrays_that_peers_see_are_used_in_place(directory, size, one_gpu, pull)
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    ("form", "packets"), [("one_shot", True), ("one_shot", False), ("two_shot", True), ("two_shot", False)]
-)
-def test_a_rank_that_stays_away_is_named_and_nobody_waits_for_ever(directory, form, packets):
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_rank_that_stays_away_is_named_and_nobody_waits_for_ever(directory, shape):
     host = Host(directory, 3, limit_ns=30_000)
     wanted = Wanted(host, 4)
-    wanted.add(form, packets)
-    absent = Made(**{**wanted.calls[0].__dict__, "absent": (1,)})
+    wanted.add(*shape)
+    absent = replace(wanted.calls[0], absent=(1,), root=0)
     assert host.run([absent], 4)
     assert host.run([absent], 5), "a later call ends at once"
     for rank in (0, 2):
         assert host.words[rank][1:3].tolist() == [1, 1]
+        if (shape[0], rank) != ("broadcast", 0):
+            assert np.isnan(absent.result[rank]).all(), "it looks as if it were right"
     assert not host.words[1].any()
 
 
@@ -400,6 +400,20 @@ def test_an_operation_that_has_no_kernel_is_named():
     kernel = PeerKernel("two_shot", False, dtype_of("float32"), OPS["band"], PeerLayout(2, 8, True))
     with pytest.raises(OperationError, match="no kernel for op='band' of float32"):
         kernel.source()
+
+
+def test_what_is_moved_is_taken_apart_as_far_as_its_alignment_asks():
+    parts = {
+        name: PeerKernel("allgather", False, dtype_of(name), None, PeerLayout(2, 8, True))._elements()
+        for name in ("bool", "bfloat16", "float64", "complex64", "complex128")
+    }
+    assert parts == {
+        "bool": "typedef u8 T;\n",
+        "bfloat16": "typedef u16 T;\n",
+        "float64": "typedef u64 T;\n",
+        "complex64": "typedef struct { u32 a, b; } T;\n",
+        "complex128": "typedef struct { u64 a, b; } T;\n",
+    }
 
 
 def test_what_has_a_kernel():

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 
-from flagcx.errors import CommunicatorError, PeerDiedError, PeerTimeoutError
+from flagcx.errors import CommunicationError, CommunicatorError, PeerDiedError, PeerTimeoutError
 from flagcx.transport.lane import Lane
 
 
 class FakeEvent:
+    """Its handle is itself."""
+
     def __init__(self, **_: object) -> None:
-        self.done = False
+        self.done, self.fault = False, 0
         self.stream: FakeStream | None = None
+        self.ptr = self
+
+    @property
+    def status(self) -> int:
+        return self.fault or (0 if self.done else 600)
 
 
-class FakeStream:
+class FakeStream(nullcontext):
     def __init__(self, ptr: int) -> None:
+        super().__init__()
         self.ptr, self.capturing = ptr, False
         self.waited: list[FakeEvent] = []
 
@@ -35,12 +45,13 @@ class FakeCuda:
     """Stands for CuPy: one current stream, one current device."""
 
     def __init__(self) -> None:
-        self.streams = {ptr: FakeStream(ptr) for ptr in (0, 100, 200)}
+        self.streams = {ptr: FakeStream(ptr) for ptr in (0, 2, 100, 200, 300)}
         self.stream, self.device = self.streams[100], 0
         runtime = SimpleNamespace(
             getDevice=lambda: self.device,
             setDevice=lambda device: None,
             streamIsCapturing=lambda ptr: int(self.streams[ptr].capturing),
+            eventQuery=lambda event: event.status,
             CUDARuntimeError=RuntimeError,
         )
         self.cuda = SimpleNamespace(
@@ -84,6 +95,52 @@ def test_a_stream_that_is_captured_waits_for_nothing_outside_its_graph(fake, lan
     fake.streams[200].capturing = True
     operation(lane)
     assert fake.streams[200].waited == []
+
+
+def captured(fake, *numbers: int) -> None:
+    for number in numbers:
+        fake.streams[number].capturing = True
+
+
+def test_streams_of_one_graph_wait_for_each_other(fake, lane):
+    operation(lane)
+    captured(fake, 100, 200, 300)
+    operation(lane)  # on the stream that was used before
+    for number in (200, 300, 100, 100):
+        fake.stream = fake.streams[number]
+        operation(lane)
+    waited = {n: [e.stream.ptr for e in fake.streams[n].waited] for n in (100, 200, 300)}
+    assert waited == {100: [300], 200: [100], 300: [200]}
+    for number in (100, 200, 300):
+        fake.streams[number].capturing = False
+    fake.stream = fake.streams[200]
+    operation(lane)
+    assert [e.stream.ptr for e in fake.streams[200].waited] == [100, 100]
+
+
+def test_default_streams_of_threads_have_one_handle_and_wait_for_each_other(fake, lane):
+    first, second = fake.streams[2], FakeStream(2)
+    for stream in (first, second, first, fake.streams[100], first):
+        fake.stream = stream
+        operation(lane)
+    assert [e.stream is first for e in second.waited] == [True]
+    assert [e.stream is second for e in first.waited[:1]] == [True]
+    assert [e.stream is first for e in fake.streams[100].waited] == [True]
+    assert [e.stream.ptr for e in first.waited] == [2, 100]
+
+
+def test_who_watches_records_nothing_on_a_stream_of_another_thread(fake, lane):
+    fake.stream = fake.streams[2]
+    operation(lane)
+    operation(lane)
+    last = lane._latest[0]
+    lane._marker[0].done = True
+    assert lane.pending_since() is None
+    assert lane._marker == (last, 2, lane._marker[2])
+    lane.enter("one that is being enqueued")
+    last.done = True
+    assert lane.pending_since() is None
+    assert lane._marker is None
 
 
 def test_another_device_is_refused(fake, lane):
@@ -137,8 +194,24 @@ def test_waiting_ends_with_the_event_the_time_or_the_failure(lane):
     lane.failure = PeerDiedError("rank 1 died", peer=1)
     with pytest.raises(PeerDiedError, match="rank 1 died"):
         lane.wait(event, 10.0)
+    assert lane.heard
     lane.failure, event.done = None, True
     lane.wait(event, 10.0)
+
+
+def test_a_fault_of_the_gpu_is_raised_at_once(lane):
+    event = FakeEvent()
+    event.fault = 700
+    with pytest.raises(CommunicationError, match="rank 3: the GPU failed in or before nothing yet: 700"):
+        lane.wait(event, 10.0)
+
+
+def test_what_was_enqueued_is_settled_well_or_not_but_not_for_long(fake, lane):
+    lane.settle(10.0)  # nothing is under way
+    operation(lane)
+    begin = time.monotonic()
+    lane.settle(0.05)
+    assert 0.05 <= time.monotonic() - begin < 5
 
 
 def test_a_closed_lane_keeps_no_stream_alive(fake, lane):

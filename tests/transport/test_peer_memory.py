@@ -11,16 +11,27 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from flagcx.algorithms import build
 from flagcx.bootstrap.remote_store import RemoteStore
 from flagcx.bootstrap.store_server import StoreServer
 from flagcx.config import Config
-from flagcx.errors import ArgumentError, ResourceError
-from flagcx.kernels.peer import PeerLayout
+from flagcx.dtypes import dtype_of
+from flagcx.errors import ArgumentError, ArrayError, PeerTimeoutError, ResourceError
+from flagcx.kernels.peer import PeerArgs, PeerLayout
+from flagcx.transport.base import Call
 from flagcx.transport.device import DeviceIdentity
-from flagcx.transport.peer_memory import connect
-from flagcx.transport.peer_memory.grids import chunk_grid, most_blocks, most_packets, packet_grid, parts_of
+from flagcx.transport.peer_memory import connect, region
+from flagcx.transport.peer_memory.grids import (
+    Grid,
+    chunk_grid,
+    most_blocks,
+    most_packets,
+    packet_grid,
+    parts_of,
+)
+from flagcx.transport.peer_memory.plans import PeerPlan
 from flagcx.transport.peer_memory.resource import form_of
-from flagcx.transport.peer_memory.segments import Segments
+from flagcx.transport.peer_memory.segments import Segments, table_nbytes
 
 COUNTS = (1, 5, 1003, 4096, 1_000_003, 50_000_000)
 
@@ -86,6 +97,8 @@ class Runtime:
     hostAllocMapped = hostAllocPortable = 0
     memcpyHostToDevice, memcpyDeviceToHost = 1, 2
 
+    major = 9
+
     class CUDARuntimeError(RuntimeError):
         pass
 
@@ -150,9 +163,10 @@ class Array:
 
 
 def fake_cupy(runtime: Runtime, processors: int = 132):
+    attributes = {"MultiProcessorCount": processors, "ComputeCapabilityMajor": runtime.major}
     cuda = SimpleNamespace(
         runtime=runtime,
-        Device=lambda n: SimpleNamespace(attributes={"MultiProcessorCount": processors}),
+        Device=lambda n: SimpleNamespace(attributes=attributes),
         driver=SimpleNamespace(launchKernel=None),
         UnownedMemory=lambda at, nbytes, owner: SimpleNamespace(at=at, owner=owner),
         MemoryPointer=lambda memory, offset: memory,
@@ -206,6 +220,12 @@ def joined(stores, memory, ranks=None, access=True, visible=(GPUS, GPUS), config
     return on_each(join)
 
 
+def test_gpus_that_are_too_old_for_the_kernels_do_without(stores, monkeypatch):
+    monkeypatch.setattr(Runtime, "major", 6)
+    reason = "rank 0: its GPU has compute capability 6, and the kernels need 7 or later"
+    assert joined(stores, Memory()) == [(None, reason)] * 2
+
+
 def test_ranks_see_each_others_memory_and_give_everything_back(stores):
     memory = Memory()
     joins = joined(stores, memory)
@@ -234,10 +254,14 @@ def test_an_array_that_outlives_the_communicator_keeps_its_memory(stores):
     assert not memory.buffers
 
 
+def segments_of(runtimes, stores) -> list[Segments]:
+    tables = [runtime.malloc(table_nbytes(2)) for runtime in runtimes]
+    return [Segments(fake_cupy(runtimes[r]), stores[r], 20.0, tables[r]) for r in range(2)]
+
+
 def test_what_was_freed_on_all_ranks_is_used_again(stores):
     memory = Memory()
-    cupys = [fake_cupy(Runtime(memory, GPUS, True)) for _ in range(2)]
-    segments = on_each(lambda r: Segments(cupys[r], stores[r], 20.0))
+    segments = segments_of([Runtime(memory, GPUS, True) for _ in range(2)], stores)
     first = on_each(lambda r: segments[r].empty(100, np.float32))
     at = first[0].pointer.at
     del first[0]
@@ -255,7 +279,7 @@ def test_what_was_freed_on_all_ranks_is_used_again(stores):
 def test_an_array_that_one_rank_has_no_memory_for_is_made_on_none(stores):
     memory = Memory()
     runtimes = [Runtime(memory, GPUS, True) for _ in range(2)]
-    segments = on_each(lambda r: Segments(fake_cupy(runtimes[r]), stores[r], 20.0))
+    segments = segments_of(runtimes, stores)
 
     def full(nbytes):
         raise Runtime.CUDARuntimeError("cudaErrorMemoryAllocation: out of memory")
@@ -265,6 +289,46 @@ def test_an_array_that_one_rank_has_no_memory_for_is_made_on_none(stores):
     errors = on_each(lambda r: segments[r].empty(1000, np.float32))
     assert all(isinstance(e, ResourceError) and "rank 1: cudaErrorMemory" in str(e) for e in errors), errors
     assert set(memory.buffers) == before and not +memory.mapped
+
+
+@pytest.mark.parametrize("fails", [1, 2])
+def test_a_rank_that_has_no_memory_for_it_keeps_none_and_says_so_to_all(stores, fails, monkeypatch):
+    memory, malloc, calls = Memory(), Runtime.malloc, []
+
+    def full(self, nbytes):
+        if len(self.visible) == 3:
+            calls.append(nbytes)
+            if len(calls) == fails + 1:  # what the host shares is malloc's, too
+                raise Runtime.CUDARuntimeError("cudaErrorMemoryAllocation: out of memory")
+        return malloc(self, nbytes)
+
+    monkeypatch.setattr(Runtime, "malloc", full)
+    joins = joined(stores, memory, visible=(GPUS, [*GPUS, "cc" * 16]))
+    assert joins == [(None, "rank 1: cudaErrorMemoryAllocation: out of memory")] * 2
+    assert not memory.buffers and not +memory.mapped
+
+
+def test_a_part_of_the_ranks_of_a_gpu_leaves_room_for_the_others(stores, monkeypatch):
+    sharing: Counter[int] = Counter()
+    monkeypatch.setattr(region, "_most_sharing", lambda: sharing)
+    monkeypatch.setattr(region, "_taken", Counter)
+    together = identities(uuids=[GPUS[0]] * 2)
+    alone = joined(stores, Memory(), together)[0][0]
+    on_each(lambda r: alone.close())
+    sharing[0] = sharing[1] = 8  # there was one of all eight before
+    part = joined(stores, Memory(), together)[0][0]
+    assert (alone.blocks, part.blocks) == (most_blocks(132, 2, 0), most_blocks(132, 8, 0))
+
+
+def test_who_waits_for_an_operation_after_the_end_reads_no_memory_that_is_gone(stores):
+    peers = [join[0] for join in joined(stores, Memory())]
+    peers[0]._region.words[1] = 1
+    with pytest.raises(PeerTimeoutError, match=r"rank 0: rank 0 did not come to a call within"):
+        peers[0].check()
+    on_each(lambda r: peers[r].close())
+    peers[0].check()
+    peers[0].stop()
+    assert peers[0].fault() is None
 
 
 @pytest.mark.parametrize(
@@ -286,3 +350,22 @@ def test_where_it_cannot_be_used_all_ranks_know_the_same_reason(stores, changed,
     assert [join[0] for join in joins] == [None, None]
     assert joins[0][1] == joins[1][1] and reason in joins[0][1]
     assert not memory.buffers and not +memory.mapped
+
+
+def test_an_array_between_elements_is_refused_before_anything_is_enqueued():
+    def plan(dtype):
+        call = Call(build("allgather", "direct", 2), 0, 8, dtype_of(dtype), None, False)
+        lane, grid = SimpleNamespace(device=0, rank=0), Grid(1, 64, 4, 1, 4)
+        return PeerPlan(call, "chunks", None, None, grid, PeerArgs(), lane, None, 0)
+
+    def array(at):
+        return SimpleNamespace(data=SimpleNamespace(device_id=0, ptr=at))
+
+    with pytest.raises(
+        ArrayError, match="an array begins at address 0x1002, and its dtype needs a multiple of 4"
+    ):
+        plan("float32").run(array(0x1002), array(0x2000))
+    with pytest.raises(ArrayError, match="an array begins at address 0x2006"):
+        plan("complex64").run(array(0x1004), array(0x2006))
+    with pytest.raises(AttributeError, match="enter"):  # a multiple of four bytes is enough for two of four
+        plan("complex64").run(array(0x1004), array(0x2004))

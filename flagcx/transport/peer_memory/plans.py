@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from flagcx.kernels.peer import PeerArgs
 from flagcx.transport.base import Call
-from flagcx.transport.device_plans import Description, address
+from flagcx.transport.device_plans import Description, address, check_alignment
 from flagcx.transport.lane import Lane
 from flagcx.transport.peer_memory.grids import Grid
 
@@ -52,6 +52,7 @@ class PeerPlan:
         "_launch",
         "_names",
         "_nbytes",
+        "_odd",
         "_params",
         "_threads",
         "_what",
@@ -77,6 +78,7 @@ class PeerPlan:
         self.call, self.way, self.grid = call, way, grid
         self._launch, self.args, self._nbytes = launch, args, nbytes
         self._function, self._blocks, self._threads = function, grid.blocks, grid.threads
+        self._odd = call.dtype.numpy.alignment - 1
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(args))
         self._keep, self._params = pointers, ctypes.addressof(pointers)
 
@@ -85,6 +87,8 @@ class PeerPlan:
         lane, args = self._lane, self.args
         source = address(given, lane)
         target = source if result is given else address(result, lane)
+        if (source | target) & self._odd:
+            check_alignment(self._odd + 1, source, target)
         stream = lane.enter(self._what)
         if self._blocks:
             self._names.check()

@@ -19,10 +19,12 @@ from flagcx.errors import FlagcxError
 from flagcx.kernels.peer import MOST_RANKS, PeerLayout
 from flagcx.transport.device import DeviceIdentity
 from flagcx.transport.peer_memory.grids import most_blocks
+from flagcx.transport.peer_memory.segments import table_nbytes
 
 _WORDS_NBYTES = 64
 _CLOSE_LIMIT_S = 5.0
 _PROBE_NBYTES = 16
+_LEAST_MAJOR = 7
 
 
 class Unavailable(Exception):
@@ -33,6 +35,17 @@ class Unavailable(Exception):
 def _taken() -> Counter[int]:
     """Blocks of threads that this process's communicators may launch on each device."""
     return Counter()
+
+
+@lru_cache(maxsize=1)
+def _most_sharing() -> Counter[int]:
+    """The most ranks that any of this process's communicators had on each device."""
+    return Counter()
+
+
+def _no_words() -> Any:
+    """Words that say nothing, where there is no GPU to write others."""
+    return (ctypes.c_uint32 * (_WORDS_NBYTES // 4))()
 
 
 class PeerRegion:
@@ -54,6 +67,7 @@ class PeerRegion:
         at: Where this process sees each rank's memory.
         words: Words that host and GPU share: whether to stop, whether time ran out, and for whom.
         words_at: Their address.
+        table: Address of zeros for ``Segments``.
         one_gpu: Whether all ranks use one GPU.
     """
 
@@ -70,7 +84,8 @@ class PeerRegion:
         self.rank, self.size = store.rank, store.size
         self._identities = identities
         self.device = identities[self.rank].device
-        self._own = self.words_at = self._blocks = 0
+        self._own = self.words_at = self.table = self._blocks = 0
+        self.words: Any = _no_words()
         self._opened: list[int] = []
         self._handle = b""
         self.at: tuple[int, ...] = ()
@@ -110,6 +125,9 @@ class PeerRegion:
             return f"there are {self.size} ranks, and the kernels are made for up to {MOST_RANKS}"
         if len({i.host for i in self._identities}) > 1:
             return "the ranks are on several hosts"
+        major = self._cupy.cuda.Device(self.device).attributes["ComputeCapabilityMajor"]
+        if major < _LEAST_MAJOR:
+            return f"its GPU has compute capability {major}, and the kernels need {_LEAST_MAJOR} or later"
         here = {
             bytes(self._runtime.getDeviceProperties(d)["uuid"]).hex(): d
             for d in range(self._runtime.getDeviceCount())
@@ -126,10 +144,12 @@ class PeerRegion:
 
     def _agree_on_layout(self) -> None:
         attributes = self._cupy.cuda.Device(self.device).attributes
-        ours = json.dumps([attributes["MultiProcessorCount"], _taken()[self.device]]).encode()
+        # The ranks of a communicator that was split share the GPU with those of the other parts.
+        sharing = max(Counter(i.uuid for i in self._identities).values(), default=1)
+        sharing = _most_sharing()[self.device] = max(sharing, _most_sharing()[self.device])
+        ours = json.dumps([attributes["MultiProcessorCount"], _taken()[self.device], sharing]).encode()
         found = [json.loads(each) for each in self._exchange("room", ours)]
-        fewest, taken = min(p for p, _ in found), max(t for _, t in found)
-        sharing = max(Counter(i.uuid for i in self._identities).values())
+        fewest, taken, sharing = min(f[0] for f in found), max(f[1] for f in found), max(f[2] for f in found)
         blocks = most_blocks(fewest, sharing, taken)
         if blocks == 0:
             raise Unavailable(
@@ -148,6 +168,8 @@ class PeerRegion:
         runtime.memset(self._own + cleared, 0xFF, self.layout.nbytes - cleared)
         self.words_at = runtime.hostAlloc(_WORDS_NBYTES, runtime.hostAllocMapped | runtime.hostAllocPortable)
         ctypes.memset(self.words_at, 0, _WORDS_NBYTES)
+        self.table = runtime.malloc(table_nbytes(self.size))
+        runtime.memset(self.table, 0, table_nbytes(self.size))
         runtime.deviceSynchronize()
         self._handle = runtime.ipcGetMemHandle(self._own)
 
@@ -207,12 +229,13 @@ class PeerRegion:
         """Gives everything back. Idempotent."""
         self.detach()
         _taken()[self.device] -= self._blocks
-        own, self._own, self._blocks = self._own, 0, 0
-        words, self.words_at = self.words_at, 0
-        if own:
-            self._quietly(self._runtime.free, own)
-        if words:
-            self._quietly(self._runtime.freeHost, words)
+        self._blocks, self.words = 0, _no_words()
+        for memory in (self._own, self.table):
+            if memory:
+                self._quietly(self._runtime.free, memory)
+        if self.words_at:
+            self._quietly(self._runtime.freeHost, self.words_at)
+        self._own = self.table = self.words_at = 0
 
     def _quietly(self, function: Callable[..., Any], *args: Any) -> None:
         with contextlib.suppress(self._runtime.CUDARuntimeError):

@@ -89,7 +89,7 @@ class PeerMemory:
         self._limit_ns = int(min(timeout_s, 1e9) * 1e9)
         self._launch = cupy.cuda.driver.launchKernel
         self._functions: dict[PeerKernel, Any] = {}
-        self.segments = Segments(cupy, store, limit_s)
+        self.segments = Segments(cupy, store, limit_s, region.table)
         self.rank, self.size = region.rank, region.size
         self._closed = False
 
@@ -156,7 +156,7 @@ class PeerMemory:
         args = PeerArgs()
         for q, at in enumerate(self._region.at):
             args.peer[q] = at
-        args.segments, args.words = self.segments.table, self._region.words_at
+        args.segments, args.words = self._region.table, self._region.words_at
         args.limit_ns = self._limit_ns
         args.count, args.part, args.chunk, args.steps = call.counts, grid.part, grid.chunk, grid.steps
         args.rank, args.root = self.rank, call.schedule.root or 0
@@ -185,7 +185,7 @@ class PeerMemory:
     def fault(self) -> CommunicationError | None:
         """The error that a kernel has left behind, or None."""
         words = self._region.words
-        if self._closed or not words[1]:
+        if not words[1]:
             return None
         peer = int(words[2])
         return PeerTimeoutError(
@@ -197,8 +197,7 @@ class PeerMemory:
 
     def stop(self) -> None:
         """Makes all kernels that wait for a peer end. May be called from any thread."""
-        if not self._closed:
-            self._region.words[0] = 1
+        self._region.words[0] = 1
 
     def close(self, together: bool = True) -> None:
         """Gives everything back. Idempotent; nothing may be under way any more.

@@ -22,6 +22,11 @@ from flagcx.kernels.peer import OFFSET_BITS
 _MOST = 1024
 
 
+def table_nbytes(size: int) -> int:
+    """Bytes of a table of all segments of so many ranks."""
+    return _MOST * size * 8
+
+
 class Segments:
     """The arrays of one communicator that peers see.
 
@@ -29,21 +34,19 @@ class Segments:
         cupy: The CuPy module.
         store: The communicator's part of the store.
         limit_s: How long to wait for the other ranks, in seconds.
-
-    Attributes:
-        table: Address of the GPU's table of where this process sees each segment of each rank.
+        table: Address of ``table_nbytes`` zeros on the GPU, for where this process sees each segment of each
+            rank.
     """
 
-    def __init__(self, cupy: Any, store: Store, limit_s: float) -> None:
+    def __init__(self, cupy: Any, store: Store, limit_s: float, table: int) -> None:
         self._cupy, self._runtime, self._store, self._limit_s = cupy, cupy.cuda.runtime, store, limit_s
         self.rank, self.size = store.rank, store.size
         self._sizes: dict[int, int] = {}
         self._at: dict[int, list[int]] = {}
         self._starts: list[tuple[int, int]] = []
         self._idle: set[int] = set()
-        self._attached = True
-        self.table = self._runtime.malloc(_MOST * self.size * 8)
-        self._runtime.memset(self.table, 0, _MOST * self.size * 8)
+        self._attached = self._open = True
+        self._table = table
 
     def empty(self, shape: tuple[int, ...] | int, dtype: Any) -> Any:
         """An uninitialised array; all ranks must call this together, with as many bytes.
@@ -73,6 +76,7 @@ class Segments:
         fitting = [n for n in free if self._sizes[n] == nbytes]
         if fitting:
             self._idle.discard(fitting[0])
+            self._runtime.deviceSynchronize()  # What is under way may still use it.
             return fitting[0]
         for number in free:
             self._idle.discard(number)
@@ -120,7 +124,7 @@ class Segments:
         self._sizes[number], self._at[number] = nbytes, at
         insort(self._starts, (at[self.rank], number))
         row = np.array(at, np.uint64)
-        place = self.table + number * self.size * 8
+        place = self._table + number * self.size * 8
         self._runtime.memcpy(place, row.ctypes.data, row.nbytes, self._runtime.memcpyHostToDevice)
         # No rank may use it before all know it.
         self._exchange("known", b"")
@@ -143,7 +147,7 @@ class Segments:
 
     def release(self, number: int, at: int) -> None:
         """Notes that this rank's array of a segment is gone; frees it if the communicator is gone too."""
-        if self.table:
+        if self._open:
             self._idle.add(number)
         else:
             self._quietly(self._runtime.free, at)
@@ -181,10 +185,9 @@ class Segments:
 
     def close(self) -> None:
         """Gives the own memory back, but for arrays that are still in use, which keep theirs. Idempotent."""
-        table, self.table = self.table, 0
-        if not table:
+        if not self._open:
             return
-        self._quietly(self._runtime.free, table)
+        self._open = False
         for number in self._idle:
             self._quietly(self._runtime.free, self._at[number][self.rank])
 

@@ -95,6 +95,88 @@ def captured_by_the_caller() -> list[str]:
     return [] if bool((y == want).all()) else [f"got {y[:3]}, expected {want}"]
 
 
+def captured_on_two_streams(algorithm: str | None) -> list[str]:
+    """A graph with started work and with calls on a stream beside: one after the other, as outside."""
+    import cupy
+
+    comm = fc.init()
+    arrays = [cupy.full(300_007, comm.rank + 1.0 + i, cupy.float32) for i in range(4)]
+    for x in arrays:
+        comm.allreduce(x, algorithm=algorithm)
+    stream, beside = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+    cupy.cuda.Device().synchronize()
+    with stream:
+        stream.begin_capture()
+        work = comm.allreduce(arrays[0], "avg", algorithm=algorithm, async_op=True)
+        comm.allreduce(arrays[1], "avg", algorithm=algorithm)
+        beside.wait_event(stream.record())
+        comm.allreduce(arrays[2], "avg", algorithm=algorithm, stream=beside)
+        comm.allreduce(arrays[3], "avg", algorithm=algorithm)
+        stream.wait_event(beside.record())
+        work.wait()
+        for x in arrays:
+            x += 1
+        graph = stream.end_capture()
+    kept = len(comm._device.transport._lane._kept)
+    for _ in range(50):
+        graph.launch(stream)
+    comm.allreduce(cupy.ones(5), stream=stream)
+    stream.synchronize()
+    total = comm.size * (comm.size + 1) / 2
+    faults = [f"{kept} lists of arrays are kept"] if kept else []
+    for i, x in enumerate(arrays):
+        want = total + comm.size * i + 50
+        if not bool((x == want).all()):
+            faults.append(f"array {i}: got {x[:3]}, expected {want}")
+    return faults
+
+
+def fails_alone(path: str) -> None:
+    """Rank 0 fails by itself while a kernel of its own waits for a peer, and closes at once."""
+    import cupy
+
+    comm = fc.init()
+    x = cupy.ones(1 << 20, cupy.float32)
+    comm.allreduce(x)
+    cupy.cuda.Device().synchronize()
+    comm.barrier()
+    start, outcome = time.time(), "nothing was raised"
+    if comm.rank == 0:
+        comm.allreduce(x)  # the others do not come to this
+        comm._device.broke(MemoryError("no memory is left"))
+        comm.close()
+        outcome = "closed"
+    else:
+        time.sleep(2.0)
+        try:
+            comm.allreduce(x)
+        except CommunicationError as error:
+            outcome = f"{type(error).__name__}: {error}"
+    with open(f"{path}.{comm.rank}", "w") as file:
+        file.write(f"{time.time() - start:.2f}\n{outcome}")
+
+
+def close_tells(path: str) -> None:
+    """Rank 1 stays away from the last call; nobody looks at its result before close."""
+    import cupy
+
+    comm = fc.init(timeout_s=3.0)
+    x = cupy.ones(1 << 20, cupy.float32)
+    comm.allreduce(x)
+    cupy.cuda.Device().synchronize()
+    comm.barrier()
+    outcome = "nothing was raised"
+    try:
+        if comm.rank != 1:
+            comm.allreduce(x)
+            time.sleep(6.0)
+        comm.close()
+    except CommunicationError as error:
+        outcome = f"{type(error).__name__}: {error}"
+    with open(f"{path}.{comm.rank}", "w") as file:
+        file.write(outcome)
+
+
 def growth(times: int) -> int:
     """Bytes of GPU memory that ``times`` operations leave behind, on rank 0."""
     import cupy

@@ -78,6 +78,11 @@ def test_a_closed_communicator(ranks):
     assert faults_of(ranks(2, behaviour.device_memory_and_threads_stay_in_order)) == ""
 
 
+@pytest.mark.parametrize("algorithm", [None, "ring", "native"])
+def test_a_graph_over_two_streams_keeps_their_order(ranks, algorithm):
+    assert faults_of(ranks(3, behaviour.captured_on_two_streams, algorithm)) == ""
+
+
 @pytest.mark.parametrize("waits_in", ["work", "cuda"])
 def test_a_rank_killed_inside_a_collective(ranks, tmp_path, waits_in):
     with pytest.raises(LaunchError, match="rank 1"):
@@ -86,6 +91,22 @@ def test_a_rank_killed_inside_a_collective(ranks, tmp_path, waits_in):
         seconds, outcome = (tmp_path / f"end.{rank}").read_text().split("\n", 1)
         assert float(seconds) < 5.0
         assert outcome.startswith(("PeerDiedError", "AbortedError")), outcome
+
+
+def test_a_rank_that_fails_alone_and_closes_at_once(ranks, tmp_path):
+    with contextlib.suppress(LaunchError):
+        ranks(3, behaviour.fails_alone, str(tmp_path / "end"))
+    for rank in range(3):
+        seconds, outcome = (tmp_path / f"end.{rank}").read_text().split("\n", 1)
+        assert float(seconds) < 10.0
+        assert outcome.startswith("AbortedError" if rank else "closed"), outcome
+
+
+def test_close_tells_of_a_last_call_that_did_not_end_well(ranks, tmp_path):
+    with contextlib.suppress(LaunchError):
+        ranks(2, behaviour.close_tells, str(tmp_path / "end"))
+    outcome = (tmp_path / "end.0").read_text()
+    assert outcome.startswith(("PeerTimeoutError", "PeerDiedError", "AbortedError")), outcome
 
 
 def test_a_rank_that_stays_away(ranks, tmp_path):

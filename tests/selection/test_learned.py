@@ -120,7 +120,8 @@ def test_a_job_corrects_the_table_in_the_cache(tmp_path, monkeypatch, settings, 
     fit = fit_here(2, "shared_memory", SharedMemoryTransport.settings(Config()))
     path = table_path(fit, environment())
     nbytes = 256 * np.dtype(dtype).itemsize
-    wrong = Table(fit, {"allreduce": (Point(nbytes, {Candidate("ring"): 1.0, SHOT: 1.2}),)})
+    slow = Candidate("ring", 64)
+    wrong = Table(fit, {"allreduce": (Point(nbytes, {slow: 1.0, SHOT: 1.2}),)})
     save_table(wrong, path)
     if "tuning_file" in settings:
         path = path.rename(tmp_path / "named.json")
@@ -130,7 +131,7 @@ def test_a_job_corrects_the_table_in_the_cache(tmp_path, monkeypatch, settings, 
     assert paths[0] == paths[1]
     now = read_table(path).measured["allreduce"][0].times_us
     if kept:
-        assert now[SHOT] < now[Candidate("ring")], "one_shot is far faster"
+        assert now[SHOT] < now[slow], "one exchange is far faster than 128 steps, however busy the machine"
         assert os.listdir(path.parent) == [path.name]
     else:
         assert path.read_text() == before

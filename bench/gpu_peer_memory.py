@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import flagcx as fc
 from flagcx.algorithms import build
 from flagcx.bootstrap.environment import host_name
-from flagcx.cli.tune import count_gpus
+from flagcx.cli.started import count_gpus
 from flagcx.dtypes import OPS, dtype_of
 from flagcx.transport.base import Call
 from flagcx.transport.device import DeviceIdentity, identify_device

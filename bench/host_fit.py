@@ -18,11 +18,27 @@ from pathlib import Path
 
 import numpy as np
 
+from flagcx.errors import ArgumentError
 from flagcx.selection.host_model import HOST_COSTS, HostCosts, predict_on_host
 from flagcx.selection.table import Candidate, Table, read_table
 
 Sample = tuple[str, int, int, int, Candidate, float]
 """Collective, ranks, cores, bytes, candidate, measured time in us."""
+
+
+def read(path: Path) -> Table:
+    """A table from its file.
+
+    Raises:
+        ArgumentError: It is not one that ``flagcx tune`` wrote.
+    """
+    if path.is_dir():
+        raise ArgumentError(f"{path} is a folder; name the files in it that flagcx tune -o wrote")
+    try:
+        return read_table(path)
+    except (OSError, ArgumentError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ArgumentError(f"{path}: {why}; expected a file that flagcx tune -o wrote") from None
 
 
 def samples(tables: Sequence[Table]) -> list[Sample]:
@@ -89,10 +105,14 @@ def report(found: Sequence[Sample], costs: HostCosts) -> str:
 def main(given: Sequence[str] | None = None) -> int:
     """Fits and prints."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("tables", type=Path, nargs="+")
+    parser.add_argument("tables", type=Path, nargs="+", help="files that flagcx tune -o wrote")
     parser.add_argument("--every", type=int, default=3, help="fit to every third time, which is quicker")
     options = parser.parse_args(given)
-    found = samples([read_table(path) for path in options.tables])
+    try:
+        found = samples([read(path) for path in options.tables])
+    except ArgumentError as error:
+        print(error, file=sys.stderr)
+        return 1
     costs = fit(found[:: options.every])
     print("\n".join(f"{name}={value:g}" for name, value in asdict(costs).items()))
     print(report(found, costs))

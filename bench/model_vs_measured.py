@@ -1,11 +1,13 @@
 """The models of all-reduce on GPUs against what was measured: NCCL's own, and schedules over NCCL.
 
-    python bench/model_vs_measured.py [--part all|tables|replays] [--json] [--fit] [--out PATH]
+    python bench/model_vs_measured.py [--part all|tables|replays] [--tables FOLDER] [--json] [--fit]
+                                      [--out PATH]
 
 NCCL's own, against published tables and graph replays on H200: for each machine, the constants of
 ``flagcx.selection.native`` are fitted on all others, and its own times are predicted from its topology alone.
 The fit minimises the mean absolute error of log time, drawn towards ``PRIOR`` where no other machine has
-links of a kind. It uses no clock and no chance.
+links of a kind. It uses no clock and no chance. The folder of tables holds what nccl-tests printed, one text
+file a machine, by the names in ``machines``; beside it, a folder nccl-topology-xml has NCCL's XML of two.
 
 Schedules, against graph replays on H200 (``bench/results/gpu_replays_*_h200.jsonl``): what the model predicts
 of each, with the constants as they are. These were chosen by the file of four GPUs; that of two GPUs is of an
@@ -25,6 +27,7 @@ from pathlib import Path
 import numpy as np
 from report import format_size, write_json_lines
 
+from flagcx.errors import TopologyError
 from flagcx.selection.candidates import Candidate
 from flagcx.selection.cost import model_of
 from flagcx.selection.native import FITTED, PRIOR, Way, predict_us, ways
@@ -36,6 +39,10 @@ SHARED = Path(__file__).resolve().parents[2] / "shared" / "machines"
 RESULTS = Path(__file__).resolve().parent / "results"
 SCHEDULES = ("ring", "tree", "double_binary_tree", "one_shot", "two_shot")
 MIB = 1 << 20
+_HELD = (
+    "such a folder holds what nccl-tests printed, one text file a machine, such as 8xv100_sxm2_32g.txt, and "
+    "has nccl-topology-xml beside it; --part replays needs none"
+)
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _ROUNDED = {"65K": 64 << 10, "132K": 128 << 10}
 
@@ -150,6 +157,21 @@ def machines(folder: Path) -> dict[str, list[Points]]:
         for ranks, rows in _native_replays(RESULTS / "gpu_replays_4_h200.jsonl")
     ]
     return found
+
+
+def read_tables(folder: Path) -> dict[str, list[Points]]:
+    """``machines``, with errors that say what the folder must hold.
+
+    Raises:
+        FileNotFoundError: The folder, or one of its files, is not there.
+        TopologyError: NCCL's XML beside it cannot be read.
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError(f"no folder of tables at {folder}; name one with --tables: {_HELD}")
+    try:
+        return machines(folder)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{folder} lacks {Path(error.filename).name}: {_HELD}") from None
 
 
 def _native_replays(path: Path) -> Iterator[tuple[int, list[tuple[int, float]]]]:
@@ -368,14 +390,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--fit", action="store_true", help="fit on all machines and print the constants")
     given = parser.parse_args(arguments)
-    wants = given.part in ("all", "tables")
-    if wants and not given.tables.is_dir():
-        print(f"no folder of tables at {given.tables}; name one with --tables", file=sys.stderr)
-        return 1
+    points: dict[str, list[Points]] = {}
+    if given.fit or given.part in ("all", "tables"):
+        try:
+            points = read_tables(given.tables)
+        except (OSError, TopologyError) as error:
+            print(error, file=sys.stderr)
+            return 1
     if given.fit:
-        print(json.dumps(fit(machines(given.tables)), indent=1))
+        print(json.dumps(fit(points), indent=1))
         return 0
-    table = leave_one_out(machines(given.tables)) if wants else []
+    table = leave_one_out(points)
     replayed = against_replays(replay_rows(given.replays)) if given.part in ("all", "replays") else []
     found = {**(summary(table) if table else {}), **replay_summary(replayed)}
     if given.out:

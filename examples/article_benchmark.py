@@ -10,17 +10,22 @@ ranks do so with torch's own backend, then again after ``fc.enhance_process_grou
 Where the memory is short the tensor is smaller; the table says how large it was.
 """
 
+from __future__ import annotations
+
 import argparse
 import os
 import statistics
 import time
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 import flagcx as fc
 from flagcx.config import environment
+
+try:
+    import torch
+    import torch.distributed as dist
+except ModuleNotFoundError:  # so that --help works
+    torch = None  # type: ignore[assignment]
 
 ELEMENTS = 2_500_000_000 // 4 // 8
 WARM_UP, TIMED = 5, 10
@@ -30,6 +35,8 @@ SHARE = 8  # of the free memory, the tensors of a host's ranks take at most one 
 def main() -> None:
     """Measures both in turn, and prints their table on rank 0."""
     options = parse()
+    if torch is None:
+        raise SystemExit("this benchmark needs PyTorch, which is not installed: pip install 'flagcx[torch]'")
     rank, size, device = join(options.backend)
     count = options.elements or affordable(device, size)
     tensor = torch.rand(count, dtype=torch.float32, device=device)

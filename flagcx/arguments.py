@@ -59,7 +59,7 @@ def _viewed(array, what: str) -> np.ndarray:
         return array.view(np.ndarray)
     offers = hasattr(array, "__array_interface__") or hasattr(array, "__dlpack__")
     if offers and not isinstance(array, np.generic):
-        view = np.asarray(array)
+        view = _shared(array, what)
         if view.dtype != object:
             return view
     kind = f"{type(array).__module__}.{type(array).__qualname__}"
@@ -67,6 +67,34 @@ def _viewed(array, what: str) -> np.ndarray:
         f"{what} is a {kind}; expected an array: NumPy's, CuPy's, or one that offers "
         f"__array_interface__, __cuda_array_interface__ or DLPack. For Python objects use the object forms, "
         f"such as comm.broadcast_object"
+    )
+
+
+def _shared(array, what: str) -> np.ndarray:
+    """A foreign array of the host as NumPy's, in the same memory."""
+    try:
+        return np.asarray(array)
+    except Exception as error:  # each library has its own
+        kind = f"{type(array).__module__}.{type(array).__qualname__}"
+        raise ArrayError(
+            f"{what} is a {kind} that NumPy cannot take as it is ({error}); {_remedy(array, what)}"
+        ) from error
+
+
+def _remedy(array, what: str) -> str:
+    """What a caller can do about a foreign array that NumPy doesn't take."""
+    if type(array).__module__.partition(".")[0] != "torch":
+        return "pass a NumPy array that views its memory"
+    if getattr(array, "requires_grad", False):
+        return f"pass {what}.detach(), which shares its memory and leaves no trace for the gradient"
+    if str(getattr(array, "dtype", "")) == "torch.bfloat16":
+        return (
+            f"pass {what}.view(torch.int16).numpy().view(ml_dtypes.bfloat16), which shares its memory, or "
+            f"call torch.distributed after fc.enhance_process_group(), which takes such tensors"
+        )
+    return (
+        "pass a NumPy array that views its memory, or call torch.distributed after "
+        "fc.enhance_process_group(), which takes torch's tensors"
     )
 
 
@@ -87,6 +115,42 @@ def result_array(out, what: str, shape: tuple[int, ...], dtype: np.dtype) -> np.
             f"{what} has {view.size} elements (shape {view.shape}), expected {count}: shape {shape}"
         )
     return view
+
+
+def check_shape(shape) -> tuple[int, ...]:
+    """Checks the shape of an array that is to be made.
+
+    Args:
+        shape: Lengths of the axes, or the number of elements of an array with one axis.
+
+    Raises:
+        ArgumentError: It is no shape of an array.
+
+    Example:
+        >>> check_shape(3), check_shape((2, 0))
+        ((3,), (2, 0))
+    """
+    try:
+        lengths = np.atleast_1d(shape).tolist()
+        return np.empty(tuple(map(operator.index, lengths)), np.dtype([])).shape  # of elements without bytes
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ArgumentError(
+            f"shape={shape!r} is no shape of an array ({error}); expected a number of elements from 0 up, or "
+            f"a tuple of lengths such as (3, 4)"
+        ) from None
+
+
+def format_nbytes(nbytes: float) -> str:
+    """Bytes for people.
+
+    Example:
+        >>> format_nbytes(1536), format_nbytes(64 << 20)
+        ('1.5 KiB', '64 MiB')
+    """
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if nbytes >= 1024**power:
+            return f"{nbytes / 1024**power:.4g} {unit}"
+    return f"{nbytes:.4g} B"
 
 
 def check_rank(rank, size: int, what: str) -> int:

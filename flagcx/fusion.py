@@ -16,15 +16,18 @@ What is fused is worked out once for arrays of the same shapes, whichever arrays
 
 from __future__ import annotations
 
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, cast
 
 import numpy as np
 
 from flagcx.dtypes import DType, ReduceOp
 from flagcx.engine import Engine
+from flagcx.errors import MismatchError
 from flagcx.familiar import BoundPart, Familiar, PlacedPacking
 from flagcx.transport.base import Plan
 
@@ -175,12 +178,17 @@ class _Part:
 
 
 class Fused:
-    """All-reduces of many arrays as few, for arrays of certain shapes."""
+    """All-reduces of many arrays as few, for arrays of certain shapes.
 
-    __slots__ = ("_parts",)
+    Args:
+        parts: What is done, in order.
+        agree: Called by the first run, by all ranks; nothing if None.
+    """
 
-    def __init__(self, parts: Sequence[_Part]) -> None:
-        self._parts = tuple(parts)
+    __slots__ = ("_agree", "_parts")
+
+    def __init__(self, parts: Sequence[_Part], agree: Callable[[], None] | None = None) -> None:
+        self._parts, self._agree = tuple(parts), agree
 
     @property
     def messages(self) -> int:
@@ -193,7 +201,13 @@ class Fused:
         Args:
             given: Arrays of the plan's shapes and dtype.
             result: Likewise; the same list where it is in place.
+
+        Raises:
+            MismatchError: The ranks have arrays of other shapes, which as many bytes do not show.
         """
+        if self._agree is not None:
+            agree, self._agree = self._agree, None
+            agree()
         for part in self._parts:
             if part.packing is None:
                 part.plan.run(given[part.first], result[part.first])
@@ -259,12 +273,27 @@ class Fusion:
         found = self._plans.get(key)
         if found is None:
             self.engine.check()
-            found = self._plans[key] = Fused(list(self._parts(dtype, op, algorithm, shapes, in_place)))
+            parts = list(self._parts(dtype, op, algorithm, shapes, in_place))
+            compares = self.familiar is None and any(part.packing is not None for part in parts)
+            found = Fused(parts, partial(self._compare, shapes) if compares else None)
+            self._plans[key] = found
             if len(self._plans) > _MOST_PLANS:
                 self._forget(self._plans.popitem(last=False)[1])
         else:
             self._plans.move_to_end(key)
         return found
+
+    def _compare(self, shapes: Shapes) -> None:
+        """Compares the shapes of all ranks: arrays of the host alone, whose ranks talk at little cost."""
+        own = [zlib.crc32(repr(shapes).encode()), len(shapes)]
+        for rank, theirs in enumerate(self.engine.everybodys(own).tolist()):
+            if theirs != own:
+                raise MismatchError(
+                    f"ranks disagree: rank {self.engine.rank} put {len(shapes)} arrays together, and rank "
+                    f"{rank} {theirs[1]} of other shapes or in another order; every rank must make the same "
+                    f"calls",
+                    peer=rank,
+                )
 
     def _forget(self, plan: Fused) -> None:
         if self.familiar is not None:

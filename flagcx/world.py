@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import atexit
+import os
+import sys
 import threading
+import warnings
 from dataclasses import fields
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from flagcx.communicator import Communicator
 from flagcx.config import Config, environment
-from flagcx.errors import ArgumentError, CommunicatorError
+from flagcx.errors import ArgumentError, CommunicatorError, FlagcxError
 
 if TYPE_CHECKING:
     from flagcx.topology import Topology
@@ -28,6 +31,16 @@ class _World:
         if self.comm is not None:
             self.comm.close()
 
+    def close_at_exit(self) -> None:
+        """Closes the communicator when the process ends; if that shows an error, the process ends with 1."""
+        try:
+            self.close()
+        except FlagcxError as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)  # whatever else is raised here changes nothing about how the process ends
+
 
 _WORLD = _World()
 
@@ -37,7 +50,8 @@ def init(*, enable_topology_detection: bool = True, **settings: Any) -> Communic
 
     Who this rank is comes from what started it: ``flagcx run``, ``fc.launch``, Open MPI's or MPICH's
     ``mpirun``, Slurm's ``srun``, torchrun; started alone, it is the only rank. A second call returns the
-    same communicator, as long as it is open.
+    same communicator, as long as it is open, with the settings of the first; where it asks for others it
+    warns (``RuntimeWarning``).
 
     Args:
         enable_topology_detection: Whether to look at the machine's links when they are first needed.
@@ -56,15 +70,37 @@ def init(*, enable_topology_detection: bool = True, **settings: Any) -> Communic
     unknown = [name for name in settings if name not in known]
     if unknown:
         raise ArgumentError(f"init has no setting {unknown[0]!r}; expected one of {', '.join(known)}")
+    settings = {"topology_detection": enable_topology_detection, **settings}
     with _WORLD.lock:
         if _WORLD.comm is None or _WORLD.comm.closed:
-            config = Config.from_environment(topology_detection=enable_topology_detection, **settings)
+            config = Config.from_environment(**settings)
             if _WORLD.comm is None:
-                atexit.register(_WORLD.close)
+                atexit.register(_WORLD.close_at_exit)
             else:
                 _WORLD.comm.close()
             _WORLD.comm = _join(config)
+        else:
+            _warn_of_others(settings, _WORLD.comm.config)
         return _WORLD.comm
+
+
+def _warn_of_others(wanted: dict[str, Any], config: Config) -> None:
+    """Says which settings of a further call have no effect."""
+    # True is the default, which nobody need have asked for.
+    ignored = {
+        name: value
+        for name, value in wanted.items()
+        if value != getattr(config, name) and (name, value) != ("topology_detection", True)
+    }
+    if ignored:
+        asked = ", ".join(f"{name}={value!r}" for name, value in ignored.items())
+        kept = ", ".join(f"{name}={getattr(config, name)!r}" for name in ignored)
+        warnings.warn(
+            f"init({asked}) has no effect: this process has joined its job already, with {kept}; close that "
+            f"communicator before, or give the settings to the first init",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 def get_topology() -> Topology:
@@ -72,7 +108,8 @@ def get_topology() -> Topology:
 
     Returns:
         A ``Topology``; ``topology["nvlink_peers"][0]`` and ``topology["pcie_peers"][0]`` are the peers of
-        GPU 0 by NVLink and by PCIe. Detected once for a process.
+        GPU 0 by NVLink and by PCIe; where there is no GPU 0, a ``TopologyError`` says so, which is a
+        ``KeyError`` too. Detected once for a process.
 
     Raises:
         CommunicatorError: ``init`` was told not to look: ``enable_topology_detection=False``.
@@ -85,7 +122,8 @@ def get_topology() -> Topology:
     comm = _WORLD.comm
     if comm is not None and not comm.config.topology_detection:
         raise CommunicatorError(
-            "topology detection is switched off; use fc.init(enable_topology_detection=True), or "
+            "topology detection is switched off; close the communicator and use "
+            "fc.init(enable_topology_detection=True), or "
             "flagcx.topology.detect() to look all the same"
         )
     return _detected()

@@ -15,12 +15,15 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
 from flagcx.errors import LaunchError
 
 logger = logging.getLogger("flagcx")
 
 CONTROL = "nvidia-cuda-mps-control"
+DRIVER = "/dev/nvidiactl"
+SHARED = MappingProxyType({"FLAGCX_SHARE_GPU": "1"})
 _START_LIMIT_S = 20.0
 _END_LIMIT_S = 20.0
 
@@ -48,19 +51,18 @@ def shared_gpu(environ: Mapping[str, str], control: str = CONTROL) -> Iterator[d
     Raises:
         LaunchError: The daemon cannot be started.
     """
-    shared = {"FLAGCX_SHARE_GPU": "1"}
     program = shutil.which(control, path=environ.get("PATH"))
     if program is None or "CUDA_MPS_PIPE_DIRECTORY" in environ:
         if program is None:
             logger.warning("%s is not installed: the ranks take turns on the GPU, which is slow", control)
-        yield shared  # A daemon of the caller's own is used as it is.
+        yield dict(SHARED)  # A daemon of the caller's own is used as it is.
         return
     directory = tempfile.mkdtemp(prefix="flagcx-mps-")
     service = _prepare(directory)
     guardian = _guard(program, directory, {**environ, **service})
     try:
         _start(program, {**environ, **service})
-        yield {**shared, **service}
+        yield {**SHARED, **service}
     finally:
         assert guardian.stdin is not None
         guardian.stdin.close()
@@ -70,9 +72,18 @@ def shared_gpu(environ: Mapping[str, str], control: str = CONTROL) -> Iterator[d
 
 @contextlib.contextmanager
 def sharing(environ: Mapping[str, str], share: bool) -> Iterator[dict[str, str]]:
-    """The environment for ranks that share GPUs, if ``share``; else ``environ`` as it is."""
+    """The environment for ranks that share GPUs, if ``share``; else ``environ`` as it is.
+
+    Where there is no GPU a warning says so: ranks would do their work on the CPU without a word.
+    """
     if not share:
         yield dict(environ)
+        return
+    if not os.path.exists(DRIVER):
+        logger.warning(
+            "there is no NVIDIA GPU here to share (no %s): the ranks have NumPy arrays only", DRIVER
+        )
+        yield {**environ, **SHARED}
         return
     with shared_gpu(environ) as variables:
         yield {**environ, **variables}

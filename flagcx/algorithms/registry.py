@@ -177,7 +177,7 @@ def register(
         sizes: Numbers of ranks to verify it for; those that it serves among the first few.
 
     Raises:
-        ArgumentError: The name is taken or the collective is unknown.
+        ArgumentError: The name is taken, the collective is unknown, or ``build`` is not such a function.
         ScheduleError: The schedule would hang, race or give a wrong result; nothing is registered.
 
     Example:
@@ -190,6 +190,7 @@ def register(
     """
     registry = _registry()
     registry.of(collective)
+    _check_function(build, name, collective)
     takes = inspect.signature(build).parameters
     pipelined = "pieces" in takes or any(p.kind is p.VAR_KEYWORD for p in takes.values())
 
@@ -228,7 +229,26 @@ def register(
     registry.add(made)
 
 
+def _check_function(build: Callable[..., Schedule], name: str, collective: str) -> None:
+    """Looks whether a user's function can be called as an algorithm is."""
+    root = {"root": 0} if COLLECTIVES[collective].rooted else {}
+    wanted = "build(size, root=...)" if root else "build(size)"
+    try:
+        inspect.signature(build).bind(2, **root)
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(
+            f"algorithm {str(name)!r} of {collective}: build={build!r} cannot be called as {wanted} "
+            f"({error}); expected a function that takes these and returns a flagcx.schedule.model.Schedule"
+        ) from None
+
+
 def _matching(entry: Entry, schedule: Schedule, size: int, root: int | None) -> Schedule:
+    if not isinstance(schedule, Schedule):
+        raise ArgumentError(
+            f"the function of algorithm {entry.algorithm!r} returned {schedule!r} for size={size}; it must "
+            f"return a Schedule (see flagcx.schedule.model and flagcx.schedule.compose), or raise "
+            f"ArgumentError for a number of ranks that it cannot serve"
+        )
     got = (schedule.collective, schedule.size, schedule.root)
     if got != (entry.collective, size, root):
         raise ArgumentError(

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import typer
 
+from flagcx import __version__
 from flagcx.errors import FlagcxError
 
 COMMANDS = ("run", "bench", "topo", "tune", "simulate", "explain", "doctor")
@@ -47,7 +48,17 @@ def application(asked: str = "") -> typer.Typer:
     return made
 
 
-def _several_commands() -> None:
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"flagcx {__version__}")
+        raise typer.Exit
+
+
+def _several_commands(
+    version: bool = typer.Option(
+        False, "--version", is_eager=True, callback=_say_version, help="Show the version."
+    ),
+) -> None:
     """Collective communication for NumPy and CuPy arrays."""
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json as json_format
-import os
 import platform
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flagcx.errors import FlagcxError
+from flagcx.cli.started import count_ranks, launch_quietly, told
 
 if TYPE_CHECKING:
     from flagcx.cli.bench_ranks import Task
@@ -49,7 +48,7 @@ def bench(
     from flagcx.cli.bench_ranks import Task
     from flagcx.cli.sizes import parse_nbytes
 
-    try:
+    with told("bench"):
         task = Task(
             collective,
             parse_nbytes(begin),
@@ -65,28 +64,23 @@ def bench(
         )
         task.check()
         wrong = _run(task, ranks, share_gpu, _as_json() if json else _as_table())
-    except FlagcxError as error:
-        typer.echo(f"flagcx bench: {error}", err=True)
-        raise typer.Exit(2) from None
     raise typer.Exit(int(wrong > 0))
 
 
 def _run(task: Task, ranks: int, share_gpu: bool, tell: Tell) -> int:
     """Lets the ranks measure; returns how many elements were wrong."""
-    from flagcx._launch.notebook import launch
     from flagcx.bootstrap.environment import identify
     from flagcx.cli.progress import heard
-    from flagcx.cli.tune import count_gpus
     from flagcx.config import environment
-    from flagcx.errors import ArgumentError
 
-    if share_gpu and not task.gpu:
-        raise ArgumentError("--share-gpu was given without --gpu; NumPy arrays need no GPU")
-    if identify(environment()).size > 1:
+    size = identify(environment()).size
+    if size > 1:
+        task.check_ranks(size)
         return measure(task, tell)
-    count = ranks or (count_gpus() if task.gpu else len(os.sched_getaffinity(0)))
+    count = count_ranks(ranks, task.gpu, share_gpu)
+    task.check_ranks(count)
     with heard(tell) as address:
-        return launch(_measure_and_tell, count, (task, address), share_gpu=share_gpu)[0]
+        return launch_quietly(_measure_and_tell, count, (task, address), share_gpu)[0]
 
 
 def measure(task: Task, tell: Tell) -> int:

@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from flagcx.algorithms import Algorithm
 from flagcx.cli.bench_oracle import Buffers, Message, has_place, storage_count
 from flagcx.cli.bench_table import Row, Timing, sizes
 from flagcx.collectives import COLLECTIVES
 from flagcx.dtypes import OPS, dtype_of, resolve_op
 from flagcx.errors import ArgumentError, RankError
+from flagcx.selection.planned import build_along
 
 if TYPE_CHECKING:
     from flagcx.communicator import Communicator
@@ -67,7 +69,7 @@ class Task:
         """Refuses what cannot be measured, before any rank is started.
 
         Raises:
-            ArgumentError: A name is unknown, or the sizes don't end.
+            ArgumentError: A name is unknown, there is no size, or the sizes don't end.
         """
         if self.collective not in NAMES:
             raise ArgumentError(
@@ -78,14 +80,30 @@ class Task:
         resolve_op(self.op, dtype_of(self.dtype))
         sizes(self.begin, self.end, self.factor)
 
+    def check_ranks(self, size: int) -> None:
+        """Refuses what so many ranks cannot do, before any is started, or sends anything.
+
+        Raises:
+            ArgumentError: There is no such algorithm, or it cannot serve so many ranks.
+            RankError: The root is none of them.
+        """
+        root = self._root(size)
+        if self.algorithm is not None and not (self.gpu and self.algorithm == Algorithm.NATIVE):
+            build_along(None, self.collective, self.algorithm, size, root, 1)
+
+    def _root(self, size: int) -> int | None:
+        if not COLLECTIVES[self.collective].rooted:
+            return None
+        if not 0 <= self.root < size:
+            raise RankError(f"root {self.root} is no rank; expected 0 to {size - 1}")
+        return self.root
+
     def message(self, comm: Communicator, nbytes: int) -> Message:
         """What is carried at one size."""
         kind, dtype = COLLECTIVES[self.collective], dtype_of(self.dtype)
-        if kind.rooted and not 0 <= self.root < comm.size:
-            raise RankError(f"root {self.root} is no rank; expected 0 to {comm.size - 1}")
         count = nbytes // dtype.numpy.itemsize // (comm.size if kind.blocks else 1)
         op = resolve_op(self.op, dtype) if kind.reduces else None
-        return Message(self.collective, comm.size, self.root if kind.rooted else None, count, dtype, op)
+        return Message(self.collective, comm.size, self._root(comm.size), count, dtype, op)
 
 
 class Memory:

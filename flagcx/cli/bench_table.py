@@ -151,7 +151,7 @@ def sizes(begin: int, end: int, factor: int) -> list[int]:
     """The sizes from ``begin`` to ``end``, each ``factor`` times the one before.
 
     Raises:
-        ArgumentError: They would not end.
+        ArgumentError: There is none, or they would not end.
 
     Example:
         >>> sizes(8, 128, 4)
@@ -160,6 +160,10 @@ def sizes(begin: int, end: int, factor: int) -> list[int]:
     if begin < 1 or factor < 2:
         raise ArgumentError(
             f"sizes from {begin} by a factor of {factor} don't end; begin at 1 byte or more, by 2 or more"
+        )
+    if begin > end:
+        raise ArgumentError(
+            f"sizes from {begin} to {end} bytes are none; begin at {end} or less, or end later"
         )
     result = []
     while begin <= end:

@@ -15,6 +15,8 @@ from pathlib import Path
 
 _OK, _NOTE = "[green]yes[/]", "[yellow]no[/]"
 _SMALL_SHM_NBYTES = 256 << 20
+_UNLIMITED = 10_000
+"""Columns where no terminal has a say: what is found stands in one line."""
 # Two siblings, as ranks are: one shows where a secret stands, the other reads it there.
 _SHOW = """
 import ctypes, sys
@@ -57,15 +59,19 @@ def doctor() -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table("", "what", "found", "what to do", title="flagcx doctor", title_justify="left")
+    table = Table(title="flagcx doctor", title_justify="left")
+    for heading in ("", "what", "found", "what to do"):
+        table.add_column(heading, overflow="fold")
     for finding in examine():
         mark = {True: _OK, False: _NOTE, None: ""}[finding.good]
         table.add_row(mark, finding.what, escape(finding.found), escape(finding.advice))
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else _UNLIMITED).print(table)
 
 
 def examine() -> Iterator[Finding]:
     """Looks at everything, and yields what it finds."""
+    from flagcx.kernels.cuda import driver_cuda, pip_command
+
     yield Finding("flagcx", None, _version("flagcx") or "from a source tree, not installed")
     yield Finding("Python", (3, 10) <= sys.version_info < (3, 14), platform.python_version())
     yield Finding("system", sys.platform == "linux", f"{platform.system()} {platform.release()}")
@@ -74,12 +80,14 @@ def examine() -> Iterator[Finding]:
     yield _cross_memory()
     yield _package("NumPy", "numpy", "numpy")
     yield _gpus()
-    yield _package("CuPy", "cupy", "cupy-cuda12x", "cupy-cuda13x", "cupy", extra="cuda12")
-    yield _package("NCCL", "nvidia.nccl", "nvidia-nccl-cu12", "nvidia-nccl-cu13", extra="cuda12")
-    yield _package("mpi4py", "mpi4py", "mpi4py", extra="mpi")
+    for_gpus = pip_command(driver_cuda())
+    yield _package("CuPy", "cupy", "cupy-cuda12x", "cupy-cuda13x", "cupy", advice=for_gpus)
+    yield _package("NCCL", "nvidia.nccl", "nvidia-nccl-cu12", "nvidia-nccl-cu13", advice=for_gpus)
+    yield _package("mpi4py", "mpi4py", "mpi4py", advice="pip install 'flagcx[mpi]'")
     mpirun = shutil.which("mpirun")
     yield Finding("mpirun", mpirun is not None, mpirun or "not on PATH")
-    yield _package("PyTorch", "torch", "torch", extra="torch")
+    yield _package("PyTorch", "torch", "torch", advice="pip install 'flagcx[torch]'")
+    yield _package("matplotlib", "matplotlib", "matplotlib", advice="pip install 'flagcx[plot]'")
 
 
 def _cores() -> Finding:
@@ -140,14 +148,13 @@ def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
-def _package(what: str, module: str, *distributions: str, extra: str = "") -> Finding:
+def _package(what: str, module: str, *distributions: str, advice: str = "") -> Finding:
     versions = [f"{name} {_version(name)}" for name in distributions if _version(name)]
     if versions:
         return Finding(what, True, ", ".join(versions))
     if _is_importable(module):
         return Finding(what, True, "found, version unknown")
-    advice = f"pip install 'flagcx[{extra}]'" if extra else f"pip install {distributions[0]}"
-    return Finding(what, False, "not installed", advice)
+    return Finding(what, False, "not installed", advice or f"pip install {distributions[0]}")
 
 
 def _is_importable(module: str) -> bool:

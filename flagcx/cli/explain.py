@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
+import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flagcx.errors import ArgumentError, FlagcxError
+from flagcx.cli.started import count_ranks, launch_quietly, told
+from flagcx.errors import ArgumentError
 
 if TYPE_CHECKING:
     from flagcx.selection.explanation import Explanation
@@ -48,7 +49,7 @@ def explain(
     from flagcx.cli.sizes import machine_for, parse_nbytes
     from flagcx.selection import explain as explaining
 
-    try:
+    with told("explain"):
         count = parse_nbytes(nbytes)
         if topology is None:
             found = _here(collective, count, ranks, gpu, share_gpu)
@@ -58,29 +59,24 @@ def explain(
             machine = machine_for(topology, ranks)
             size = len(machine.gpus) if ranks is None else ranks
             found = explaining.explain(collective, count, size, machine)
-    except FlagcxError as error:
-        typer.echo(f"flagcx explain: {error}", err=True)
-        raise typer.Exit(2) from None
     if json:
         typer.echo(found.to_json())
-        return
-    from rich.console import Console
+    elif sys.stdout.isatty():
+        from rich.console import Console
 
-    Console().print(found, highlight=False)
+        Console().print(found, crop=False)
+    else:
+        typer.echo(str(found))
 
 
 def _here(collective: str, nbytes: int, ranks: int | None, gpu: bool, share_gpu: bool) -> Explanation:
-    from flagcx._launch.notebook import launch
-    from flagcx.cli.tune import count_gpus
     from flagcx.collectives import COLLECTIVES
 
     if collective not in COLLECTIVES:
         known = ", ".join(COLLECTIVES)
         raise ArgumentError(f"collective={collective!r} is not known; expected one of {known}")
-    if share_gpu and not gpu:
-        raise ArgumentError("--share-gpu was given without --gpu; NumPy arrays need no GPU")
-    count = ranks or (count_gpus() if gpu else len(os.sched_getaffinity(0)))
-    return launch(_asked, count, (collective, nbytes, gpu), share_gpu=share_gpu)[0]
+    count = count_ranks(ranks, gpu, share_gpu)
+    return launch_quietly(_asked, count, (collective, nbytes, gpu), share_gpu)[0]
 
 
 def _asked(collective: str, nbytes: int, gpu: bool) -> Explanation:

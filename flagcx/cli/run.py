@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import signal
 import sys
 import termios
@@ -18,6 +19,7 @@ from flagcx.errors import LaunchError
 
 _TIMED_OUT = 124
 _RULE = "=" * 24
+_INTERPRETER = re.compile(r"python[\d.]*")
 
 
 class _Ended(BaseException):
@@ -56,8 +58,8 @@ def run(
     Raises:
         LaunchError: The ranks cannot be started.
     """
-    if not module and not os.path.exists(script):
-        raise LaunchError(f"there is no script {script!r}; to run a module, put -m before its name", rank=0)
+    if not module:
+        _check_script(script)
     size = ranks or len(os.sched_getaffinity(0))
     program = ("-m", script) if module else (script,)
     command = Command((sys.executable, *program, *arguments))
@@ -87,10 +89,23 @@ def run(
         return _report(ending, job, terminal, timeout_s)
 
 
+def _check_script(script: str) -> None:
+    is_program = os.path.isfile(script) and os.access(script, os.X_OK)
+    if _INTERPRETER.fullmatch(os.path.basename(script)) and (is_program or not os.path.exists(script)):
+        raise LaunchError(
+            f"{script!r} is a Python interpreter, which flagcx run starts itself; leave it out: "
+            f"flagcx run -n 2 script.py",
+            rank=0,
+        )
+    if not os.path.exists(script):
+        raise LaunchError(f"there is no script {script!r}; to run a module, put -m before its name", rank=0)
+
+
 def _report(ending: Ending, job: Ranks, terminal: _Terminal, timeout_s: float | None) -> int:
     if ending.late:
         names = ", ".join(map(str, ending.late))
-        terminal.say(f"rank {names} had not ended after {timeout_s:g} s, and was ended (--timeout)")
+        who, were = ("rank", "was") if len(ending.late) == 1 else ("ranks", "were")
+        terminal.say(f"{who} {names} had not ended after {timeout_s:g} s, and {were} ended (--timeout)")
         return _TIMED_OUT
     failed = ending.first_failure
     if failed is None:

@@ -18,13 +18,17 @@ if TYPE_CHECKING:
 _MOST_LINKS = 32
 _MOST_LISTED = 4096
 _MOST_DRAWN = 4000
+_PICTURES = (".png", ".svg", ".pdf")
 
 
 def simulate(
     topology: Annotated[
         str, typer.Option("--topology", "-t", help="A preset (dgx-a100, ...) or a topology file.")
     ],
-    algorithm: Annotated[str, typer.Option("--algorithm", "-a", help="ring, double_binary_tree, ...")],
+    algorithm: Annotated[
+        str,
+        typer.Option("--algorithm", "-a", help="ring, double_binary_tree, ..., or a mix: 'ring|ring'."),
+    ],
     nbytes: Annotated[
         str,
         typer.Option(
@@ -47,20 +51,20 @@ def simulate(
     ] = None,
 ) -> None:
     """Time an algorithm on a machine that you need not have: time, bandwidth, load of the links."""
-    from flagcx.algorithms import entry
     from flagcx.cli.sizes import machine_for, parse_nbytes
     from flagcx.selection.cost import DEVICE_COSTS, model_of
     from flagcx.transport.timed import Costs
 
     try:
         count = parse_nbytes(nbytes)
-        entry(collective, algorithm)
+        _check_names(collective, algorithm)
+        _check_picture(plot)
         machine = machine_for(topology, ranks)
         costs = Costs() if network_only else DEVICE_COSTS
         model = model_of(machine, ranks or len(machine.gpus), None, costs)
         candidate, root = _candidate(model, collective, algorithm, count, pieces)
         timing = model.timing(candidate, count, root)
-        report = _report(model, candidate, timing)
+        report = _report(model, algorithm, candidate, timing)
         if plot is not None:
             _draw(model, candidate, count, root, plot)
     except FlagcxError as error:
@@ -71,6 +75,16 @@ def simulate(
         typer.echo(f"drawn to {plot}", err=True)
 
 
+def _check_names(collective: str, algorithm: str) -> None:
+    """Refuses an algorithm, or one of a mix, that does not serve the collective."""
+    from flagcx.algorithms import entry
+    from flagcx.selection.mixes import mix_of
+
+    mix = mix_of(collective, algorithm)
+    for name in [algorithm] if mix is None else [mix.first, mix.second]:
+        entry(collective, name)
+
+
 def _candidate(
     model: Model, collective: str, algorithm: str, nbytes: int, pieces: int | None
 ) -> tuple[Candidate, int | None]:
@@ -78,24 +92,34 @@ def _candidate(
 
     from flagcx.algorithms import entry
     from flagcx.collectives import COLLECTIVES
-    from flagcx.selection.candidates import Candidate, candidates
+    from flagcx.selection.mixes import mix_of
 
-    one = entry(collective, algorithm)
     root = 0 if COLLECTIVES[collective].rooted else None
-    if pieces is not None and pieces > 1 and not one.pipelined:
+    mix = mix_of(collective, algorithm)
+    if pieces is not None and pieces > 1 and (mix is not None or not entry(collective, algorithm).pipelined):
         raise ArgumentError(
             f"algorithm={algorithm!r} of {collective} is not pipelined, got --pieces {pieces}"
         )
-    found = [
-        c for c in candidates(collective, model.size, model.topology, model.gpus) if c.algorithm == algorithm
-    ]
-    plain = found[0] if found else Candidate(collective, algorithm)
+    if mix is not None:
+        one, other = _plain(model, collective, mix.first), _plain(model, collective, mix.second)
+        if mix.first == mix.second:  # Beside itself, one goes the other way.
+            other = replace(other, order=tuple(reversed(range(model.size))))
+        return replace(one, other=other, share=mix.share), root
+    plain = _plain(model, collective, algorithm)
     if pieces is not None:
         return replace(plain, pieces=pieces), root
     return model.in_pieces(plain, nbytes, root).candidate, root
 
 
-def _report(model: Model, candidate: Candidate, timing: Timing) -> dict[str, Any]:
+def _plain(model: Model, collective: str, algorithm: str) -> Candidate:
+    """The algorithm with its ranks as they are, in the groups that the machine has."""
+    from flagcx.selection.candidates import Candidate, candidates
+
+    found = candidates(collective, model.size, model.topology, model.gpus)
+    return next((one for one in found if one.algorithm == algorithm), Candidate(collective, algorithm))
+
+
+def _report(model: Model, algorithm: str, candidate: Candidate, timing: Timing) -> dict[str, Any]:
     from flagcx.collectives import COLLECTIVES
 
     size = model.size
@@ -108,7 +132,7 @@ def _report(model: Model, candidate: Candidate, timing: Timing) -> dict[str, Any
     return {
         "topology": model.topology.name,
         "collective": candidate.collective,
-        "algorithm": candidate.algorithm,
+        "algorithm": algorithm,
         "candidate": candidate.name,
         "ranks": size,
         "pieces": candidate.pieces,
@@ -151,6 +175,12 @@ def _text(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _check_picture(path: Path | None) -> None:
+    """Refuses what cannot be drawn to, before anything is worked out."""
+    if path is not None and path.suffix.lower() not in _PICTURES:
+        raise ArgumentError(f"{path}: cannot draw to {path.suffix or 'no ending'!r}; use .png, .svg or .pdf")
+
+
 def _draw(model: Model, candidate: Candidate, nbytes: int, root: int | None, path: Path) -> None:
     from flagcx.schedule.draw_timed import draw_times
 
@@ -163,4 +193,7 @@ def _draw(model: Model, candidate: Candidate, nbytes: int, root: int | None, pat
             f"--plot would draw {messages} messages; expected at most {_MOST_DRAWN}: fewer ranks"
         )
     title = f"{candidate.collective}, {candidate.name}: {nbytes} B, {model.size} ranks"
-    draw_times(title, model.size, laid.moments(nbytes, model.costs), path)
+    try:
+        draw_times(title, model.size, laid.moments(nbytes, model.costs), path)
+    except OSError as error:
+        raise ArgumentError(f"{path}: cannot be written: {error.strerror or error}") from None

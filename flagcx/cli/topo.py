@@ -55,7 +55,14 @@ def _machine(file: Path | None, preset: str | None, hosts: int) -> Topology:
         machine = known(preset)
     else:
         machine = detect()
-    return machine if hosts == 1 else cluster(machine, hosts)
+    if hosts == 1:
+        return machine
+    if not machine.gpus:
+        raise TopologyError(
+            f"--hosts {hosts} is about machines with GPUs, and {machine!r} has none; name one by --preset or "
+            f"--file"
+        )
+    return cluster(machine, hosts)
 
 
 def _run(machine: Topology, gpus: str | None, json: bool, xml: bool, plot: Path | None) -> None:

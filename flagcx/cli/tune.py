@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flagcx.errors import ArgumentError, FlagcxError
+from flagcx.cli.started import count_ranks, launch_quietly, told
+from flagcx.errors import ArgumentError
 
 if TYPE_CHECKING:
     from flagcx.communicator import Communicator
@@ -55,12 +55,9 @@ def tune(
     from flagcx.selection.table import read_table
     from flagcx.selection.tuner import unsteady
 
-    try:
+    with told("tune"):
         what = Task(tuple(collective or _COMMON), quick, output and output.absolute(), gpu)
         path = _tune(ranks, what, share_gpu)
-    except FlagcxError as error:
-        typer.echo(f"flagcx tune: {error}", err=True)
-        raise typer.Exit(2) from None
     if path is not None:
         typer.echo(f"measured; the table is {path}")
         if warning := unsteady(read_table(path)):
@@ -85,27 +82,17 @@ class Task:
 
 
 def _tune(ranks: int, task: Task, share_gpu: bool) -> Path | None:
-    from flagcx._launch.notebook import launch
     from flagcx.bootstrap.environment import identify
     from flagcx.cli.progress import heard
     from flagcx.config import environment
 
     _check(task.collectives)
-    if share_gpu and not task.gpu:
-        raise ArgumentError("--share-gpu was given without --gpu; NumPy arrays need no GPU")
     if identify(environment()).size > 1:
         with _bar() as report:
             return measure(task, report)
-    count = ranks or (count_gpus() if task.gpu else len(os.sched_getaffinity(0)))
+    count = count_ranks(ranks, task.gpu, share_gpu)
     with _bar() as report, heard(report) as address:
-        return launch(_measure_and_tell, count, (task, address), share_gpu=share_gpu)[0]
-
-
-def count_gpus() -> int:
-    """The GPUs that this process sees."""
-    from flagcx.kernels.cuda import load_cupy
-
-    return int(load_cupy().cuda.runtime.getDeviceCount())
+        return launch_quietly(_measure_and_tell, count, (task, address), share_gpu)[0]
 
 
 def _check(collectives: tuple[str, ...]) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from flagcx.arguments import check_shape
 from flagcx.communicator import objects
 from flagcx.communicator.transfers import Transfers
 from flagcx.config import Config, environment
@@ -131,9 +132,11 @@ class Communicator(Transfers):
                 arrays on GPUs together, of as many bytes.
 
         Raises:
+            ArgumentError: ``shape`` is no shape, or there is no such ``device``.
             ResourceError: The machine has no memory left.
             MissingDependencyError: There is no GPU, or no CuPy.
         """
+        shape = check_shape(shape)
         if device not in ("cpu", "gpu"):
             raise ArgumentError(f'device must be "cpu" or "gpu", got {device!r}')
         engine = self._engine if device == "cpu" else self._device_engine()

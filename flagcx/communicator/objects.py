@@ -6,7 +6,7 @@ The ranks of a job trust each other: what they send is unpickled.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,21 @@ if TYPE_CHECKING:
     from flagcx.communicator import Communicator
 
 
-def _packed(value: Any) -> np.ndarray:
-    return np.frombuffer(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL), np.uint8)
+def _packed(comm: Communicator, value: Any) -> np.ndarray:
+    """The bytes of a value.
+
+    Raises:
+        ArgumentError: It cannot be pickled; nothing was sent.
+    """
+    try:
+        return np.frombuffer(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL), np.uint8)
+    except Exception as error:  # pickle raises several, and a value's own methods any
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        raise ArgumentError(
+            f"rank {comm.rank}: a {kind} cannot be sent, since it cannot be pickled "
+            f"({type(error).__name__}: {error}); pass plain values, or objects of classes and functions that "
+            f"stand at the top of a module: no lambda, no local class, no open file or lock"
+        ) from error
 
 
 def _unpacked(data: np.ndarray) -> Any:
@@ -33,7 +46,7 @@ def _parts(data: np.ndarray, counts: list[int]) -> list[Any]:
 
 def broadcast(comm: Communicator, value: Any, root: int) -> Any:
     """See ``Communicator.broadcast_object``."""
-    data = _packed(value) if comm.rank == root else None
+    data = _packed(comm, value) if comm.rank == root else None
     length = np.array([len(data) if data is not None else 0])
     comm.broadcast(length, root)
     buffer = data.copy() if data is not None else np.empty(int(length[0]), np.uint8)
@@ -43,14 +56,14 @@ def broadcast(comm: Communicator, value: Any, root: int) -> Any:
 
 def allgather(comm: Communicator, value: Any) -> list[Any]:
     """See ``Communicator.allgather_object``."""
-    data = _packed(value)
+    data = _packed(comm, value)
     counts = comm.allgather(np.array([len(data)])).reshape(-1).tolist()
     return _parts(comm.allgatherv(data, counts), counts)
 
 
 def gather(comm: Communicator, value: Any, root: int) -> list[Any] | None:
     """See ``Communicator.gather_object``."""
-    data = _packed(value)
+    data = _packed(comm, value)
     counts = comm.allgather(np.array([len(data)])).reshape(-1).tolist()
     gathered = comm.gatherv(data, counts, root)
     return None if gathered is None else _parts(gathered, counts)
@@ -58,9 +71,9 @@ def gather(comm: Communicator, value: Any, root: int) -> list[Any] | None:
 
 def scatter(comm: Communicator, values: Sequence[Any] | None, root: int) -> Any:
     """See ``Communicator.scatter_object``."""
-    given = list(values) if comm.rank == root and values is not None else []
+    given = list(values) if comm.rank == root and isinstance(values, Iterable) else []
     right = comm.rank != root or len(given) == comm.size
-    packed = [_packed(v) for v in given]
+    packed = [_packed(comm, v) for v in given]
     counts = np.array([len(p) for p in packed] if packed and right else [-1] * comm.size)
     comm.broadcast(counts, root)
     if counts[0] < 0:

@@ -11,19 +11,41 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from time import perf_counter
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
+from flagcx.arguments import format_nbytes
+from flagcx.compression.cast import Cast
 from flagcx.compression.codec import Scratch, namespace
 from flagcx.compression.feedback import Slot
 from flagcx.compression.peers import Peers
+from flagcx.compression.powersgd import PowerSGD
+from flagcx.compression.quantize import Quantized
 from flagcx.compression.select import density_of
-from flagcx.compression.topk import Sparse
+from flagcx.compression.topk import RandomK, Sparse, TopK
 from flagcx.errors import ArgumentError
 from flagcx.kernels.cuda import import_cupy
 
 DENSE = "dense"
+KINDS = (Cast, Quantized, TopK, RandomK, PowerSGD, Sparse)
+"""The classes of codecs."""
+CODECS: MappingProxyType[str, Callable[[], Any]] = MappingProxyType(
+    {
+        "fp16": lambda: Cast("fp16"),
+        "bf16": lambda: Cast("bf16"),
+        "fp8": lambda: Quantized("fp8"),
+        "fp8_e5m2": lambda: Quantized("fp8_e5m2"),
+        "int8": lambda: Quantized("int8"),
+        "int4": lambda: Quantized("int4"),
+        "topk": TopK,
+        "randomk": RandomK,
+        "powersgd": PowerSGD,
+        "sparse": Sparse,
+    }
+)
+"""By name, what makes each codec that may be chosen, with its usual settings."""
 _log = logging.getLogger("flagcx.compression")
 _GAIN = 0.9  # a codec must be so much faster than its rival before it is worth it
 _SCAN_GB_PER_S = 6.0
@@ -62,6 +84,9 @@ class Auto:
         lossy: Codecs that may be used though they lose something: names or codecs; True for bf16 and int8,
             which need no error feedback. Nothing lossy by default.
 
+    Raises:
+        ArgumentError: ``lossy`` is none of these, or has a name that no codec has.
+
     Example:
         >>> Auto(lossy=True).allowed
         ('bf16', 'int8')
@@ -75,8 +100,15 @@ class Auto:
             raise ArgumentError(
                 f"lossy={self.lossy!r} must be True, False, or a list of codecs such as ('int8',)"
             )
-        if not isinstance(self.lossy, bool):
-            object.__setattr__(self, "lossy", tuple(self.lossy))
+        if isinstance(self.lossy, bool):
+            return
+        for one in self.lossy:
+            if not (one in CODECS if isinstance(one, str) else isinstance(one, KINDS)):
+                raise ArgumentError(
+                    f"lossy={self.lossy!r} has {one!r}, which is no codec; expected names out of "
+                    f"{', '.join(CODECS)}, or codecs such as flagcx.compression.Quantized('int8', block=128)"
+                )
+        object.__setattr__(self, "lossy", tuple(self.lossy))
 
     @property
     def allowed(self) -> tuple[Any, ...]:
@@ -182,7 +214,7 @@ def _reason(
     below: float,
 ) -> str:
     link = f"the link {'has' if scene.known else 'was measured at'} {scene.bandwidth_gb_per_s:.3g} GB/s"
-    head = f"{nbytes / 2**20:.3g} MiB over {scene.ranks} ranks: "
+    head = f"{format_nbytes(nbytes)} over {scene.ranks} rank{'s' * (scene.ranks > 1)}: "
     said = ", ".join(
         f"{name} {time / 1e3:.4g} ms" for name, time in sorted(times.items(), key=lambda t: t[1])
     )

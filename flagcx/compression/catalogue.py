@@ -7,32 +7,14 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from flagcx.compression.auto import Auto
-from flagcx.compression.cast import Cast
+from flagcx.compression.auto import CODECS, KINDS, Auto
 from flagcx.compression.codec import Codec
 from flagcx.compression.feedback import Feedback, Slot
-from flagcx.compression.powersgd import PowerSGD
-from flagcx.compression.quantize import Quantized
-from flagcx.compression.topk import RandomK, Sparse, TopK
 from flagcx.errors import ArgumentError
 
 _NOMINAL = 1 << 24
 
-_MADE: MappingProxyType[str, Callable[[], Any]] = MappingProxyType(
-    {
-        "fp16": lambda: Cast("fp16"),
-        "bf16": lambda: Cast("bf16"),
-        "fp8": lambda: Quantized("fp8"),
-        "fp8_e5m2": lambda: Quantized("fp8_e5m2"),
-        "int8": lambda: Quantized("int8"),
-        "int4": lambda: Quantized("int4"),
-        "topk": TopK,
-        "randomk": RandomK,
-        "powersgd": PowerSGD,
-        "sparse": Sparse,
-        "auto": Auto,
-    }
-)
+_MADE: MappingProxyType[str, Callable[[], Any]] = MappingProxyType({**CODECS, "auto": Auto})
 
 # GB/s of float32 that one core takes through an all-reduce's coding and decoding; bench/compression.py.
 _HOST_GB_PER_S = MappingProxyType(
@@ -98,7 +80,7 @@ def codec_of(compression: Any) -> Any:
         make = _MADE.get(compression)
         if make is not None:
             return make()
-    elif isinstance(compression, (Cast, Quantized, TopK, RandomK, PowerSGD, Sparse, Auto)):
+    elif isinstance(compression, (*KINDS, Auto)):
         return compression
     raise ArgumentError(
         f"compression={compression!r} is not known; expected one of {', '.join(_MADE)}, a codec such as "

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from flagcx.arguments import format_nbytes
 from flagcx.dtypes import dtype_of, resolve_op
 from flagcx.engine import Engine
 from flagcx.gradients.buckets import plan_beside
 from flagcx.kernels.cuda import import_cupy
-from flagcx.selection.explanation import format_nbytes
 from flagcx.selection.overlap import DEVICE_CALL_US, HOST_CALL_US, best_bucket_nbytes, step_us
 from flagcx.selection.table import Table
 

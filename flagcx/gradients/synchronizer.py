@@ -8,12 +8,12 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, cast
 
+from flagcx.arguments import format_nbytes
 from flagcx.dtypes import dtype_of, resolve_op
 from flagcx.engine import Engine
 from flagcx.errors import ArgumentError, ArrayError, CommunicationError, CommunicatorError, FlagcxError
 from flagcx.gradients.buckets import Bucket, Gradient, form_buckets, plan_beside
 from flagcx.gradients.scene import choose_bucket_nbytes, overlap_pays
-from flagcx.selection.explanation import format_nbytes
 
 if TYPE_CHECKING:
     from flagcx.communicator import Communicator

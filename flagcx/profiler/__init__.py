@@ -9,6 +9,7 @@ from pathlib import Path
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
+from flagcx.errors import ArgumentError
 from flagcx.profiler.records import CAPACITY, Operation, Progress, Record, Recorded, Ring
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ class Profiler:
             The matplotlib ``Figure``, which a notebook shows.
 
         Raises:
+            ArgumentError: It cannot be saved there.
             MissingDependencyError: matplotlib is not installed.
         """
         from flagcx.profiler.plot import plot_records
@@ -110,13 +112,22 @@ class Profiler:
 
         Returns:
             The path.
+
+        Raises:
+            ArgumentError: It cannot be written there; on every rank.
         """
         from flagcx.profiler.trace import trace_events, write_trace
 
         records, offsets = self._everybodys()
+        failure = ""
         if self.rank == 0:
-            write_trace(path, trace_events(records, offsets))
-        self._barrier()
+            try:
+                write_trace(path, trace_events(records, offsets))
+            except ArgumentError as error:
+                failure = str(error)
+        failure = self._gather(failure)[0]
+        if failure:
+            raise ArgumentError(failure)
         return Path(path)
 
     def _everybodys(self) -> tuple[list[list[Record]], list[int]]:

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from flagcx.errors import MissingDependencyError
+from flagcx.errors import ArgumentError, MissingDependencyError
 from flagcx.profiler.records import Record
 from flagcx.profiler.summary import Summary, key_of
 
@@ -26,6 +26,7 @@ def plot_records(records: Sequence[Record], rank: int, path: str | os.PathLike |
         The matplotlib ``Figure``.
 
     Raises:
+        ArgumentError: The picture cannot be saved there.
         MissingDependencyError: matplotlib is not installed.
     """
     try:
@@ -40,7 +41,13 @@ def plot_records(records: Sequence[Record], rank: int, path: str | os.PathLike |
     _draw_times(right, records)
     figure.suptitle(f"flagcx, rank {rank}: the last {len(records):,} operations")
     if path is not None:
-        figure.savefig(path, dpi=110)
+        try:
+            figure.savefig(path, dpi=110)
+        except (OSError, ValueError) as error:  # ValueError: an ending that is no format
+            raise ArgumentError(
+                f"the picture cannot be saved to {os.fspath(path)}: {error}; pass the path of a .png, .svg "
+                f"or .pdf in a folder that exists"
+            ) from None
     return figure
 
 

@@ -5,12 +5,14 @@ Source: "Trace Event Format", the JSON object form with complete ("X") and metad
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from flagcx.errors import ArgumentError
 from flagcx.profiler.records import Record
 
 RUNNING, QUEUED = 0, 1
@@ -85,11 +87,21 @@ def _events(rank: int, record: Record, origin_ns: int) -> Iterator[dict[str, Any
 
 
 def write_trace(path: str | os.PathLike, trace: dict[str, Any]) -> None:
-    """Writes a trace; a file that was there is replaced at once, never half written."""
+    """Writes a trace; a file that was there is replaced at once, never half written.
+
+    Raises:
+        ArgumentError: It cannot be written there.
+    """
     path = Path(path)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         beside.write_text(json.dumps(trace, allow_nan=False))
         os.replace(beside, path)
+    except OSError as error:
+        raise ArgumentError(
+            f"the trace cannot be written to {path}: {error.strerror or error}; pass the path of a file in a "
+            f"folder that exists and that rank 0 may write to"
+        ) from None
     finally:
-        beside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            beside.unlink()

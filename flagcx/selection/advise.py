@@ -8,16 +8,18 @@ computation (``flagcx.selection.overlap``).
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from flagcx.arguments import format_nbytes
 from flagcx.compression.auto import Scene, coded_us
 from flagcx.compression.catalogue import catalogue
 from flagcx.errors import ArgumentError
-from flagcx.selection.explanation import format_nbytes
 from flagcx.selection.overlap import DEVICE_CALL_US, HOST_CALL_US, NEAR, best_bucket_nbytes, step_us
 from flagcx.topology import Topology, cluster, preset
 
@@ -188,8 +190,8 @@ def advise(
         latency_us: Of that link.
 
     Raises:
-        ArgumentError: A number is out of range, there is no such codec, or both a topology and a link are
-            given.
+        ArgumentError: A number is none or out of range, there is no such codec, ``topology`` is neither a
+            topology nor a name, or both a topology and a link are given.
         TopologyError: There is no such preset, or it has no GPU.
 
     Example:
@@ -217,16 +219,26 @@ def advise(
 
 
 def _check(model_bytes, ranks, step_time, density, link_gb_per_s, latency_us, topology) -> None:
-    for name, value, fits, wanted in (
-        ("model_bytes", model_bytes, model_bytes >= 1, "at least 1"),
-        ("ranks", ranks, ranks is None or ranks >= 1, "at least 1, or None"),
-        ("step_time", step_time, step_time is None or step_time >= 0, "seconds from 0, or None"),
-        ("density", density, 0 <= density <= 1, "from 0 to 1"),
-        ("link_gb_per_s", link_gb_per_s, link_gb_per_s is None or link_gb_per_s > 0, "above 0, or None"),
-        ("latency_us", latency_us, latency_us >= 0, "from 0"),
+    for name, value, kind, fits, wanted in (
+        (
+            "model_bytes",
+            model_bytes,
+            Real,
+            lambda n: n >= 1,
+            "at least 1: a number of bytes, such as 20 * 10**9",
+        ),
+        ("ranks", ranks, Integral, lambda n: n >= 1, "at least 1, a whole number, or None"),
+        ("step_time", step_time, Real, lambda s: s >= 0, "seconds from 0, or None"),
+        ("density", density, Real, lambda share: 0 <= share <= 1, "from 0 to 1"),
+        ("link_gb_per_s", link_gb_per_s, Real, lambda speed: speed > 0, "above 0, or None"),
+        ("latency_us", latency_us, Real, lambda time: time >= 0, "from 0"),
     ):
-        if not fits:
+        if value is None and wanted.endswith("None"):
+            continue
+        if not isinstance(value, kind) or not fits(value) or not math.isfinite(value):
             raise ArgumentError(f"{name}={value!r} must be {wanted}")
+    if not isinstance(topology, (Topology, str, type(None))):
+        raise ArgumentError(f"topology={topology!r} must be a Topology, the name of a preset, or None")
     if topology is not None and link_gb_per_s is not None:
         raise ArgumentError(
             f"topology={topology!r} and link_gb_per_s={link_gb_per_s!r} exclude each other; a topology has "
@@ -238,8 +250,8 @@ def _allowed(lossy: bool | Sequence[str]) -> frozenset[str]:
     known = {name for name, entry in catalogue().items() if not entry.lossless}
     if isinstance(lossy, bool):
         return frozenset(known if lossy else ())
-    wrong = [name for name in lossy if name not in known] if not isinstance(lossy, str) else [lossy]
-    if wrong:
+    named = isinstance(lossy, Collection) and not isinstance(lossy, str)
+    if not named or not all(isinstance(name, str) and name in known for name in lossy):
         raise ArgumentError(
             f"lossy={lossy!r} must be True, False, or a list of names out of {', '.join(sorted(known))}"
         )
@@ -412,11 +424,19 @@ def _reason(options: Sequence[Option], chosen: Option, compute_us: float, ranks:
     if chosen.compression:
         text += f"; without compression it would take {_time(plain.step_us)}"
     better = [one for one in options if one.step_us < _GAIN * chosen.step_us]
-    if better:
-        first = _gentlest(better)
-        text += f". {first.name} would take {_time(first.step_us)}, but loses something; allow it by "
-        text += f"lossy=({first.compression!r},)"
-    return f"{text}."
+    return f"{text}. {_lossy(better)}." if better else f"{text}."
+
+
+def _lossy(better: Sequence[Option]) -> str:
+    """What would be faster if something may be lost: the fastest, and the gentlest of those as good."""
+    first, gentle = better[0], _gentlest(better)
+    text = f"{first.name} would take {_time(first.step_us)}"
+    if gentle == first:
+        return f"{text}, but loses something; allow it by lossy=({first.compression!r},)"
+    return (
+        f"{text}, and {gentle.name}, which takes less from the data, {_time(gentle.step_us)}, but they lose "
+        f"something; allow the latter by lossy=({gentle.compression!r},)"
+    )
 
 
 def _time(time_us: float) -> str:

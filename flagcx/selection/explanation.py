@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from flagcx.arguments import format_nbytes
 from flagcx.selection.cost import Bottleneck
+from flagcx.selection.explain_layout import lay_out
 from flagcx.transport.timed import message_nbytes
 
 _COLUMNS = ("candidate", "steps", "sent/rank", "busiest link", "predicted us", "measured us", "")
 _MEASURED = 5
-_NAME_WIDTH = 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,44 +139,20 @@ class Explanation:
         return json.dumps(self.to_dict(), allow_nan=False)
 
     def __str__(self) -> str:
-        cells = self.cells()
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        left = (0, 3, len(widths) - 1)
-        lines = [
-            "  ".join(
-                text.ljust(width) if column in left else text.rjust(width)
-                for column, (text, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in cells
-        ]
-        return "\n".join([self.title, *lines, *self._words()])
+        return "\n".join([self.title, *lay_out(self.cells(), None), *self._words()])
 
     __repr__ = __str__
 
     def _words(self) -> list[str]:
         return [self.reason, *([f"Times: {self.note}."] if self.note else [])]
 
-    def __rich__(self) -> Any:
-        from textwrap import fill
+    def __rich_console__(self, console: Any, options: Any) -> Any:
+        from rich.text import Text
 
-        from rich.console import Group
-        from rich.markup import escape
-        from rich.table import Table
-
-        head, *body = self.cells()
-        table = Table(
-            title=escape(self.title), title_justify="left", box=None, padding=(0, 1), pad_edge=False
-        )
-        last = len(head) - 1
-        for column, text in enumerate(head):
-            # Narrow headings leave room for links and verdicts on a terminal of 80 columns.
-            narrow = text.replace(" us", "\nus").replace("/", "/\n")
-            justify: Any = "left" if column in (0, 3, last) else "right"
-            table.add_column(narrow, justify=justify, no_wrap=column != last, overflow="fold")
-        for number, (name, *cells) in enumerate(body):
-            shown = map(escape, (fill(name, _NAME_WIDTH, break_long_words=False), *cells))
-            table.add_row(*shown, style="bold" if number == 0 else None)
-        return Group(table, *map(escape, self._words()))
+        yield Text(self.title, style="italic")
+        for number, row in enumerate(lay_out(self.cells(), options.max_width)):
+            yield Text(row, style="bold" if number == 1 else "", no_wrap=True, overflow="ignore")
+        yield from map(Text, self._words())
 
     def _repr_html_(self) -> str:
         head, *body = self.cells()
@@ -229,16 +206,3 @@ def _row_dict(row: Row) -> dict[str, Any]:
             "busy": narrow.busy,
         },
     }
-
-
-def format_nbytes(nbytes: float) -> str:
-    """Bytes for people.
-
-    Example:
-        >>> format_nbytes(1536), format_nbytes(64 << 20)
-        ('1.5 KiB', '64 MiB')
-    """
-    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if nbytes >= 1024**power:
-            return f"{nbytes / 1024**power:.4g} {unit}"
-    return f"{nbytes:.4g} B"

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from flagcx.errors import MissingDependencyError, TopologyError
+from flagcx.errors import ArgumentError, MissingDependencyError, TopologyError
 from flagcx.topology.graph import Device, DeviceKind, Link, LinkKind, Topology
 from flagcx.topology.plan import Plan, make_plan
+from flagcx.topology.presets import preset
 from flagcx.topology.scene import ROW, Scene
 
 if TYPE_CHECKING:
@@ -61,12 +62,17 @@ def _shown_figure(matplotlib: Any) -> type[Figure]:
 
 
 def plot_topology(
-    topology: Topology, path: str | Path | None = None, *, plan: Plan | None = None, ax: Axes | None = None
+    topology: Topology | str,
+    path: str | Path | None = None,
+    *,
+    plan: Plan | None = None,
+    ax: Axes | None = None,
 ) -> Figure:
     """Draws a topology with its planned rings.
 
     Args:
-        topology: A machine, or a small cluster; of more than 32 GPUs the first hosts are drawn.
+        topology: A machine, or a small cluster; of more than 32 GPUs the first hosts are drawn. Or the name
+            of a preset.
         path: Where to save the picture (.png, .svg or .pdf), or None to only return it; a notebook shows it.
         plan: The plan to draw; made from the topology by default.
         ax: Axes to draw on; a new figure of fitting size by default.
@@ -76,12 +82,20 @@ def plot_topology(
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
-        TopologyError: The file's ending is unknown, or the topology has nothing to draw.
+        ArgumentError: ``topology`` is neither a topology nor a name.
+        TopologyError: The file's ending is unknown, there is no such preset, or the topology has nothing to
+            draw.
 
     Example:
         >>> import flagcx.topology as topology
-        >>> figure = topology.plot_topology(topology.preset("dgx-1v"))      # doctest: +SKIP
+        >>> figure = topology.plot_topology("dgx-1v")      # doctest: +SKIP
     """
+    topology = preset(topology) if isinstance(topology, str) else topology
+    if not isinstance(topology, Topology):
+        raise ArgumentError(
+            f"topology={topology!r} is no topology; expected a Topology, such as fc.get_topology(), or the "
+            f"name of a preset, such as 'dgx-a100'"
+        )
     if path is not None and Path(path).suffix.lower() not in _SUFFIXES:
         raise TopologyError(
             f"{path}: cannot draw to {Path(path).suffix or 'no ending'!r}; use .png, .svg or .pdf"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -122,12 +122,36 @@ class Link:
         return self.b if end == self.a else self.a
 
 
+class UnknownGpuError(TopologyError, KeyError):
+    """A topology was asked about a GPU that it lacks. A ``KeyError`` too, since a mapping was asked."""
+
+    __str__ = Exception.__str__  # KeyError's shows the message in quotes
+
+
+class _ByGpu(dict):
+    """Facts by GPU index. For a GPU that isn't there it says which there are.
+
+    Args:
+        facts: The facts by index.
+        machine: The topology, as it is shown.
+    """
+
+    def __init__(self, facts: Mapping[int, Any], machine: str) -> None:
+        super().__init__(facts)
+        self._machine = machine
+
+    def __missing__(self, index: object) -> Any:
+        raise UnknownGpuError(_no_gpu(index, list(self), self._machine))
+
+
 class Topology(Mapping):
     """A machine, or a cluster of machines: read-only, and a mapping with the article's keys.
 
     Keys: ``gpus``, ``nics``, ``numa_nodes`` (lists of ids or indices), ``nvlink_peers`` and ``pcie_peers``
     (GPU index to the GPUs of its host that it reaches by that link, nearest first), ``nearest_nic``,
-    ``numa_node`` (GPU index to NIC name and NUMA node), ``links`` and ``matrix``.
+    ``numa_node`` (GPU index to NIC name and NUMA node), ``links`` and ``matrix``. To ask about a GPU that
+    isn't there, such as any on a machine without GPUs, is a ``TopologyError`` that is a ``KeyError`` too;
+    ``topology["nvlink_peers"].get(0, [])`` takes that for a GPU without peers.
 
     Args:
         devices: All nodes; ids are unique.
@@ -237,9 +261,7 @@ class Topology(Mapping):
         try:
             return self._gpu_by_index[index]
         except KeyError:
-            known = [device.index for device in self.gpus]
-            shown = f"{known[:16]}{' and more' if len(known) > 16 else ''}"
-            raise TopologyError(f"no GPU {index!r} in {self!r}; its GPUs are {shown}") from None
+            raise TopologyError(_no_gpu(index, list(self._gpu_by_index), repr(self))) from None
 
     @cached_property
     def hosts(self) -> tuple[int, ...]:
@@ -290,15 +312,17 @@ class Topology(Mapping):
             "gpus": lambda: [device.index for device in self.gpus],
             "nics": lambda: [device.name or device.id for device in self.devices(DeviceKind.NIC)],
             "numa_nodes": lambda: [device.id for device in self.devices(DeviceKind.CPU)],
-            "nvlink_peers": lambda: paths.peers(self, fabric=True),
-            "pcie_peers": lambda: paths.peers(self, fabric=False),
-            "nearest_nic": lambda: {
-                gpu.index: _name(paths.nearest_nic(self, gpu.index)) for gpu in self.gpus
-            },
-            "numa_node": lambda: {gpu.index: _name(paths.numa_node(self, gpu.index)) for gpu in self.gpus},
+            "nvlink_peers": lambda: _ByGpu(paths.peers(self, fabric=True), repr(self)),
+            "pcie_peers": lambda: _ByGpu(paths.peers(self, fabric=False), repr(self)),
+            "nearest_nic": lambda: self._named(paths.nearest_nic),
+            "numa_node": lambda: self._named(paths.numa_node),
             "links": lambda: list(self.links),
             "matrix": lambda: paths.matrix(self),
         }
+
+    def _named(self, find: Callable[[Topology, int], Device | None]) -> _ByGpu:
+        """The name of what ``find`` finds for each GPU."""
+        return _ByGpu({gpu.index: _name(find(self, gpu.index)) for gpu in self.gpus}, repr(self))
 
     def __getitem__(self, key: str) -> Any:
         try:
@@ -356,6 +380,15 @@ def _remade(
     devices: tuple[Device, ...], links: tuple[Link, ...], name: str, notes: tuple[str, ...]
 ) -> Topology:
     return Topology(devices, links, name=name, notes=notes)
+
+
+def _no_gpu(index: object, known: list[int], machine: str) -> str:
+    if not known:
+        return (
+            f"no GPU {index!r} in {machine}, which has no GPU at all; fc.preset('dgx-a100') is one that has"
+        )
+    shown = f"{known[:16]}{' and more' if len(known) > 16 else ''}"
+    return f"no GPU {index!r} in {machine}; its GPUs are {shown}"
 
 
 def _name(device: Device | None) -> str | None:

@@ -88,6 +88,7 @@ class Throttled:
         self._inner = transport
         self.take, self.result, self.empty = transport.take, transport.result, transport.empty
         self.abort, self.close = transport.abort, transport.close
+        self.check_end = getattr(transport, "check_end", None)
 
     def compile(self, call: Call) -> Plan:
         """See ``transport.base.Transport``."""

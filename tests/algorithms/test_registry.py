@@ -167,3 +167,29 @@ def test_names_in_use_and_strange_schedules_are_refused(own):
         register(own, "sum", star)
     with pytest.raises(ArgumentError, match="'ring' of allreduce comes with flagcx and cannot be removed"):
         unregister("ring", "allreduce")
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda size: 3, "the function of algorithm 'own' returned 3 for size=1; it must return a Schedule"),
+        (lambda size: None, "returned None for size=1"),
+        (lambda: star(2), r"cannot be called as build\(size\) \(too many positional arguments\)"),
+        (3, r"build=3 cannot be called as build\(size\)"),
+    ],
+)
+def test_what_makes_no_schedule_is_refused(own, function, message):
+    with pytest.raises(ArgumentError, match=message):
+        register(own, "allreduce", function)
+    assert own not in {str(found.algorithm) for found in entries("allreduce")}
+
+
+def test_an_algorithm_of_a_rooted_collective_takes_a_root(own):
+    with pytest.raises(ArgumentError, match=r"cannot be called as build\(size, root=...\) .*'root'"):
+        register(own, "broadcast", lambda size: direct_broadcast(size))
+
+
+def test_no_schedule_for_a_number_of_ranks_met_later(own):
+    register(own, "allreduce", lambda size: star(size) if size < 10 else None)
+    with pytest.raises(ArgumentError, match="returned None for size=10"):
+        build("allreduce", own, 10)

@@ -30,7 +30,7 @@ def test_the_bench_measures_and_writes(tmp_path, capsys):
     assert all(r["equal"] and r["time_ms"] > 0 for r in rows)
     assert rows[0]["error"] < 1e-6 < rows[1]["error"] < 0.02
     said = capsys.readouterr().out
-    assert "auto: 0.25 MiB over 2 ranks" in said and "1 GB/s, 2 ranks" in said
+    assert "auto: 256 KiB over 2 ranks" in said and "1 GB/s, 2 ranks" in said
 
 
 def test_a_training_that_falls_short_is_a_miss():

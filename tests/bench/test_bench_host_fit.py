@@ -35,3 +35,15 @@ def test_errors_and_the_price_of_a_wrong_choice_are_told():
     assert "median error  50%" in report
     cheap = host_fit.report(host_fit.samples([_table(0.01)]), HOST_COSTS)
     assert float(cheap.split(", ")[-1].split(" x")[0]) > 10
+
+
+def test_what_is_no_table_is_named_in_a_line(capsys, tmp_path):
+    (tmp_path / "other.json").write_text("[]")
+    for path, why in (
+        (tmp_path, "is a folder; name the files in it that flagcx tune -o wrote"),
+        (tmp_path / "none.json", "No such file or directory; expected a file that flagcx tune -o wrote"),
+        (tmp_path / "other.json", "expected a file that flagcx tune -o wrote"),
+    ):
+        assert host_fit.main([str(path)]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(str(path)) and why in line

@@ -77,5 +77,15 @@ def test_the_command_prints_and_writes(capsys, tmp_path):
     assert "replays_large_median: " in printed and "4 ranks, float32  two_shot" in printed
     *rows, last = [json.loads(line) for line in out.read_text().splitlines()]
     assert last["replays_large_within_25_percent"] > 0.9 and rows[0]["measured_us"] > 0
-    assert bench.main(["--tables", str(tmp_path / "none")]) == 1
-    assert "no folder of tables" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [(), ("--fit",), ("--fit", "--part", "replays")])
+def test_a_folder_of_tables_that_lacks_them_is_told_in_a_line(capsys, tmp_path, more):
+    for folder, why in (
+        (tmp_path / "none", "no folder of tables at "),
+        (tmp_path, "lacks 8xv100_sxm2_32g.txt"),
+    ):
+        assert bench.main(["--tables", str(folder), *more]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert why in line and str(folder) in line
+        assert "holds what nccl-tests printed" in line and line.endswith("--part replays needs none")

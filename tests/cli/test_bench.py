@@ -12,6 +12,8 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 import pytest
+import typer
+from typer.testing import CliRunner
 
 import flagcx as fc
 from flagcx.cli import bench, bench_table
@@ -178,6 +180,8 @@ def test_sizes_from_begin_to_end():
     assert bench_table.sizes(8, 64 << 20, 4)[-1] == 8 * 4**11
     with pytest.raises(ArgumentError, match="don't end"):
         bench_table.sizes(0, 8, 4)
+    with pytest.raises(ArgumentError, match="sizes from 4096 to 1024 bytes are none; begin at 1024 or less"):
+        bench_table.sizes(4096, 1024, 4)
 
 
 def flagcx_bench(*words, under=()):
@@ -259,6 +263,49 @@ def test_a_wrong_call_is_told_in_a_line(words, message, capsys):
         bench.bench(given["collective"], end="64M", **settings)
     assert ended.value.exit_code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("-n", 2, "-a", "rong"), "algorithm='rong' does not serve allreduce; expected one of ring, "),
+        (("-n", 2, "-a", "ring|rung"), "algorithm='rung' does not serve allreduce; expected one of ring, "),
+        (("-n", 2, "-a", "native"), "it is the library's own"),
+        (("broadcast", "-n", 2, "-r", 5), "root 5 is no rank; expected 0 to 1"),
+        (("-b", "4K", "-e", "1K"), "sizes from 4096 to 1024 bytes are none"),
+    ],
+)
+def test_what_the_ranks_could_not_do_is_told_before_they_start(words, message, monkeypatch):
+    def launched(*_, **__):
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr("flagcx._launch.notebook.launch", launched)
+    result = call_bench(*words)
+    assert (result.exit_code, result.stdout) == (2, "")
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("flagcx bench: ") and message in line
+
+
+def call_bench(*words):
+    made = typer.Typer()
+    made.command()(bench.bench)
+    return CliRunner().invoke(made, [str(word) for word in words])
+
+
+def test_what_only_a_rank_finds_out_is_told_without_its_traceback():
+    code, _, errors = flagcx_bench("-n", 9, "-d", "float8_e5m2", "-e", 8)
+    assert code == 2
+    assert errors == (
+        "flagcx bench: sum of float8_e5m2 over 9 ranks can't be verified exactly; use fewer ranks or a wider "
+        "dtype\n"
+    )
+
+
+def test_algorithms_that_bench_takes():
+    for algorithm in ("ring", "ring|ring", "ring 3/4|two_shot"):
+        Task(algorithm=algorithm).check_ranks(4)
+    Task(algorithm="native", gpu=True).check_ranks(4)
+    Task("broadcast", root=3).check_ranks(4)
 
 
 class Lossy:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import re
+import subprocess
+import sys
 
 import pytest
 import typer
@@ -10,6 +15,7 @@ from typer.testing import CliRunner
 
 from flagcx.cli import COMMANDS, application
 from flagcx.cli.explain import explain
+from tests.bootstrap.processes import bare_environment
 
 
 @pytest.fixture
@@ -35,6 +41,38 @@ def test_the_choice_as_a_table(call):
     assert result.exit_code == 0
     assert "broadcast of 1 MiB, 8 ranks on 8xa100-pcie" in result.stdout
     assert "chosen" in result.stdout and "next comes" in " ".join(result.stdout.split())
+
+
+def test_into_a_pipe_no_row_is_cut(call, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    lines = call("allreduce", "-b", "64MiB", "-t", "dgx-1v", "-n", 9).stdout.splitlines()
+    (chosen,) = [line for line in lines if line.endswith("<- chosen")]
+    assert chosen.startswith("chain in 64 pieces along 0,3,2,1,5,6,7,4,...  ") and " 9453.9 " in chosen
+    (second,) = [line for line in lines if line.endswith("  1.15 x")]
+    assert "113.8 MiB  host1/gpu8 -> host1/switch0 92%" in second
+
+
+def test_a_narrow_terminal_gets_every_column():
+    ours, theirs = os.openpty()
+    words = "-m flagcx.cli explain allreduce -b 64M -t dgx-1v -n 9"
+    with subprocess.Popen(
+        [sys.executable, *words.split()],
+        env=bare_environment(COLUMNS="60", TERM="xterm"),
+        stdout=theirs,
+        stderr=theirs,
+    ) as process:
+        os.close(theirs)
+        text = b""
+        with contextlib.suppress(OSError):
+            while data := os.read(ours, 4096):
+                text += data
+    os.close(ours)
+    assert process.returncode == 0
+    lines = re.sub(r"\x1b\[\d*m", "", text.decode()).splitlines()
+    assert max(map(len, lines)) <= 60
+    assert any(line.endswith(" 9453.9 <- chosen") for line in lines)
+    assert any(line.endswith("10838.1 1.15 x") and "113.8 MiB" in line for line in lines)
+    assert lines[1].split() == ["candidate", "steps", "sent/rank", "busiest", "predicted"]
 
 
 def test_this_machine_is_asked(call):

@@ -15,6 +15,7 @@ import time
 import pytest
 
 from flagcx._launch.ranks import job_environment
+from flagcx._launch.share_gpu import DRIVER
 from flagcx.cli.run import run
 from tests.bootstrap.processes import (
     bare_environment,
@@ -188,7 +189,10 @@ def test_ranks_that_go_on_after_a_failure_are_ended(script):
 def test_a_job_that_takes_too_long_is_ended(script):
     done = flagcx_run("-n", "2", "--timeout", "0.5", script("time.sleep(600)"))
     assert done.returncode == 124
-    assert done.stderr == "\nflagcx run: rank 0, 1 had not ended after 0.5 s, and was ended (--timeout)\n"
+    assert done.stderr == "\nflagcx run: ranks 0, 1 had not ended after 0.5 s, and were ended (--timeout)\n"
+    body = "time.sleep(600 if environment()['FLAGCX_RANK'] == '1' else 0)"
+    done = flagcx_run("-n", "2", "--timeout", "1.5", script(body))
+    assert done.stderr == "\nflagcx run: rank 1 had not ended after 1.5 s, and was ended (--timeout)\n"
 
 
 SLEEPERS = """
@@ -271,6 +275,30 @@ def test_a_script_that_is_not_there_is_named():
     done = flagcx_run("-n", "2", "missing.py")
     assert done.returncode == 1
     assert done.stderr == "flagcx: there is no script 'missing.py'; to run a module, put -m before its name\n"
+
+
+@pytest.mark.parametrize("name", ["python", "python3", "python3.99", sys.executable])
+def test_an_interpreter_in_place_of_the_script_is_to_be_left_out(name):
+    done = flagcx_run("-n", "2", name, "script.py")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        f"flagcx: {name!r} is a Python interpreter, which flagcx run starts itself; leave it out: "
+        f"flagcx run -n 2 script.py\n"
+    )
+
+
+def test_a_script_may_be_called_python(script, tmp_path):
+    os.rename(script("print('ours')"), tmp_path / "python")
+    assert flagcx_run("-n", "1", str(tmp_path / "python")).stdout == "ours\n"
+
+
+@pytest.mark.skipif(os.path.exists(DRIVER), reason="there is a GPU to share")
+def test_sharing_a_gpu_that_is_not_there_is_told_once(script):
+    done = flagcx_run("-n", "2", "--share-gpu", script("print('done')"))
+    assert (done.returncode, sorted(done.stdout.split())) == (0, ["[0]", "[1]", "done", "done"])
+    assert done.stderr == (
+        "there is no NVIDIA GPU here to share (no /dev/nvidiactl): the ranks have NumPy arrays only\n"
+    )
 
 
 def test_an_unknown_option_is_not_taken_for_the_script():

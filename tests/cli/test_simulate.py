@@ -51,6 +51,20 @@ def test_a_picture_is_drawn(call, tmp_path):
     assert picture.startswith("<?xml") and picture.count("<path") > 100
 
 
+def test_mixes(call):
+    """Both ways round a ring at once take half as long, where bandwidth decides."""
+    one = ("-t", "dgx-1v", "-n", 4, "-b", "1GiB", "--network-only", "--json", "-a")
+    ring, both = (json.loads(call(*one, algorithm).stdout) for algorithm in ("ring", "ring|ring"))
+    assert both["algorithm"] == "ring|ring" and both["steps"] == ring["steps"] == 6
+    assert both["candidate"] == "ring (1/2) | ring along 3,2,1,0"
+    assert both["time_us"] == pytest.approx(ring["time_us"] / 2, rel=0.01)
+    assert both["links_used"] == 2 * ring["links_used"] and both["sent_nbytes"] == ring["sent_nbytes"]
+    uneven = json.loads(call(*one, "ring 3/4|two_shot").stdout)
+    assert uneven["candidate"] == "ring (3/4) | two_shot"
+    rooted = json.loads(call(*one, "chain|chain", "-c", "broadcast").stdout)
+    assert rooted["candidate"] == "chain (1/2) | chain along 3,2,1,0"
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -59,11 +73,21 @@ def test_a_picture_is_drawn(call, tmp_path):
         (("-t", "dgx-1v", "-a", "ring", "-b", "many"), "'many' is not a size"),
         (("-t", "dgx-1v", "-a", "two_shot", "-b", "1M", "-k", 2), "is not pipelined, got --pieces 2"),
         (("-t", "dgx-1v", "-a", "ring", "-b", "1M", "-n", 64, "--plot", "x.png"), "expected at most 4000"),
+        (("-t", "dgx-1v", "-a", "ring", "-b", "1M", "--plot", "x.bmp"), "cannot draw to '.bmp'; use .png, "),
+        (("-t", "dgx-1v", "-a", "ring", "-b", "1M", "--plot", "x"), "cannot draw to 'no ending'; use .png, "),
+        (
+            ("-t", "dgx-1v", "-a", "ring", "-b", "1M", "--plot", "/nonexistent/x.png"),
+            "/nonexistent/x.png: cannot be written: No such file",
+        ),
+        (("-t", "dgx-1v", "-a", "ring|rung", "-b", "1M"), "algorithm='rung' does not serve allreduce"),
+        (("-t", "dgx-1v", "-a", "bruck|bruck", "-b", "1M"), "which does the same as once"),
+        (("-t", "dgx-1v", "-a", "ring|ring", "-b", "1M", "-k", 2), "is not pipelined, got --pieces 2"),
     ],
 )
 def test_what_is_wrong_is_told_in_a_line(call, arguments, message):
     result = call(*arguments)
     assert result.exit_code == 2 and message in result.output
+    assert result.output.count("\n") == 1
 
 
 @pytest.mark.parametrize(

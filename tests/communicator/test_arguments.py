@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
+import warnings
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 import flagcx as fc
+from flagcx.transport.shared_memory import heap
 from tests.bootstrap.processes import line
 from tests.communicator.jobs import job, outcome_of
 from tests.ranks import run_ranks
@@ -24,6 +28,16 @@ def _read_only():
     x = np.ones(4)
     x.flags.writeable = False
     return x
+
+
+class _Foreign:
+    """An array of a library that doesn't show it to NumPy as it is."""
+
+    def __dlpack__(self):
+        raise RuntimeError("an odd layout")
+
+    def __array__(self, *_, **__):
+        raise RuntimeError("an odd layout")
 
 
 WRONG = [
@@ -56,6 +70,33 @@ WRONG = [
     (lambda c: c.allgatherv(np.ones(3), [4]), fc.ArrayError, "x has 3 elements, but counts[0] is 4"),
     (lambda c: c.allgatherv(np.ones(3), [3, 3]), fc.ArgumentError, "must have 1 entries"),
     (lambda c: c.empty(4, "U3"), fc.ArrayError, "cannot be sent"),
+    (lambda c: c.empty((-3,)), fc.ArgumentError, "shape=(-3,) is no shape of an array (negative"),
+    (lambda c: c.empty((2, -1)), fc.ArgumentError, "shape=(2, -1) is no shape"),
+    (lambda c: c.empty((-1, -1)), fc.ArgumentError, "shape=(-1, -1) is no shape"),
+    (lambda c: c.empty(-3), fc.ArgumentError, "shape=-3 is no shape"),
+    (lambda c: c.empty("a"), fc.ArgumentError, "shape='a' is no shape"),
+    (lambda c: c.empty(""), fc.ArgumentError, "shape='' is no shape"),
+    (lambda c: c.empty(2.5), fc.ArgumentError, "shape=2.5 is no shape"),
+    (lambda c: c.empty((2, 2.0)), fc.ArgumentError, "shape=(2, 2.0) is no shape"),
+    (lambda c: c.empty(None), fc.ArgumentError, "shape=None is no shape"),
+    (lambda c: c.empty((1,) * 100), fc.ArgumentError, "maximum supported dimension"),
+    (
+        lambda c: c.empty((1 << 40,)),
+        fc.ResourceError,
+        "no room for an array of 4 TiB (shape (1099511627776,)",
+    ),
+    (lambda c: c.empty((1 << 62, 1 << 62)), fc.ResourceError, "of memory are available"),
+    (lambda c: c.broadcast_object(lambda: 3), fc.ArgumentError, "rank 0: a builtins.function cannot be sent"),
+    (lambda c: c.allgather_object([lambda: 3]), fc.ArgumentError, "rank 0: a builtins.list cannot be sent"),
+    (lambda c: c.gather_object(threading.Lock()), fc.ArgumentError, "cannot pickle '_thread.lock' object"),
+    (lambda c: c.scatter_object([lambda: 3]), fc.ArgumentError, "pass plain values, or objects of classes"),
+    (
+        lambda c: c.scatter_object(5),
+        fc.ArgumentError,
+        "scatter_object needs one value a rank, 1 in all; got 0",
+    ),
+    (lambda c: c.allreduce(_Foreign()), fc.ArrayError, "that NumPy cannot take as it is (an odd layout)"),
+    (lambda c: c.allreduce(np.ones(4), out=_Foreign()), fc.ArrayError, "out is a tests.communicator"),
     (lambda c: fc.init(time_out=3), fc.ArgumentError, "no setting 'time_out'"),
 ]
 
@@ -85,11 +126,84 @@ def test_a_closed_communicator():
 
 
 def test_init_twice_gives_the_same_communicator():
-    with fc.init() as comm:
-        assert fc.init() is comm
+    with fc.init() as comm, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert fc.init() is fc.init(timeout_s=comm.config.timeout_s) is comm
     with fc.init() as again:
         assert again is not comm
         assert "rank 0 of 1" in repr(again)
+
+
+def test_a_second_init_warns_of_settings_without_effect():
+    with fc.init(timeout_s=7.0) as comm:
+        with pytest.warns(
+            RuntimeWarning, match=r"init\(timeout_s=3\) has no effect: .* with timeout_s=7.0; "
+        ):
+            assert fc.init(timeout_s=3) is comm
+        with pytest.warns(RuntimeWarning, match=r"init\(topology_detection=False\) has no effect"):
+            fc.init(enable_topology_detection=False)
+        assert comm.config.timeout_s == 7.0 and comm.config.topology_detection
+    with fc.init(timeout_s=3) as again:
+        assert again.config.timeout_s == 3, "behind a close the settings count"
+
+
+def test_the_topology_is_switched_off_by_either_name():
+    for settings in ({"enable_topology_detection": False}, {"topology_detection": False}):
+        with fc.init(**settings), pytest.raises(fc.CommunicatorError, match="close the communicator and use"):
+            fc.get_topology()
+
+
+def test_lengths_of_any_kind_make_a_shape(comm):
+    for shape, found in (
+        (3, (3,)),
+        (np.int64(3), (3,)),
+        ((), ()),
+        ([2, 3], (2, 3)),
+        ((0, 5), (0, 5)),
+        (np.array([2, 3]), (2, 3)),
+    ):
+        assert comm.empty(shape).shape == found
+
+
+def test_memory_that_was_let_go_of_can_be_had_again(comm, monkeypatch):
+    array = comm.empty(64 << 20, np.uint8)
+    monkeypatch.setattr(heap, "available_nbytes", lambda: 1 << 20)
+    with pytest.raises(fc.ResourceError, match=r"no room for an array of 64 MiB .*: 1 MiB of memory are"):
+        comm.empty(64 << 20, np.uint8)
+    del array
+    gc.collect()
+    assert comm.empty(64 << 20, np.uint8).size == 64 << 20
+
+
+@pytest.mark.parametrize(
+    ("text", "available"),
+    [("MemAvailable: 20 kB\nSwapFree: 4 kB\n", 24 << 10), ("MemFree: 20 kB\n", None), (None, None)],
+)
+def test_how_much_memory_there_is(text, available, tmp_path, monkeypatch):
+    memory, limit = tmp_path / "meminfo", tmp_path / "memory.max"
+    if text is not None:
+        memory.write_text(text)
+    monkeypatch.setattr(heap, "_MEMORY", memory)
+    monkeypatch.setattr(heap, "_LIMITS", (limit,))
+    assert heap.available_nbytes() == available
+    limit.write_text("max\n")
+    assert heap.available_nbytes() == available
+    limit.write_text("4096\n")
+    assert heap.available_nbytes() == (available and 4096)
+
+
+def test_what_torch_does_not_show_numpy(comm):
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed (pip install 'flagcx[torch]')")
+    with pytest.raises(fc.ArrayError, match=r"requires? grad.*pass x.detach\(\), which shares its memory"):
+        comm.allreduce(torch.ones(3, requires_grad=True))
+    half = torch.ones(3, dtype=torch.bfloat16)
+    with pytest.raises(
+        fc.ArrayError, match=r"BFloat16.*pass x\.view\(torch\.int16\).*fc\.enhance_process_group"
+    ):
+        comm.allreduce(half)
+    comm.allreduce(half.view(torch.int16).numpy().view(ml_dtypes.bfloat16))
+    with pytest.raises(fc.ArrayError, match=r"or call torch\.distributed after fc\.enhance_process_group"):
+        comm.allreduce(torch.ones(3).to_sparse())
 
 
 def test_a_forked_child_may_not_use_it(comm):

@@ -7,7 +7,7 @@ import logging
 import numpy as np
 import pytest
 
-from flagcx.compression import Auto, Feedback, Quantized, Scene
+from flagcx.compression import Auto, Feedback, Quantized, Scene, catalogue
 from flagcx.compression.auto import AutoReduce, coded_us, decide, dense_us, measure_speed
 from flagcx.compression.feedback import Slot
 from flagcx.compression.sparse_reduce import SparseReduce
@@ -121,3 +121,22 @@ def test_speeds_are_measured():
 def test_a_setting_that_is_wrong():
     with pytest.raises(ArgumentError, match=r"lossy='int8' must be True, False, or a list of codecs such as"):
         Auto(lossy="int8")
+
+
+@pytest.mark.parametrize("wrong", ["int9", 3, "auto", None])
+def test_what_is_no_codec_is_refused_when_it_is_made(wrong):
+    with pytest.raises(ArgumentError, match=r"has .*, which is no codec; expected names out of fp16, bf16, "):
+        Auto(lossy=("int8", wrong))
+
+
+def test_every_codec_may_be_allowed():
+    names = tuple(catalogue())
+    assert Auto(lossy=names).allowed == names
+    codecs = tuple(entry.codec for entry in catalogue().values())
+    assert Auto(lossy=codecs).allowed == codecs
+
+
+def test_sizes_are_told_as_everywhere():
+    slow = Scene(ranks=2, bandwidth_gb_per_s=0.0125, latency_us=100)
+    assert decide(6, slow, {}, {}).reason.startswith("24 B over 2 ranks: ")
+    assert decide(1000, slow, {}, {}).reason.startswith("3.906 KiB over 2 ranks: ")

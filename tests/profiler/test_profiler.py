@@ -132,3 +132,17 @@ def test_a_record_costs_less_than_a_microsecond():
     recorded = Recorded(_Nothing(), operation, Ring(), Uncounted())
     cost_us = _time_us(recorded) - _time_us(_Nothing())
     assert 0 < cost_us < 1.0, f"{cost_us:.2f} us"
+
+
+def _save_nowhere():
+    comm = fc.init()
+    try:
+        comm.profiler.save("/nonexistent/t.json")
+    except fc.ArgumentError as error:
+        return str(error), float(comm.allreduce(np.ones(1))[0])
+
+
+def test_a_trace_that_cannot_be_written_is_told_to_all_ranks():
+    (text, total), other = run_ranks(_save_nowhere, 2)
+    assert text.startswith("the trace cannot be written to /nonexistent/t.json: No such file or directory; ")
+    assert other == (text, total) == (text, 2.0)

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from flagcx.errors import MissingDependencyError
+from flagcx.errors import ArgumentError, MissingDependencyError
 from flagcx.profiler import Profiler
 from flagcx.profiler.plot import plot_records
 from flagcx.profiler.prometheus import format_metrics
@@ -183,3 +183,20 @@ def test_the_picture(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(MissingDependencyError, match=r"pip install 'flagcx\[plot\]'"):
         plot_records(records, 0)
+
+
+@pytest.mark.parametrize("where", ["none/t.json", "folder"])
+def test_a_trace_is_refused_with_the_path_that_was_given(where, tmp_path):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ArgumentError) as caught:
+        write_trace(tmp_path / where, {})
+    assert str(caught.value).startswith(f"the trace cannot be written to {tmp_path / where}: ")
+    assert [p.name for p in tmp_path.iterdir()] == ["folder"]
+
+
+def test_a_picture_is_refused_with_the_path_that_was_given(tmp_path):
+    pytest.importorskip("matplotlib", reason="plots need matplotlib")
+    for name in ("none/p.png", "p.xyz"):
+        with pytest.raises(ArgumentError) as caught:
+            plot_records([], 0, tmp_path / name)
+        assert str(caught.value).startswith(f"the picture cannot be saved to {tmp_path / name}: ")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 
 import pytest
 
@@ -23,7 +24,34 @@ def test_nothing_lossy_unless_it_is_allowed():
     advice = fc.advise(100 * MIB, step_time=0.1, **SLOW)
     assert advice.chosen.lossless and not advice.chosen.compression
     assert {one.compression for one in advice.options} - {""} == set(catalogue()) - {"sparse"}
-    assert "loses something; allow it by lossy=(" in advice.reason
+    assert re.search(r"loses? something; allow (it|the latter) by lossy=\(", advice.reason)
+
+
+@pytest.mark.parametrize("step_time", [0.1, 0.3, 0.5, 1.0, 2.0])
+@pytest.mark.parametrize("speed", [0.05, 0.125, 0.5, 1.0])
+def test_the_fastest_row_is_named_as_what_loses_something(speed, step_time):
+    advice = fc.advise(100 * MIB, ranks=4, link_gb_per_s=speed, step_time=step_time)
+    first = advice.options[0]
+    said = re.search(r"\. (\S+(?: \+ feedback)?) would take (\S+ \S+?),", advice.reason)
+    assert (said is None) == (first.step_us >= 0.97 * advice.chosen.step_us)
+    assert said is None or said.group(1) == first.name
+    assert said is None or f"  {said.group(2)}  " in str(advice).splitlines()[2], "its time is the row's"
+    names = re.findall(r"lossy=\('(\w+)',\)", advice.reason)
+    assert all(
+        fc.advise(
+            100 * MIB, ranks=4, link_gb_per_s=speed, step_time=step_time, lossy=names
+        ).chosen.compression
+        == name
+        for name in names
+    )
+
+
+def test_a_gentler_choice_stands_beside_the_fastest():
+    advice = fc.advise(500_000_000, ranks=4, link_gb_per_s=1.0, step_time=0.5)
+    assert advice.options[0].compression == "randomk"
+    assert ". randomk + feedback would take " in advice.reason
+    assert ", and bf16, which takes less from the data, " in advice.reason
+    assert advice.reason.endswith("but they lose something; allow the latter by lossy=('bf16',).")
 
 
 @pytest.mark.parametrize("codec", ["bf16", "int8", "int4", "topk", "powersgd"])
@@ -106,7 +134,16 @@ def test_it_prints_as_a_table_everywhere():
     ("wrong", "message"),
     [
         ({"model_bytes": 0}, "model_bytes=0 must be at least 1"),
+        ({"model_bytes": "20G"}, "model_bytes='20G' must be at least 1: a number of bytes, such as 20"),
+        ({"model_bytes": None}, "model_bytes=None must be at least 1: a number of bytes"),
+        ({"model_bytes": float("inf")}, "model_bytes=inf must be at least 1"),
         ({"ranks": 0}, "ranks=0 must be at least 1"),
+        ({"ranks": "4"}, "ranks='4' must be at least 1, a whole number, or None"),
+        ({"ranks": 2.5}, "ranks=2.5 must be at least 1, a whole number"),
+        ({"step_time": "1s"}, "step_time='1s' must be seconds from 0"),
+        ({"topology": 5}, "topology=5 must be a Topology, the name of a preset, or None"),
+        ({"lossy": 5}, "lossy=5 must be True, False, or a list of names"),
+        ({"lossy": ([],)}, "must be True, False, or a list of names"),
         ({"density": 1.5}, "density=1.5 must be from 0 to 1"),
         ({"step_time": -1}, "step_time=-1 must be seconds from 0"),
         ({"link_gb_per_s": 0}, "link_gb_per_s=0 must be above 0"),

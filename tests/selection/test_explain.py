@@ -6,9 +6,9 @@ import json
 
 import pytest
 
+from flagcx.arguments import format_nbytes
 from flagcx.errors import ArgumentError
 from flagcx.selection.explain import explain
-from flagcx.selection.explanation import format_nbytes
 from flagcx.topology import cluster, preset
 
 

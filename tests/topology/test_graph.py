@@ -1,5 +1,8 @@
 """The graph itself: its mapping, its refusals, its views."""
 
+import copy
+import pickle
+
 import networkx
 import pytest
 
@@ -100,3 +103,22 @@ def test_it_is_read_only():
             setattr(machine, name, "other")
     machine["gpus"].append(9)
     assert machine["gpus"] == list(range(8))
+
+
+def test_a_gpu_that_is_not_there():
+    """A machine without GPUs says so; the error is a KeyError too, since a mapping was asked."""
+    without = Topology([CPU0], [], name="laptop")
+    for key in ("nvlink_peers", "pcie_peers", "nearest_nic", "numa_node"):
+        for kind in (TopologyError, KeyError):
+            with pytest.raises(kind) as caught:
+                without[key][0]
+            assert str(caught.value).startswith(
+                "no GPU 0 in <Topology laptop: 1 NUMA node>, which has no GPU at all"
+            )
+        assert without[key] == {} and without[key].get(0, []) == []
+    with pytest.raises(KeyError, match=r"no GPU 99 in <Topology dgx-1v: .*>; its GPUs are \[0, 1, .* 7\]$"):
+        preset("dgx-1v")["nvlink_peers"][99]
+    with pytest.raises(TopologyError, match=r"no GPU 0 in .*, which has no GPU at all"):
+        without.gpu(0)
+    peers = preset("dgx-1v")["nvlink_peers"]
+    assert copy.deepcopy(peers) == pickle.loads(pickle.dumps(peers)) == dict(peers)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from flagcx.errors import MissingDependencyError, TopologyError
+from flagcx.errors import ArgumentError, MissingDependencyError, TopologyError
 from flagcx.topology import (
     Device,
     DeviceKind,
@@ -154,3 +154,12 @@ def test_without_matplotlib_the_pip_command_is_told(monkeypatch):
 def test_a_notebook_shows_the_picture():
     figure = plot_topology(preset("dgx-1v"))
     assert figure._repr_png_().startswith(b"\x89PNG")
+
+
+def test_a_machine_is_drawn_by_name():
+    pytest.importorskip("matplotlib", reason="drawing needs matplotlib")
+    assert texts(plot_topology("dgx-1v")) == texts(plot_topology(preset("dgx-1v")))
+    with pytest.raises(TopologyError, match="no preset 'dgx-1x'; there are"):
+        plot_topology("dgx-1x")
+    with pytest.raises(ArgumentError, match=r"topology=5 is no topology; expected a Topology, such as"):
+        plot_topology(5)

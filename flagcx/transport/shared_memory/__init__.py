@@ -83,6 +83,7 @@ class SharedMemoryTransport:
         self.rank, self.size = rank, size
         self._arena = Arena(rank, size, exchange, config)
         self._compiling = threading.Lock()
+        self._kinds: dict[np.dtype, int] = {}
 
     @staticmethod
     def settings(config: Config) -> dict[str, object]:
@@ -181,13 +182,29 @@ class SharedMemoryTransport:
             receives: Arrays, and the rank whose data each gets.
         """
         arrays = [a.reshape(-1).view(np.uint8) for a, _ in (*sends, *receives)]
+        kinds = [self._kind(a.dtype) for a, _ in (*sends, *receives)]
         whole = [(i, 0, len(a)) for i, a in enumerate(arrays)]
         departures = tuple((peer, whole[i]) for i, (_, peer) in enumerate(sends))
         arrivals = tuple(
             Arrival(peer, whole[len(sends) + i], False, False, False, ())
             for i, (_, peer) in enumerate(receives)
         )
-        run_exchange(self._arena, Exchange(departures, arrivals), arrays, point_to_point=True)
+        run_exchange(self._arena, Exchange(departures, arrivals), arrays, kinds, point_to_point=True)
+
+    def _kind(self, dtype: np.dtype) -> int:
+        """What messages between two ranks are told by: there is no call that all make."""
+        kind = self._kinds.get(dtype)
+        if kind is None:
+            kind = self._kinds[dtype] = self._arena.signals.kind(f"send and receive of {dtype.name}")
+        return kind
+
+    def check_end(self) -> None:
+        """Looks, when all calls have been made, whether the peers have made the same, as far as can be seen.
+
+        Raises:
+            MismatchError: A peer called something else lately, or sent what this rank has never received.
+        """
+        self._arena.signals.examine_end(self._arena.taken)
 
     @staticmethod
     def take(array, what: str, writable: bool) -> np.ndarray:

@@ -1,8 +1,9 @@
 """Channels: how the messages of one step travel between pairs of ranks.
 
 A message goes in pieces through the slots of its channel, each with a header that says how long the
-whole message is. A large one stays where it is: its header tells the receiver where to read it, by
-cross-memory attach or, for an array of ``comm.empty``, through its mapping; one copy instead of two.
+whole message is and what call it belongs to, so that ranks that make different calls find out. A large
+message stays where it is: its header tells the receiver where to read it, by cross-memory attach or, for an
+array of ``comm.empty``, through its mapping; one copy instead of two.
 """
 
 from __future__ import annotations
@@ -13,14 +14,20 @@ from time import perf_counter_ns as now
 
 import numpy as np
 
-from flagcx.errors import CommunicationError, MismatchError
+from flagcx.errors import CommunicationError
 from flagcx.transport.shared_memory.arena import PIECE_NBYTES, PIECES, Arena
 from flagcx.transport.shared_memory.heap import SHARED
-from flagcx.transport.shared_memory.signals import ABORTED, header_index, sent_index, taken_index
+from flagcx.transport.shared_memory.signals import (
+    ABORTED,
+    IN_PLACE,
+    NBYTES_BITS,
+    header_index,
+    sent_index,
+    taken_index,
+)
 
 RENDEZVOUS_NBYTES = 256 << 10
 _READ_NBYTES = 256 << 10
-_IN_PLACE = 1 << 62  # flag in a header: the message is read where it lies
 
 Part = tuple[int, int, int]
 """Which array, and its elements from start to stop."""
@@ -66,6 +73,7 @@ def run_exchange(
     arena: Arena,
     step: Exchange,
     arrays: Sequence[np.ndarray],
+    kinds: Sequence[int],
     ufunc: np.ufunc | None = None,
     point_to_point: bool = False,
 ) -> None:
@@ -75,14 +83,15 @@ def run_exchange(
         arena: The shared memory.
         step: The messages.
         arrays: One-dimensional arrays that the messages are parts of.
+        kinds: For each, the signature of what its messages belong to; see ``Signals.kind``.
         ufunc: What combines an arrival with what is there.
         point_to_point: Whether only the ranks named take part.
     """
     departures = [
-        _Outgoing(arena, peer, arrays[a][start:stop], step.attach_nbytes)
+        _Outgoing(arena, peer, arrays[a][start:stop], kinds[a], step.attach_nbytes)
         for peer, (a, start, stop) in step.departures
     ]
-    arrivals = [_Incoming(arena, plan, arrays, ufunc, point_to_point) for plan in step.arrivals]
+    arrivals = [_Incoming(arena, plan, arrays, kinds, ufunc, point_to_point) for plan in step.arrivals]
     leaving, coming = _advance_in_order(departures), arrivals
     while leaving or coming:
         before = _moves(departures, arrivals)
@@ -158,10 +167,21 @@ def _advance_in_order(leaving: list[_Outgoing]) -> list[_Outgoing]:
 class _Outgoing:
     """A message on its way out."""
 
-    __slots__ = ("_arena", "_attach_nbytes", "_message", "_piece", "_posted", "_start", "moved", "peer")
+    __slots__ = (
+        "_arena",
+        "_attach_nbytes",
+        "_header",
+        "_message",
+        "_piece",
+        "_posted",
+        "_start",
+        "moved",
+        "peer",
+    )
 
-    def __init__(self, arena: Arena, peer: int, message: np.ndarray, attach_nbytes: int) -> None:
+    def __init__(self, arena: Arena, peer: int, message: np.ndarray, kind: int, attach_nbytes: int) -> None:
         self._arena, self.peer, self._message = arena, peer, message
+        self._header = message.nbytes | kind << NBYTES_BITS
         self._attach_nbytes = attach_nbytes
         self._piece = PIECE_NBYTES // message.itemsize
         self._start = 0
@@ -187,7 +207,7 @@ class _Outgoing:
             location = self._location()
             if location is not None:
                 self._posted = self._arena.sent[self.peer]
-                self._post(self._message.nbytes | _IN_PLACE, location)
+                self._post(self._header | IN_PLACE, location)
                 return False
             stop = self._start + self._piece
             part = self._message[self._start : stop]
@@ -195,7 +215,7 @@ class _Outgoing:
                 arena = self._arena
                 at = arena.areas.piece(self.peer, arena.sent[self.peer])
                 arena.view(arena.rank, at, len(part), part.dtype)[...] = part
-            self._post(self._message.nbytes, 0)
+            self._post(self._header, 0)
             self._start = stop
             if stop >= len(self._message):
                 return True
@@ -231,6 +251,7 @@ class _Incoming:
         "_arena",
         "_combines",
         "_dst",
+        "_header",
         "_point_to_point",
         "_start",
         "_target",
@@ -246,6 +267,7 @@ class _Incoming:
         arena: Arena,
         plan: Arrival,
         arrays: Sequence[np.ndarray],
+        kinds: Sequence[int],
         ufunc: np.ufunc | None,
         point_to_point: bool,
     ) -> None:
@@ -253,6 +275,7 @@ class _Incoming:
         self._point_to_point = point_to_point
         self._arena, self.plan, self.peer = arena, plan, plan.peer
         self._target = arrays[buffer][start:stop]
+        self._header = self._target.nbytes | kinds[buffer] << NBYTES_BITS
         self._dst = np.empty_like(self._target) if plan.staged else self._target
         self._ufunc = ufunc if plan.reduce else None
         self._combines = plan.reduce and not plan.staged
@@ -273,8 +296,9 @@ class _Incoming:
                 signals.fence()
             index = header_index(self._arena.rank, self._arena.taken[self.peer])
             described, location = signals.words[self.peer][index], signals.words[self.peer][index + 1]
-            self._check(described & ~_IN_PLACE)
-            if described & _IN_PLACE:
+            if described & ~IN_PLACE != self._header:
+                signals.refuse(self.peer, described, self._header)
+            if described & IN_PLACE:
                 self._read_in_place(location)
                 self._start = len(self._dst)
             else:
@@ -284,14 +308,6 @@ class _Incoming:
                 self.finished = True
                 return True
         return False
-
-    def _check(self, nbytes: int) -> None:
-        if nbytes != self._dst.nbytes:
-            raise MismatchError(
-                f"rank {self.peer} sent {nbytes:,} bytes to rank {self._arena.rank}, which expects "
-                f"{self._dst.nbytes:,}; both need the same count and dtype, in the same order of calls",
-                peer=self.peer,
-            )
 
     def _take_piece(self) -> None:
         arena = self._arena

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 import weakref
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
+from flagcx.arguments import check_shape, format_nbytes
 from flagcx.errors import ResourceError
 from flagcx.memory import SHARED as SHARED_KIND
 from flagcx.memory import Block, Pool
@@ -18,6 +21,12 @@ _LEAST_NBYTES = 32 << 20
 SHARED = 1 << 63
 """Bit of a location word that names shared memory; else the word is an address of its process."""
 _OFFSET_BITS = 48
+_MEMORY = Path("/proc/meminfo")
+_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+"""Where a container's limit of memory stands, by the second version of control groups and by the first."""
 
 
 class Heap:
@@ -37,11 +46,15 @@ class Heap:
         """An uninitialised C-contiguous array of shared memory, page-aligned.
 
         Raises:
+            ArgumentError: ``shape`` is no shape.
             ResourceError: No memory, or too many pieces of it.
         """
-        dtype = np.dtype(dtype)
-        count = math.prod(shape) if isinstance(shape, tuple) else int(shape)
-        block = self._pool.take(count * dtype.itemsize)
+        dtype, shape = np.dtype(dtype), check_shape(shape)
+        count = math.prod(shape)
+        nbytes = count * dtype.itemsize
+        if nbytes > self._pool.stats().largest_free_nbytes:
+            _check_room(nbytes, f"shape {shape}, {dtype}")
+        block = self._pool.take(nbytes)
         array = np.frombuffer(block.memory.data, dtype, count, block.offset)
         self._homes[id(array)] = (block.piece, block.offset)
         # It must not keep the memory alive: after close, that goes with the last array.
@@ -90,6 +103,43 @@ class Heap:
         self._words = memoryview(b"")
         for segment in segments:
             segment.close()
+
+
+def available_nbytes() -> int | None:
+    """Bytes of memory, swap included, that the machine or its container can still give; None if unknown.
+
+    Of a container the limit counts, whatever of it is in use.
+    """
+    try:
+        kib = dict(re.findall(r"^(MemAvailable|SwapFree): +(\d+) kB$", _MEMORY.read_text(), re.MULTILINE))
+    except OSError:
+        return None
+    if "MemAvailable" not in kib:
+        return None
+    return min([sum(map(int, kib.values())) << 10, *_limits()])
+
+
+def _limits() -> list[int]:
+    found = []
+    for path in _LIMITS:
+        try:
+            found.append(int(path.read_text()))
+        except (OSError, ValueError):  # not there, or "max"
+            continue
+    return found
+
+
+def _check_room(nbytes: int, what: str) -> None:
+    """Refuses an array that memory cannot hold: pages are taken when they are first written.
+
+    Then it would be too late for an error; the system ends processes.
+    """
+    available = available_nbytes()
+    if available is not None and nbytes > available:
+        raise ResourceError(
+            f"there is no room for an array of {format_nbytes(nbytes)} ({what}): {format_nbytes(available)} "
+            f"of memory are available; make smaller arrays, or let go of some"
+        )
 
 
 class PeerHeaps:

@@ -24,7 +24,7 @@ import os
 import select
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter_ns as now
 
 from flagcx.errors import AbortedError, MismatchError, PeerDiedError, PeerTimeoutError
@@ -45,6 +45,10 @@ HEAPS, MOST_HEAPS = 96, 64  # two words each: descriptor and size
 PAIRS = HEAPS + 2 * MOST_HEAPS  # three lines a peer: SENT to it, headers of what is sent, TAKEN from it
 _PAIR_WORDS = 24
 _TEXT_NBYTES, _TEXTS, _REASON_NBYTES = 160, 128, 1024
+
+# A header holds the bytes of its message, its kind (a signature), and whether it is read where it lies.
+NBYTES_BITS = 40
+IN_PLACE = 1 << 62
 
 _SPINS = 50
 _LOOK_NS = 40  # about; reading the clock would take longer than most of the short waits
@@ -156,12 +160,16 @@ class Signals:
         Returns:
             A signature, shifted to where a ledger word has it.
         """
+        return self.kind(text) << 1
+
+    def kind(self, text: str) -> int:
+        """The same, for headers of messages, where it is not shifted."""
         signature = zlib.crc32(text.encode()) & 0xFFFFF
         at = self._texts_at + self._texts % _TEXTS * _TEXT_NBYTES
         record = signature.to_bytes(4, "little") + text.encode()[: _TEXT_NBYTES - 5]
         self._bytes[self.rank][at : at + _TEXT_NBYTES] = record.ljust(_TEXT_NBYTES, b"\0")
         self._texts += 1
-        return signature << 1
+        return signature
 
     def _text_of(self, peer: int, signature: int) -> str:
         for i in range(_TEXTS):
@@ -178,6 +186,35 @@ class Signals:
         value = sequence << SEQUENCE_SHIFT | signature
         self.own[sequence & LEDGER_MASK] = value
         return value
+
+    def refuse(self, peer: int, header: int, expected: int) -> None:
+        """Raises MismatchError for a message of a peer whose header is not the one that is expected."""
+        (theirs, sent), (mine, wanted) = parts_of_header(header), parts_of_header(expected)
+        raise MismatchError(
+            f"ranks disagree: rank {peer} sent {sent:,} bytes of {self._text_of(peer, theirs)}, and rank "
+            f"{self.rank} expects {wanted:,} bytes of {self._text_of(self.rank, mine)}; every rank must make "
+            f"the same calls in the same order, with the same count, dtype, operation, algorithm and root",
+            peer=peer,
+        )
+
+    def examine_end(self, taken: Sequence[int]) -> None:
+        """Looks for signs, when all calls have been made, that a peer made others.
+
+        Args:
+            taken: How many pieces this rank has taken from each.
+
+        Raises:
+            MismatchError: It called something else lately, or sent what this rank has never received.
+        """
+        self._examine_ledgers()
+        for peer, words in enumerate(self.words):
+            if words[sent_index(self.rank)] > taken[peer]:
+                kind, nbytes = parts_of_header(words[header_index(self.rank, taken[peer])])
+                raise MismatchError(
+                    f"rank {peer} sent {nbytes:,} bytes of {self._text_of(peer, kind)}, which rank "
+                    f"{self.rank} never received; every rank must make the same calls",
+                    peer=peer,
+                )
 
     # -- waiting ----------------------------------------------------------------------------------
 
@@ -271,7 +308,7 @@ class Signals:
         self, peer: int, ready: Callable[[], bool], late: bool, point_to_point: bool, waited_s: float
     ) -> None:
         dead = self._dead()
-        call = "" if point_to_point else self._own_call()
+        call = " in a send or receive" if point_to_point else self._own_call()
         if ready():
             return
         if dead:
@@ -368,6 +405,11 @@ class Signals:
         at = self._texts_at - _REASON_NBYTES
         raw = bytes(self._bytes[peer][at : at + _REASON_NBYTES])
         return raw.rstrip(b"\0").decode(errors="replace")
+
+
+def parts_of_header(header: int) -> tuple[int, int]:
+    """The kind of a message, and its bytes; see ``IN_PLACE``."""
+    return (header & ~IN_PLACE) >> NBYTES_BITS, header & ((1 << NBYTES_BITS) - 1)
 
 
 def _signature_of(word: int) -> int:

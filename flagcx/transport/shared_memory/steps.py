@@ -54,6 +54,7 @@ class Steps:
     ) -> None:
         self._attach_nbytes = attach_nbytes
         self._arena, self._signature = arena, signature
+        self._kinds = (signature >> 1,) * len(Buffer)
         self._dtype, self._layout = dtype.numpy, layout
         self._ufunc = op.ufunc if op is not None else None
         self._divide = divide_by(arena.size, dtype) if op is not None and op.average else None
@@ -120,7 +121,7 @@ class Steps:
         self._arena.signals.enter(self._signature)
         for step in self._steps:
             if step.exchange.departures or step.exchange.arrivals:
-                run_exchange(self._arena, step.exchange, arrays, self._ufunc)
+                run_exchange(self._arena, step.exchange, arrays, self._kinds, self._ufunc)
             for reduce, (b, b0, b1), (a, a0, a1) in step.local:
                 dst, src = arrays[a][a0:a1], arrays[b][b0:b1]
                 if reduce:

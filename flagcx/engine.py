@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -14,7 +15,7 @@ import numpy as np
 from flagcx.algorithms import entries, entry
 from flagcx.collectives import Counts
 from flagcx.dtypes import OPS, DType, ReduceOp, dtype_of, resolve_op
-from flagcx.errors import ArgumentError, CommunicationError, CommunicatorError
+from flagcx.errors import ArgumentError, CommunicationError, CommunicatorError, MismatchError
 from flagcx.profiler import Operation, Progress, Recorded, Ring
 from flagcx.profiler.records import Uncounted
 from flagcx.progress_thread import progress_thread
@@ -28,6 +29,7 @@ from flagcx.work import Work
 
 _MOST_PLANS = 4096
 _MOST_EXPLORED = 1024
+_TOLD_NBYTES = 256
 TWO_THREADS = (
     "two threads use one communicator at the same time; give each thread its own, from comm.split(), or let "
     "one thread make all calls"
@@ -194,17 +196,31 @@ class Engine:
         plan.run(largest, largest)
         return [int(value) for value in largest]
 
-    def everybodys(self, mine: Sequence[int]) -> np.ndarray:
-        """Everybody's numbers, as many on every rank: int64, a row for each.
+    def agree(self, what: str) -> None:
+        """Compares what the ranks are about to do, where their messages would be of one size all the same.
 
         For arrays of the host, in the middle of a call of all ranks; nothing of it is recorded.
+
+        Args:
+            what: The call, in words, of which an error shows the first.
+
+        Raises:
+            MismatchError: Some rank does something else.
         """
-        own = np.array(mine, np.int64)
-        found = np.empty((self.size, own.size), np.int64)
-        whole = dtype_of(own.dtype)
-        plan = self._make("allgather", own.size, whole, None, None, False, Choice("direct", 1, ""))
-        plan.run(own, found.reshape(-1))
-        return found
+        told = zlib.crc32(what.encode()).to_bytes(4, "little") + what.encode()
+        own = np.frombuffer(told[:_TOLD_NBYTES].ljust(_TOLD_NBYTES, b"\0"), np.uint8)
+        everybodys = np.empty((self.size, own.size), np.uint8)
+        kind = dtype_of(own.dtype)
+        plan = self._make("allgather", own.size, kind, None, None, False, Choice("direct", 1, ""))
+        plan.run(own, everybodys.reshape(-1))
+        for rank, theirs in enumerate(everybodys):
+            if (theirs != own).any():
+                mine, words = (x[4:].tobytes().rstrip(b"\0").decode(errors="replace") for x in (own, theirs))
+                raise MismatchError(
+                    f"ranks disagree: rank {self.rank} called {mine}, rank {rank} called {words}; every rank "
+                    f"must make the same calls",
+                    peer=rank,
+                )
 
     def recorded_transfer(self, plan: Plan, nbytes: int) -> Plan:
         """Wraps messages between some of the ranks, so that they are recorded."""

@@ -16,7 +16,6 @@ What is fused is worked out once for arrays of the same shapes, whichever arrays
 
 from __future__ import annotations
 
-import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,7 +26,6 @@ import numpy as np
 
 from flagcx.dtypes import DType, ReduceOp
 from flagcx.engine import Engine
-from flagcx.errors import MismatchError
 from flagcx.familiar import BoundPart, Familiar, PlacedPacking
 from flagcx.transport.base import Plan
 
@@ -274,26 +272,16 @@ class Fusion:
         if found is None:
             self.engine.check()
             parts = list(self._parts(dtype, op, algorithm, shapes, in_place))
+            # Ranks on hosts talk at little cost.
             compares = self.familiar is None and any(part.packing is not None for part in parts)
-            found = Fused(parts, partial(self._compare, shapes) if compares else None)
+            what = f"allreduce of {len(shapes)} arrays of shapes {shapes}"
+            found = Fused(parts, partial(self.engine.agree, what) if compares else None)
             self._plans[key] = found
             if len(self._plans) > _MOST_PLANS:
                 self._forget(self._plans.popitem(last=False)[1])
         else:
             self._plans.move_to_end(key)
         return found
-
-    def _compare(self, shapes: Shapes) -> None:
-        """Compares the shapes of all ranks: arrays of the host alone, whose ranks talk at little cost."""
-        own = [zlib.crc32(repr(shapes).encode()), len(shapes)]
-        for rank, theirs in enumerate(self.engine.everybodys(own).tolist()):
-            if theirs != own:
-                raise MismatchError(
-                    f"ranks disagree: rank {self.engine.rank} put {len(shapes)} arrays together, and rank "
-                    f"{rank} {theirs[1]} of other shapes or in another order; every rank must make the same "
-                    f"calls",
-                    peer=rank,
-                )
 
     def _forget(self, plan: Fused) -> None:
         if self.familiar is not None:

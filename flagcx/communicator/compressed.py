@@ -24,7 +24,7 @@ from flagcx.compression.topk import RandomK, Sparse, TopK
 from flagcx.compression.two_step import TwoStep
 from flagcx.dtypes import DType, ReduceOp, dtype_of, resolve_op
 from flagcx.engine import Engine
-from flagcx.errors import ArgumentError, ArrayError, MismatchError, OperationError
+from flagcx.errors import ArgumentError, ArrayError, OperationError
 from flagcx.group import Pending
 from flagcx.kernels.cuda import import_cupy
 from flagcx.profiler import Operation, Recorded
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from flagcx.communicator.dispatch import Dispatch, Op
 
 _MOST_PLANS = 256
-_AGREED_NBYTES = 192
 _TRIAL_COUNT = 1 << 18
 _TRIALS = 3
 _COPIES = 4  # how often a byte is read or written on its way through shared memory, at the least
@@ -128,11 +127,10 @@ class Compressor:
         slot = Slot(codec, residual=False, lasting=False) if slot is None else slot
         factor = 1 / self._engine.size if op.average else 1.0 if op.scale is None else op.scale
         reduce = self._reduce(codec, slot, count, factor)
-        plan = CompressedPlan(self._engine, self.peers, codec, slot, reduce, count, dtype)
-        if not self._device:
-            scale = "" if op.scale is None else f" x {op.scale!r}"
-            plan.agreement = f"allreduce of {count} {dtype.name} by {op.name}{scale}, compressed: {codec!r}"
-        return plan
+        scale = "" if op.scale is None else f" x {op.scale!r}"
+        what = f"allreduce of {count} {dtype.name} by {op.name}{scale}, compressed: {codec!r}"
+        agree = None if self._device else partial(self._engine.agree, what)
+        return CompressedPlan(self._engine, self.peers, codec, slot, reduce, count, dtype, agree)
 
     def _reduce(self, codec: Any, slot: Slot, count: int, factor: float) -> Any:
         peers = self.peers
@@ -174,10 +172,8 @@ class CompressedPlan:
         reduce: What reduces float32 arrays of one dimension.
         count: Elements.
         dtype: The element type of the caller's arrays.
-
-    Attributes:
-        agreement: What all ranks must have asked for: compared by the first run, then empty. Codecs may write
-            as many bytes, and mean something else by them.
+        agree: Called by the first run, by all ranks, since codecs may write as many bytes and mean something
+            else by them; nothing if None.
     """
 
     def __init__(
@@ -189,9 +185,10 @@ class CompressedPlan:
         reduce: Any,
         count: int,
         dtype: DType,
+        agree: Callable[[], None] | None,
     ) -> None:
         self._peers, self._slot, self._codec, self._reduce = peers, slot, codec, reduce
-        self.agreement = ""
+        self._agree = agree
         single = dtype.numpy == np.float32 or (dtype.numpy == np.float64 and isinstance(codec, Sparse))
         self._wide = not single
         self._call: Callable[[Any, Any], object] = self._run
@@ -207,8 +204,9 @@ class CompressedPlan:
 
     def _run(self, given: Any, result: Any) -> None:
         self._peers.enter()
-        if self.agreement:
-            self._agree()
+        if self._agree is not None:
+            agree, self._agree = self._agree, None
+            agree()
         x, y = given.reshape(-1), result.reshape(-1)
         if self._wide:
             wide = self._peers.scratch.get("wide", x.size, np.float32, x)
@@ -219,21 +217,6 @@ class CompressedPlan:
         else:
             self._slot.begin(x)
             self._reduce.run(x, y)
-
-    def _agree(self) -> None:
-        """Compares what the ranks want, once."""
-        text, self.agreement = self.agreement, ""
-        words = np.zeros(_AGREED_NBYTES, np.uint8)
-        own = np.frombuffer(text.encode()[:_AGREED_NBYTES], np.uint8)
-        words[: len(own)] = own
-        for rank, theirs in enumerate(self._peers.engine.everybodys(words.view(np.int64).tolist())):
-            told = theirs.tobytes().rstrip(b"\0").decode(errors="replace")
-            if told != words.tobytes().rstrip(b"\0").decode(errors="replace"):
-                raise MismatchError(
-                    f"ranks disagree: rank {self._peers.rank} called {text}, rank {rank} called {told}; "
-                    f"every rank must make the same calls, with the same codec",
-                    peer=rank,
-                )
 
     def explain(self) -> Decision:
         """See ``explain``."""
@@ -262,47 +245,45 @@ class EnginePeers:
         engine: Whose plans carry the parts.
         device: Whether its arrays are on a GPU, whose stream does what a thread does elsewhere.
 
-    Attributes:
-        engine: See above.
     """
 
     def __init__(self, engine: Engine, device: bool) -> None:
         self.rank, self.size = engine.rank, engine.size
         self.scratch = Scratch()
-        self.engine, self._device = engine, device
+        self._engine, self._device = engine, device
         self._thread: ThreadPoolExecutor | None = None
         self._bytes = dtype_of(np.uint8)
 
     def enter(self) -> None:
         """Puts the current stream of a GPU behind what other streams still do with the scratch arrays."""
         if self._device:
-            self.engine.transport.transfer([], [])
+            self._engine.transport.transfer([], [])
 
     def alltoall(self, given: Any, result: Any) -> None:
         """See ``Peers``."""
-        self.engine.find("alltoall", given.size // self.size, self._bytes).run(given, result)
+        self._engine.find("alltoall", given.size // self.size, self._bytes).run(given, result)
 
     def allgather(self, given: Any, result: Any) -> None:
         """See ``Peers``."""
-        self.engine.find("allgather", given.size, self._bytes).run(given, result)
+        self._engine.find("allgather", given.size, self._bytes).run(given, result)
 
     def allreduce(self, given: Any, result: Any) -> None:
         """See ``Peers``."""
         dtype = dtype_of(given.dtype)
         op, in_place = resolve_op("sum", dtype), given is result
-        plan = self.engine.find("allreduce", given.size, dtype, op, None, None, in_place)
+        plan = self._engine.find("allreduce", given.size, dtype, op, None, None, in_place)
         plan.run(given, result)
 
     def exchange(self, sends: Messages, receives: Messages) -> None:
         """See ``Peers``."""
         if sends or receives:
-            self.engine.transport.transfer(sends, receives)
+            self._engine.transport.transfer(sends, receives)
 
     def numbers(self, mine: Sequence[int]) -> np.ndarray:
         """See ``Peers``."""
         own = np.array(mine, np.int64)
         everybodys = np.empty((self.size, own.size), np.int64)
-        plan = self.engine.find("allgather", own.size, dtype_of(np.int64))
+        plan = self._engine.find("allgather", own.size, dtype_of(np.int64))
         if not self._device:
             plan.run(own, everybodys.reshape(-1))
             return everybodys
@@ -314,7 +295,7 @@ class EnginePeers:
     @contextmanager
     def beside(self) -> Iterator[None]:
         """See ``Peers``."""
-        progress: Any = getattr(self.engine.transport, "progress", None)
+        progress: Any = getattr(self._engine.transport, "progress", None)
         before = getattr(progress, "background", None)
         if before is None:
             yield

@@ -18,7 +18,7 @@ import numpy as np
 
 from flagcx.arguments import on_device
 from flagcx.errors import ArrayError
-from flagcx.kernels.cuda import import_cupy, is_capturing
+from flagcx.kernels.cuda import is_capturing
 
 ALIGNMENT = 16
 """Bytes of a payload are padded to a multiple of this, so that payloads lie end to end and aligned."""
@@ -93,7 +93,7 @@ class Scratch:
 
     def _pin(self, array: Any) -> None:
         """Keeps an array of a GPU that goes into a caller's graph, also when a larger one takes its place."""
-        cuda = import_cupy().cuda
+        cuda = namespace(array).cuda
         if is_capturing(cuda.runtime, cuda.get_current_stream()):
             self._captured[id(array)] = array
 

@@ -17,6 +17,10 @@ def of(rank: int, count: int = 8) -> np.ndarray:
     return np.ones(count, np.float32 if rank else np.int32)
 
 
+def list_of(many: int, *last: int) -> list[np.ndarray]:
+    return [np.ones(2) for _ in range(many)] + [np.ones(count) for count in last]
+
+
 def grouped(comm) -> None:
     with comm.group():
         comm.allreduce(np.ones(3))
@@ -51,6 +55,7 @@ CALLS = {
     "message that nobody takes": lambda c, r: c.send(np.ones(3), 0) if r else None,
     "group and one by one": lambda c, r: grouped(c) if r else c.allreduce(np.ones(3)),
     "shapes in a list": lambda c, r: c.allreduce([np.ones(3 + 2 * r), np.ones(5 - 2 * r)]),
+    "shapes in a long list": lambda c, r: c.allreduce(list_of(98, *((3, 5) if r else (5, 3)))),
     "compression and none": lambda c, r: c.allreduce(of(1, LARGE), compression="int8" if r else None),
     "codecs of the same bytes": lambda c, r: c.allreduce(of(1, 10), compression="fp16" if r else "bf16"),
     "large codecs of the same bytes": lambda c, r: c.allreduce(

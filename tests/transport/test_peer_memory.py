@@ -97,7 +97,7 @@ class Runtime:
     hostAllocMapped = hostAllocPortable = 0
     memcpyHostToDevice, memcpyDeviceToHost = 1, 2
 
-    major = 9
+    capability = "90"
 
     class CUDARuntimeError(RuntimeError):
         pass
@@ -163,10 +163,12 @@ class Array:
 
 
 def fake_cupy(runtime: Runtime, processors: int = 132):
-    attributes = {"MultiProcessorCount": processors, "ComputeCapabilityMajor": runtime.major}
+    device = SimpleNamespace(
+        attributes={"MultiProcessorCount": processors}, compute_capability=runtime.capability
+    )
     cuda = SimpleNamespace(
         runtime=runtime,
-        Device=lambda n: SimpleNamespace(attributes=attributes),
+        Device=lambda n: device,
         driver=SimpleNamespace(launchKernel=None),
         UnownedMemory=lambda at, nbytes, owner: SimpleNamespace(at=at, owner=owner),
         MemoryPointer=lambda memory, offset: memory,
@@ -221,7 +223,7 @@ def joined(stores, memory, ranks=None, access=True, visible=(GPUS, GPUS), config
 
 
 def test_gpus_that_are_too_old_for_the_kernels_do_without(stores, monkeypatch):
-    monkeypatch.setattr(Runtime, "major", 6)
+    monkeypatch.setattr(Runtime, "capability", "61")
     reason = "rank 0: its GPU has compute capability 6, and the kernels need 7 or later"
     assert joined(stores, Memory()) == [(None, reason)] * 2
 

@@ -125,7 +125,7 @@ class PeerRegion:
             return f"there are {self.size} ranks, and the kernels are made for up to {MOST_RANKS}"
         if len({i.host for i in self._identities}) > 1:
             return "the ranks are on several hosts"
-        major = self._cupy.cuda.Device(self.device).attributes["ComputeCapabilityMajor"]
+        major = int(self._cupy.cuda.Device(self.device).compute_capability) // 10
         if major < _LEAST_MAJOR:
             return f"its GPU has compute capability {major}, and the kernels need {_LEAST_MAJOR} or later"
         here = {

@@ -126,7 +126,7 @@ def captured_on_two_streams(algorithm: str | None) -> list[str]:
     faults = [f"{kept} lists of arrays are kept"] if kept else []
     for i, x in enumerate(arrays):
         want = total + comm.size * i + 50
-        if not bool((x == want).all()):
+        if not bool((abs(x - want) < 0.001).all()):  # NCCL's mean of three rounds each rank's part first.
             faults.append(f"array {i}: got {x[:3]}, expected {want}")
     return faults
 

@@ -49,8 +49,9 @@ def tune(
     """Measure all algorithms on this machine; from then on flagcx chooses by the measured times.
 
     The table is kept for this machine, number of ranks and versions in the user's cache directory, and loaded
-    by fc.init(), or with --gpu by the first call with an array on a GPU. Under mpirun, srun or flagcx run the
-    ranks that there are do the measuring.
+    by fc.init(), or with --gpu by the first call with an array on a GPU. With --gpu a time is what the GPUs
+    need for a call, without what the host needs to enqueue it. Under mpirun, srun or flagcx run the ranks
+    that there are do the measuring.
     """
     from flagcx.selection.table import read_table
     from flagcx.selection.tuner import unsteady

@@ -11,11 +11,12 @@ import numpy as np
 
 from flagcx.arguments import on_device
 from flagcx.compression.codec import FixedRate, Scratch, padded
-from flagcx.compression.device import cast_kernels
+from flagcx.compression.device import StripeKernels, stripe_kernels
 from flagcx.errors import ArgumentError
 
 _DTYPES = MappingProxyType({"fp16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)})
 _TILE = 1 << 16
+_BLOCK = 512  # numbers that a warp deals with
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +45,14 @@ class Cast(FixedRate):
         """See ``FixedRate``."""
         return padded(2 * count)
 
+    def kernels(self) -> StripeKernels:
+        """See ``FixedRate``."""
+        return stripe_kernels(self.name, _BLOCK)
+
     def encode_into(self, x: Any, wire: Any, scratch: Scratch) -> None:
         """See ``FixedRate``."""
         if on_device(x):
-            cast_kernels(self.name).encode(x, wire)
+            self.kernels().encode(x, None, wire, x.size, 0)
             return
         with np.errstate(over="ignore"):
             np.copyto(self._numbers(wire, x.size), x, casting="unsafe")
@@ -55,7 +60,7 @@ class Cast(FixedRate):
     def decode_into(self, wire: Any, out: Any, scratch: Scratch, add: bool = False) -> None:
         """See ``FixedRate``."""
         if on_device(out):
-            cast_kernels(self.name).decode(wire, out, add)
+            self.kernels().decode(wire, out, out.size, 0, add=add)
             return
         numbers = self._numbers(wire, out.size)
         if not add:

@@ -109,6 +109,10 @@ class FixedRate:
         """Bytes that ``count`` elements become, a multiple of ``ALIGNMENT``."""
         raise NotImplementedError
 
+    def kernels(self) -> Any:
+        """Its ``flagcx.compression.device.StripeKernels``, for arrays on a GPU; None if it has none."""
+        return None
+
     def encode_into(self, x: Any, wire: Any, scratch: Scratch) -> None:
         """Writes the payload of ``x`` (float32) into ``wire`` (uint8, ``wire_nbytes`` long)."""
         raise NotImplementedError

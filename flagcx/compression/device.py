@@ -8,77 +8,89 @@ from typing import Any
 import numpy as np
 
 from flagcx.kernels.compile import compile_kernel
-from flagcx.kernels.compress import DECODE, ENCODE, THREADS, compress_source
+from flagcx.kernels.compress import DECODE, ENCODE, REDUCE, THREADS, WARP, compress_source
 from flagcx.kernels.cuda import load_cupy
 
 _MOST_BLOCKS = 4096
 
 
-class BlockKernels:
-    """Coding in blocks with a factor each; see ``flagcx.compression.quantize``.
+class StripeKernels:
+    """Codes, adds up and decodes stripes of float32 arrays; see ``flagcx.kernels.compress``.
+
+    Every stripe of an array has ``width`` numbers, but for the last ones, which have fewer or none. Coded
+    stripes lie ``stride`` bytes apart.
 
     Args:
         name: Name of the codec.
+        block: Numbers that share a factor, and that a warp deals with.
     """
 
-    def __init__(self, name: str) -> None:
-        self._encode, self._decode = _functions(name)
+    def __init__(self, name: str, block: int) -> None:
+        self._encode, self._reduce, self._decode = _functions(name, block)
+        self._block = block
 
-    def encode(self, x: Any, codes: Any, scales: Any, block: int) -> None:
-        """Writes the codes (uint8) and factors (float32) of ``x`` (float32)."""
-        blocks = -(-x.size // block)
-        if blocks:
-            grid = _grid(32 * blocks)
-            self._encode(grid, (THREADS,), (x, codes, scales, np.int64(x.size), np.int64(block)))
+    def encode(
+        self, x: Any, residual: Any, wire: Any, width: int, stride: int, stripes: int = 1, own: int = -1
+    ) -> None:
+        """Codes all stripes but one.
 
-    def decode(self, codes: Any, scales: Any, out: Any, block: int, add: bool) -> None:
-        """Writes or adds what the codes stand for into ``out`` (float32)."""
-        if out.size:
-            numbers = np.int64(out.size), np.int64(block), np.int32(add)
-            self._decode(_grid(out.size), (THREADS,), (codes, scales, out, *numbers))
-
-
-class CastKernels:
-    """Rounding to 16 bits.
-
-    Args:
-        name: Name of the codec.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._encode, self._decode = _functions(name)
-
-    def encode(self, x: Any, wire: Any) -> None:
-        """Writes two bytes for each number of ``x`` (float32)."""
+        Args:
+            x: Numbers.
+            residual: Is added to them, and takes what coding took from the sum; None for none.
+            wire: Where the coded stripes go (uint8).
+            width: Numbers of a stripe.
+            stride: Bytes of a coded stripe.
+            stripes: How many there are.
+            own: The stripe that stays as it is; -1 for none.
+        """
         if x.size:
-            self._encode(_grid(x.size), (THREADS,), (x, wire, np.int64(x.size)))
+            at = 0 if residual is None else residual
+            numbers = map(np.int64, (x.size, width, stride, stripes, own))
+            self._encode(self._grid(width, stripes), (THREADS,), (x, at, wire, *numbers))
 
-    def decode(self, wire: Any, out: Any, add: bool) -> None:
-        """Writes or adds what they stand for into ``out`` (float32)."""
+    def reduce(
+        self, arrived: Any, x: Any, residual: Any, wire: Any, stride: int, ranks: tuple[int, int], factor: Any
+    ) -> None:
+        """Adds up one stripe in the order of ranks, and codes the sum.
+
+        Args:
+            arrived: The coded stripes of all ranks but one (uint8).
+            x: That one's numbers.
+            residual: Is added to them, and takes what coding took from the sum; None for none.
+            wire: Where the coded sum goes (uint8).
+            stride: Bytes of a coded stripe.
+            ranks: That one, and the number of ranks.
+            factor: What the sum is multiplied by (float32).
+        """
+        if x.size:
+            at = 0 if residual is None else residual
+            numbers = (*map(np.int64, (x.size, stride)), *map(np.int32, ranks), factor)
+            self._reduce(self._grid(x.size, 1), (THREADS,), (arrived, x, at, wire, *numbers))
+
+    def decode(
+        self, wire: Any, out: Any, width: int, stride: int, stripes: int = 1, add: bool = False
+    ) -> None:
+        """Writes or adds what coded stripes stand for into ``out``; see ``encode``."""
         if out.size:
-            self._decode(_grid(out.size), (THREADS,), (wire, out, np.int64(out.size), np.int32(add)))
+            numbers = map(np.int64, (out.size, width, stride, stripes))
+            self._decode(self._grid(width, stripes), (THREADS,), (wire, out, *numbers, np.int32(add)))
+
+    def _grid(self, width: int, stripes: int) -> tuple[int]:
+        warps = -(-width // self._block) * stripes
+        return (min(-(-warps * WARP // THREADS), _MOST_BLOCKS),)
 
 
-def block_kernels(name: str) -> BlockKernels:
-    """The kernels of a codec with blocks, on the current device."""
-    return _made(BlockKernels, name, load_cupy().cuda.runtime.getDevice())
-
-
-def cast_kernels(name: str) -> CastKernels:
-    """The kernels of a cast, on the current device."""
-    return _made(CastKernels, name, load_cupy().cuda.runtime.getDevice())
+def stripe_kernels(name: str, block: int) -> StripeKernels:
+    """The kernels of a codec on the current device."""
+    return _made(name, block, load_cupy().cuda.runtime.getDevice())
 
 
 @lru_cache(maxsize=64)
-def _made(kind: type, name: str, device: int) -> Any:
-    return kind(name)
+def _made(name: str, block: int, device: int) -> StripeKernels:
+    return StripeKernels(name, block)
 
 
-def _functions(name: str) -> tuple[Any, Any]:
-    cupy, source = load_cupy(), compress_source(name)
-    encode, decode = (compile_kernel(cupy, source, kernel) for kernel in (ENCODE, DECODE))
-    return encode, decode
-
-
-def _grid(threads: int) -> tuple[int]:
-    return (max(1, min(-(-threads // THREADS), _MOST_BLOCKS)),)
+def _functions(name: str, block: int) -> tuple[Any, Any, Any]:
+    cupy, source = load_cupy(), compress_source(name, block)
+    encode, reduce, decode = (compile_kernel(cupy, source, kernel) for kernel in (ENCODE, REDUCE, DECODE))
+    return encode, reduce, decode

@@ -21,7 +21,7 @@ import numpy as np
 
 from flagcx.arguments import on_device
 from flagcx.compression.codec import FixedRate, Scratch, padded
-from flagcx.compression.device import block_kernels
+from flagcx.compression.device import StripeKernels, stripe_kernels
 from flagcx.errors import ArgumentError
 
 TINY = 1e-36
@@ -82,22 +82,26 @@ class Quantized(FixedRate):
         """Bytes of the codes: blocks have an even length, but for the last."""
         return -(-count // _CODES[self.name].per_byte)
 
+    def kernels(self) -> StripeKernels:
+        """See ``FixedRate``."""
+        return stripe_kernels(self.name, self.block)
+
     def encode_into(self, x: Any, wire: Any, scratch: Scratch) -> None:
         """See ``FixedRate``."""
-        scales, codes = self._views(wire, x.size)
         if on_device(x):
-            block_kernels(self.name).encode(x, codes, scales, self.block)
+            self.kernels().encode(x, None, wire, x.size, 0)
             return
+        scales, codes = self._views(wire, x.size)
         with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
             for numbers, factors, packed in self._tiles(x, scales, codes):
                 self._encode_tile(numbers, factors, packed, scratch)
 
     def decode_into(self, wire: Any, out: Any, scratch: Scratch, add: bool = False) -> None:
         """See ``FixedRate``."""
-        scales, codes = self._views(wire, out.size)
         if on_device(out):
-            block_kernels(self.name).decode(codes, scales, out, self.block, add)
+            self.kernels().decode(wire, out, out.size, 0, add=add)
             return
+        scales, codes = self._views(wire, out.size)
         unpack = _CODES[self.name].unpack
         with np.errstate(invalid="ignore", over="ignore"):
             for numbers, factors, packed in self._tiles(out, scales, codes):

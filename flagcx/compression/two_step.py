@@ -7,8 +7,8 @@
 
 A rank sends 2 (n-1)/n of the coded message, as the dense two-shot form does of the plain one. The owner of a
 stripe adds its own part uncoded, and then keeps what its coded sum decodes to, as all others do: so all
-ranks end with the same bits. Long messages go in pieces: while one is on its way, the next is coded and
-the one before decoded.
+ranks end with the same bits. Long messages go in pieces: on a host, while one is on its way, the next is
+coded and the one before decoded; on a GPU they save memory, and each takes three kernels and two collectives.
 
 With a residual (error feedback) each rank adds to its next gradient what coding took from this one, and the
 owner of a stripe what coding took from the sum.
@@ -19,9 +19,7 @@ feedback of both errors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,32 +28,14 @@ import numpy as np
 from flagcx.compression.codec import FixedRate
 from flagcx.compression.feedback import Slot
 from flagcx.compression.peers import Peers, Pending
+from flagcx.compression.stripes import Piece, stripes_of
 
 PIECE_NBYTES = 4 << 20
 """Bytes of float32 in a piece on a host."""
-_DEVICE_PIECE_NBYTES = 64 << 20
+DEVICE_PIECE_NBYTES = 256 << 20
+"""The same on a GPU, where starting kernels costs time of the host."""
 _STAGES = 3
 _GRAIN = 32
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """One part of the message.
-
-    Attributes:
-        start: Its first element.
-        stop: The element behind its last.
-        width: Elements of a stripe; the last stripes may be shorter, or empty.
-    """
-
-    start: int
-    stop: int
-    width: int
-
-    def stripe(self, rank: int) -> slice:
-        """The elements of the message that a rank owns."""
-        low = min(self.start + rank * self.width, self.stop)
-        return slice(low, min(low + self.width, self.stop))
 
 
 class TwoStep:
@@ -74,19 +54,21 @@ class TwoStep:
         self, peers: Peers, codec: FixedRate, count: int, factor: float, slot: Slot | None, device: bool
     ) -> None:
         self._peers, self._codec, self._slot = peers, codec, slot
-        self._factor = np.float32(factor)
-        nbytes = _DEVICE_PIECE_NBYTES if device else PIECE_NBYTES
+        self._stripes = stripes_of(codec, peers, np.float32(factor), device)
+        nbytes = DEVICE_PIECE_NBYTES if device else PIECE_NBYTES
         self._pieces = cut_in_pieces(count, peers.size, nbytes // 4)
         self._wire = codec.wire_nbytes(self._pieces[0].width)
-        self._width = self._pieces[0].width
+        # A stream does one thing after the other all the same, so there pieces only save memory.
+        self._stages = 1 if device or len(self._pieces) == 1 else _STAGES
 
     def run(self, given: Any, result: Any) -> None:
         """See ``transport.base.Plan``; the arrays have one dimension."""
         slot, scratch = self._slot, self._peers.scratch
         source = given if slot is None else slot.source(given, scratch, self._peers.size)
         residual = None if slot is None else slot.residual
-        if len(self._pieces) == 1:
-            self._run_whole(source, residual, result)
+        if self._stages == 1:
+            for turn in range(len(self._pieces)):
+                self._run_piece(turn, source, residual, result)
             return
         pending: list[Pending] = []
         with self._peers.beside():
@@ -96,111 +78,59 @@ class TwoStep:
                 for call in pending:
                     _end(call)
 
-    def _run_whole(self, source: Any, residual: Any, result: Any) -> None:
-        self._encode(0, source, residual)
-        self._peers.alltoall(*self._crossing(0))
-        self._reduce(0, source, residual)
-        self._peers.allgather(*self._spreading(0))
-        self._decode(0, result)
+    def _run_piece(self, turn: int, source: Any, residual: Any, result: Any) -> None:
+        piece, stripes = self._pieces[turn], self._stripes
+        coded, arrived = self._crossing(turn, source)
+        stripes.encode(piece, source, residual, coded)
+        self._peers.alltoall(coded, arrived)
+        reduced, gathered = self._spreading(turn, source)
+        stripes.reduce(piece, arrived, source, residual, reduced)
+        self._peers.allgather(reduced, gathered)
+        stripes.decode(piece, gathered, result)
 
     def _run_pieces(self, source: Any, residual: Any, result: Any, pending: list[Pending]) -> None:
         """Three pieces are in work at a time; ``pending`` has all calls that may be under way."""
-        pieces, behind = self._pieces, self._peers.behind
+        pieces, behind, stripes = self._pieces, self._peers.behind, self._stripes
         arrived: dict[int, Pending] = {}
         gathered: dict[int, Pending] = {}
         for turn in range(len(pieces) + 2):
             if turn < len(pieces):
-                self._encode(turn, source, residual)
-                arrived[turn] = behind(partial(self._peers.alltoall, *self._crossing(turn)))
+                crossing = self._crossing(turn, source)
+                stripes.encode(pieces[turn], source, residual, crossing[0])
+                arrived[turn] = behind(partial(self._peers.alltoall, *crossing))
                 pending.append(arrived[turn])
             if 1 <= turn <= len(pieces):
-                arrived.pop(turn - 1).result()
-                self._reduce(turn - 1, source, residual)
                 done = turn - 1
-                gathered[done] = behind(partial(self._peers.allgather, *self._spreading(done)))
+                arrived.pop(done).result()
+                spreading = self._spreading(done, source)
+                stripes.reduce(pieces[done], self._crossing(done, source)[1], source, residual, spreading[0])
+                gathered[done] = behind(partial(self._peers.allgather, *spreading))
                 pending.append(gathered[done])
             if turn >= 2:
-                gathered.pop(turn - 2).result()
-                self._decode(turn - 2, result)
+                done = turn - 2
+                gathered.pop(done).result()
+                stripes.decode(pieces[done], self._spreading(done, source)[1], result)
             del pending[: -2 * _STAGES]
 
     # -- buffers ----------------------------------------------------------------------------------
 
-    def _buffer(self, name: str, turn: int, blocks: int, like: Any = None) -> Any:
-        like = self._like if like is None else like
-        whole = self._peers.scratch.get(f"{name} {turn % _STAGES}", blocks * self._wire, np.uint8, like)
+    def _buffer(self, name: str, turn: int, blocks: int, like: Any) -> Any:
+        scratch, nbytes = self._peers.scratch, blocks * self._wire
+        whole = scratch.get(f"{name} {turn % self._stages}", nbytes, np.uint8, like)
         return whole[: blocks * self._codec.wire_nbytes(self._pieces[turn].width)]
 
-    def _crossing(self, turn: int) -> tuple[Any, Any]:
+    def _crossing(self, turn: int, like: Any) -> tuple[Any, Any]:
+        """What this rank sends to all, and what it gets from all."""
         size = self._peers.size
-        return self._buffer("coded", turn, size), self._buffer("arrived", turn, size)
+        return self._buffer("coded", turn, size, like), self._buffer("arrived", turn, size, like)
 
-    def _spreading(self, turn: int) -> tuple[Any, Any]:
-        return self._buffer("reduced", turn, 1), self._buffer("gathered", turn, self._peers.size)
-
-    def _blocks(self, wire: Any, turn: int) -> Sequence[Any]:
-        width = self._codec.wire_nbytes(self._pieces[turn].width)
-        return [wire[q * width : (q + 1) * width] for q in range(self._peers.size)]
-
-    # -- the work between the calls ---------------------------------------------------------------
-
-    def _encode(self, turn: int, source: Any, residual: Any) -> None:
-        """Codes the other ranks' stripes of a piece."""
-        self._like = source
-        piece, rank, scratch = self._pieces[turn], self._peers.rank, self._peers.scratch
-        for q, wire in enumerate(self._blocks(self._buffer("coded", turn, self._peers.size), turn)):
-            part = piece.stripe(q)
-            numbers = source[part]
-            if q == rank or not numbers.size:
-                continue
-            if residual is None:
-                self._codec.encode_into(numbers, wire, scratch)
-                continue
-            kept = residual[part]
-            kept += numbers
-            self._codec.encode_into(kept, wire, scratch)
-            said = scratch.get("said", self._width, np.float32, source)[: kept.size]
-            self._codec.decode_into(wire, said, scratch)
-            kept -= said
-
-    def _reduce(self, turn: int, source: Any, residual: Any) -> None:
-        """Adds up this rank's stripe in rank order, and codes the sum."""
-        peers, scratch = self._peers, self._peers.scratch
-        own = self._pieces[turn].stripe(peers.rank)
-        total = scratch.get("total", self._width, np.float32, source)[: own.stop - own.start]
-        if not total.size:
-            return
-        for q, wire in enumerate(self._blocks(self._crossing(turn)[1], turn)):
-            if q != peers.rank:
-                self._codec.decode_into(wire, total, scratch, add=q > 0)
-                continue
-            if residual is not None:
-                residual[own] += source[own]
-            mine = (source if residual is None else residual)[own]
-            if q:
-                total += mine
-            else:
-                total[...] = mine
-        if self._factor != 1:
-            total *= self._factor
-        reduced = self._spreading(turn)[0]
-        self._codec.encode_into(total, reduced, scratch)
-        if residual is not None:
-            said = scratch.get("said", self._width, np.float32, source)[: total.size]
-            self._codec.decode_into(reduced, said, scratch)
-            total -= said
-            residual[own] = total if self._factor == 1 else total / self._factor
-
-    def _decode(self, turn: int, result: Any) -> None:
-        """Writes all stripes of a piece."""
-        piece = self._pieces[turn]
-        for q, wire in enumerate(self._blocks(self._spreading(turn)[1], turn)):
-            numbers = result[piece.stripe(q)]
-            if numbers.size:
-                self._codec.decode_into(wire, numbers, self._peers.scratch)
+    def _spreading(self, turn: int, like: Any) -> tuple[Any, Any]:
+        """This rank's coded sum, and everybody's."""
+        size = self._peers.size
+        return self._buffer("reduced", turn, 1, like), self._buffer("gathered", turn, size, like)
 
 
-def cut_in_pieces(count: int, size: int, longest: int) -> tuple[_Piece, ...]:
+def cut_in_pieces(count: int, size: int, longest: int) -> tuple[Piece, ...]:
     """Cuts a message into pieces of about ``longest`` elements, each of which has one stripe a rank.
 
     Args:
@@ -209,11 +139,11 @@ def cut_in_pieces(count: int, size: int, longest: int) -> tuple[_Piece, ...]:
         longest: Elements of a piece.
     """
     width = max(-(-longest // size) // 1024 * 1024, 1024)
-    pieces = [_Piece(i, i + width * size, width) for i in range(0, count - width * size + 1, width * size)]
+    pieces = [Piece(i, i + width * size, width) for i in range(0, count - width * size + 1, width * size)]
     start = pieces[-1].stop if pieces else 0
     if start < count or not pieces:
         last = -(-(count - start) // size)
-        pieces.append(_Piece(start, count, -(-last // _GRAIN) * _GRAIN))
+        pieces.append(Piece(start, count, -(-last // _GRAIN) * _GRAIN))
     return tuple(pieces)
 
 

@@ -1,10 +1,13 @@
-"""The CUDA source of the kernels that code and decode gradients: blocks with a factor, and casts.
+"""The CUDA source of the kernels that code, add up and decode gradients: blocks with a factor, and casts.
 
-As in ``flagcx.kernels.source``, no header of the CUDA toolkit is needed, and the arithmetic is in functions
-that a host compiler takes too. They make the very bits that the NumPy codecs make.
+As in ``flagcx.kernels.source``, no header of the CUDA toolkit is needed. They make the very bits that the
+NumPy codecs make, and a host compiler takes all but their head, with a warp of one thread.
 
-A warp codes one block: it finds the largest magnitude, as the largest pattern of bits, so that NaN wins; then
-it writes the codes. Decoding has a thread for each number.
+A message, or a piece of it, consists of one stripe for each rank; each is coded by itself, and all in one
+launch. A warp deals with one block of a stripe, whose numbers its threads hold, in groups that share a word
+of codes: it finds the largest magnitude, as the largest pattern of bits, so that NaN wins, and then writes
+the codes. What arrived from all ranks is decoded, added in the order of ranks and coded again by one kernel.
+So everything is read and written once.
 """
 
 from __future__ import annotations
@@ -14,13 +17,27 @@ from types import MappingProxyType
 from flagcx.errors import OperationError
 from flagcx.kernels.source import conversions, float16_conversions
 
-ENCODE, DECODE = "flagcx_encode", "flagcx_decode"
-"""Names of the two kernels in every module."""
+ENCODE, REDUCE, DECODE = "flagcx_encode", "flagcx_reduce", "flagcx_decode"
+"""Names of the three kernels in every module."""
 
-THREADS = 256
-"""Threads of a block."""
+THREADS, WARP = 256, 32
+"""Threads of a block of threads, and of a warp."""
 
-_HEAD = "#define FLAGCX_DEVICE __device__ __forceinline__\n"
+_HEAD = r"""
+#define FLAGCX_DEVICE __device__ __forceinline__
+#define FLAGCX_KERNEL extern "C" __global__ void __launch_bounds__(THREADS)
+FLAGCX_DEVICE int lane() { return threadIdx.x & (LANES - 1); }
+FLAGCX_DEVICE long long warp() { return ((long long)blockIdx.x * THREADS + threadIdx.x) / LANES; }
+FLAGCX_DEVICE long long warps() { return (long long)gridDim.x * (THREADS / LANES); }
+FLAGCX_DEVICE unsigned largest_of_warp(unsigned x) {
+#pragma unroll
+  for (int step = LANES / 2; step; step >>= 1) {
+    const unsigned other = __shfl_xor_sync(0xffffffffu, x, step);
+    x = other > x ? other : x;
+  }
+  return x;
+}
+"""
 
 _FACTORS = r"""
 // Factors of a block whose largest magnitude has these bits: 0 under 1e-36, NaN for infinity and NaN.
@@ -61,84 +78,292 @@ FLAGCX_DEVICE float from_code(u8 code) { return from_float8_e5m2(code); }
     }
 )
 
-# Where the code of number j of a block of n stands, and what of its byte it is.
-_PLACES = r"""
-FLAGCX_DEVICE float number_at(const u8* codes, i64 j, i64 n) {
+# A word holds the codes of a group: of four numbers, or of four of a block's first half and of the four that
+# are as far behind its middle.
+_WORDS = r"""
+typedef u32 Word;
 #ifdef PAIRS
-  const i64 half = (n + 1) / 2;
-  return from_code(j < half ? (u8)(codes[j] & 15) : (u8)(codes[j - half] >> 4));
-#else
-  (void)n;
-  return from_code(codes[j]);
-#endif
+const int PER = 8;
+FLAGCX_DEVICE i64 bytes_of(i64 n) { return (n + 1) / 2; }
+FLAGCX_DEVICE Word code(const float* v, float inverse) {
+  Word word = 0;
+#pragma unroll
+  for (int k = 0; k < 4; k++)
+    word |= (Word)(u8)((to_code(v[k] * inverse) & 15) | to_code(v[4 + k] * inverse) << 4) << 8 * k;
+  return word;
 }
-FLAGCX_DEVICE i64 bytes_of(i64 n) {
-#ifdef PAIRS
-  return (n + 1) / 2;
-#else
-  return n;
-#endif
+FLAGCX_DEVICE void decode(Word word, float scale, float* v) {
+#pragma unroll
+  for (int k = 0; k < 4; k++) {
+    v[k] = from_code((u8)(word >> 8 * k & 15)) * scale;
+    v[4 + k] = from_code((u8)(word >> (8 * k + 4) & 15)) * scale;
+  }
 }
-FLAGCX_DEVICE u8 byte_at(const float* x, i64 j, i64 n, float inverse) {
-#ifdef PAIRS
-  const i64 half = (n + 1) / 2;
-  const u8 high = j + half < n ? to_code(x[j + half] * inverse) : (u8)8;
-  return (u8)((to_code(x[j] * inverse) & 15) | high << 4);
 #else
-  (void)n;
-  return to_code(x[j] * inverse);
-#endif
+const int PER = 4;
+FLAGCX_DEVICE i64 bytes_of(i64 n) { return n; }
+FLAGCX_DEVICE Word code(const float* v, float inverse) {
+  Word word = 0;
+#pragma unroll
+  for (int k = 0; k < 4; k++) word |= (Word)to_code(v[k] * inverse) << 8 * k;
+  return word;
 }
+FLAGCX_DEVICE void decode(Word word, float scale, float* v) {
+#pragma unroll
+  for (int k = 0; k < 4; k++) v[k] = from_code((u8)(word >> 8 * k)) * scale;
+}
+#endif
+FLAGCX_DEVICE i64 factors_nbytes(i64 count) { return ((count + BLOCK - 1) / BLOCK * 4 + 15) / 16 * 16; }
+FLAGCX_DEVICE float load_factor(const float* at) { return *at; }
+FLAGCX_DEVICE void store_factor(float* at, float x) { *at = x; }
 """
 
-_BLOCK_KERNELS = r"""
-extern "C" __global__ void __launch_bounds__(THREADS) flagcx_encode(
-    const float* x, u8* codes, float* scales, i64 count, i64 block) {
-  const int lane = threadIdx.x & 31;
-  const i64 warps = (i64)gridDim.x * (THREADS / 32), blocks = (count + block - 1) / block;
-  for (i64 b = ((i64)blockIdx.x * THREADS + threadIdx.x) / 32; b < blocks; b += warps) {
-    const float* from = x + b * block;
-    const i64 left = count - b * block, n = left < block ? left : block;
-    u32 largest = 0;
-    for (i64 i = lane; i < n; i += 32) {
-      const u32 bits = __float_as_uint(from[i]) & 0x7fffffffu;
+# Casts have no factors.
+_CAST_WORDS = r"""
+typedef u64 Word;
+const int PER = 4;
+FLAGCX_DEVICE i64 bytes_of(i64 n) { return 2 * n; }
+FLAGCX_DEVICE Word code(const float* v, float) {
+  Word word = 0;
+#pragma unroll
+  for (int k = 0; k < 4; k++) word |= (Word)TO(v[k]) << 16 * k;
+  return word;
+}
+FLAGCX_DEVICE void decode(Word word, float, float* v) {
+#pragma unroll
+  for (int k = 0; k < 4; k++) v[k] = FROM((u16)(word >> 16 * k));
+}
+FLAGCX_DEVICE i64 factors_nbytes(i64) { return 0; }
+FLAGCX_DEVICE float load_factor(const float*) { return 1.0f; }
+FLAGCX_DEVICE void store_factor(float*, float) {}
+FLAGCX_DEVICE float inverse_of(u32) { return 1.0f; }
+FLAGCX_DEVICE float scale_of(u32) { return 1.0f; }
+"""
+
+_KERNELS = r"""
+// Groups of a block, and how many of them a thread holds; of few in registers, of many in local memory.
+const int GROUPS = BLOCK / PER, HELD = (GROUPS + LANES - 1) / LANES;
+const int UNROLL = HELD <= 8 ? HELD : 1, RANKS_AT_ONCE = HELD <= 2 ? 4 : 1;
+struct alignas(16) Four { float x[4]; };
+
+// Where a block stands: in which stripe of a piece, and how many numbers it has, which may be none.
+struct Place { i64 stripe, count, start, n; };
+FLAGCX_DEVICE Place place_of(i64 at, i64 count, i64 width) {
+  const i64 each = (width + BLOCK - 1) / BLOCK, stripe = at / each;
+  const i64 left = count - stripe * width, own = left < width ? left : width;
+  const i64 start = (at - stripe * each) * BLOCK, rest = own - start;
+  return {stripe, own, start, rest < BLOCK ? rest : BLOCK};
+}
+// The factor and the codes of a block in the coded form of a stripe.
+struct Coded { u8* codes; float* factor; };
+FLAGCX_DEVICE Coded coded_at(u8* wire, i64 count, i64 start) {
+  const i64 number = start / BLOCK;
+  return {wire + factors_nbytes(count) + number * bytes_of(BLOCK), (float*)wire + number};
+}
+// Whether a block is as long as can be, and lies so that groups and words can be moved whole.
+FLAGCX_DEVICE bool whole(i64 n, const float* x, const float* y, const u8* codes) {
+  return n == BLOCK && (((u64)x | (u64)y) & 15) == 0 && ((u64)codes & (sizeof(Word) - 1)) == 0;
+}
+
+// Group g of n numbers, a word of their codes; what lies behind the end is 0 and is not written.
+template <bool WHOLE> FLAGCX_DEVICE void load_group(const float* x, i64 g, i64 n, float* v) {
+#pragma unroll
+  for (int part = 0; part < PER / 4; part++) {
+    const i64 half = (n + 1) / 2, first = part * half + 4 * g, stop = PER == 4 || part ? n : half;
+    if (WHOLE) {
+      const Four four = *(const Four*)(x + first);
+      for (int k = 0; k < 4; k++) v[4 * part + k] = four.x[k];
+    } else {
+      for (int k = 0; k < 4; k++) v[4 * part + k] = first + k < stop ? x[first + k] : 0.0f;
+    }
+  }
+}
+template <bool WHOLE> FLAGCX_DEVICE void store_group(float* x, i64 g, i64 n, const float* v) {
+#pragma unroll
+  for (int part = 0; part < PER / 4; part++) {
+    const i64 half = (n + 1) / 2, first = part * half + 4 * g, stop = PER == 4 || part ? n : half;
+    if (WHOLE) {
+      Four four;
+      for (int k = 0; k < 4; k++) four.x[k] = v[4 * part + k];
+      *(Four*)(x + first) = four;
+    } else {
+      for (int k = 0; k < 4; k++)
+        if (first + k < stop) x[first + k] = v[4 * part + k];
+    }
+  }
+}
+// What the codes of group g stand for; 0 behind the end.
+template <bool WHOLE>
+FLAGCX_DEVICE void load_coded(const u8* codes, i64 g, i64 n, float scale, float* v) {
+  Word word = 0;
+  if (WHOLE) {
+    word = ((const Word*)codes)[g];
+  } else {
+    for (i64 i = 0, at = g * sizeof(Word); i < (i64)sizeof(Word) && at + i < bytes_of(n); i++)
+      word |= (Word)codes[at + i] << 8 * i;
+  }
+  decode(word, scale, v);
+  for (int k = 0; k < (WHOLE ? 0 : PER); k++) {
+    const i64 half = (n + 1) / 2, low = 4 * g + k % 4, at = k < 4 ? low : half + low;
+    if (at >= n || (PER > 4 && low >= half)) v[k] = 0.0f;
+  }
+}
+template <bool WHOLE> FLAGCX_DEVICE void store_word(u8* codes, i64 g, i64 n, Word word) {
+  if (WHOLE) {
+    ((Word*)codes)[g] = word;
+  } else {
+    for (i64 i = 0, at = g * sizeof(Word); i < (i64)sizeof(Word) && at + i < bytes_of(n); i++)
+      codes[at + i] = (u8)(word >> 8 * i);
+  }
+}
+
+// Codes the numbers that a warp holds; what coding took from them, divided by ``factor``, goes to ``lost``.
+template <bool WHOLE>
+FLAGCX_DEVICE void code_held(float (*held)[PER], i64 n, const Coded& to, float* lost, float factor) {
+  u32 largest = 0;
+#pragma unroll UNROLL
+  for (int h = 0; h < HELD; h++)
+#pragma unroll
+    for (int k = 0; k < PER; k++) {
+      const u32 bits = __float_as_uint(held[h][k]) & 0x7fffffffu;
       largest = bits > largest ? bits : largest;
     }
+  largest = largest_of_warp(largest);
+  const float inverse = inverse_of(largest), scale = scale_of(largest);
+  if (lane() == 0) store_factor(to.factor, scale);
+#pragma unroll UNROLL
+  for (int h = 0; h < HELD; h++) {
+    const i64 g = lane() + h * LANES;
+    if (g >= GROUPS) continue;
+    const Word word = code(held[h], inverse);
+    store_word<WHOLE>(to.codes, g, n, word);
+    if (!lost) continue;
+    float left[PER];
+    decode(word, scale, left);
 #pragma unroll
-    for (int step = 16; step; step >>= 1) {
-      const u32 other = __shfl_xor_sync(0xffffffffu, largest, step);
-      largest = other > largest ? other : largest;
+    for (int k = 0; k < PER; k++) {
+      left[k] = held[h][k] - left[k];
+      if (factor != 1.0f) left[k] /= factor;
     }
-    const float inverse = inverse_of(largest);
-    if (lane == 0) scales[b] = scale_of(largest);
-    u8* to = codes + b * bytes_of(block);
-    for (i64 j = lane; j < bytes_of(n); j += 32) to[j] = byte_at(from, j, n, inverse);
+    store_group<WHOLE>(lost, g, n, left);
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) flagcx_decode(
-    const u8* codes, const float* scales, float* out, i64 count, i64 block, int add) {
-  const i64 threads = (i64)gridDim.x * THREADS;
-  for (i64 i = (i64)blockIdx.x * THREADS + threadIdx.x; i < count; i += threads) {
-    const i64 b = i / block, left = count - b * block, n = left < block ? left : block;
-    const float x = number_at(codes + b * bytes_of(block), i - b * block, n) * scales[b];
-    out[i] = add ? out[i] + x : x;
+template <bool WHOLE>
+FLAGCX_DEVICE void encode_block(const float* x, float* residual, i64 n, const Coded& to) {
+  float held[HELD][PER];
+#pragma unroll UNROLL
+  for (int h = 0; h < HELD; h++) {
+    const i64 g = lane() + h * LANES;
+#pragma unroll
+    for (int k = 0; k < PER; k++) held[h][k] = 0.0f;
+    if (g >= GROUPS) continue;
+    load_group<WHOLE>(x, g, n, held[h]);
+    if (!residual) continue;
+    float kept[PER];
+    load_group<WHOLE>(residual, g, n, kept);
+#pragma unroll
+    for (int k = 0; k < PER; k++) held[h][k] += kept[k];
+  }
+  code_held<WHOLE>(held, n, to, residual, 1.0f);
+}
+
+FLAGCX_KERNEL flagcx_encode(
+    const float* x, float* residual, u8* wire, i64 count, i64 width, i64 stride, i64 stripes, i64 own) {
+  const i64 blocks = (width + BLOCK - 1) / BLOCK * stripes;
+  for (i64 at = warp(); at < blocks; at += warps()) {
+    const Place p = place_of(at, count, width);
+    if (p.stripe == own || p.n <= 0) continue;
+    const i64 first = p.stripe * width + p.start;
+    float* const kept = residual ? residual + first : nullptr;
+    const Coded to = coded_at(wire + p.stripe * stride, p.count, p.start);
+    if (whole(p.n, x + first, kept, to.codes)) encode_block<true>(x + first, kept, p.n, to);
+    else encode_block<false>(x + first, kept, p.n, to);
   }
 }
-"""
 
-_CAST_KERNELS = r"""
-extern "C" __global__ void __launch_bounds__(THREADS) flagcx_encode(const float* x, u16* codes, i64 count) {
-  const i64 threads = (i64)gridDim.x * THREADS;
-  for (i64 i = (i64)blockIdx.x * THREADS + threadIdx.x; i < count; i += threads) codes[i] = TO(x[i]);
+template <bool WHOLE>
+FLAGCX_DEVICE void reduce_block(
+    const Coded& from, i64 stride, const float* x, float* residual, i64 n, const Coded& to, int rank,
+    int size, float factor) {
+  float own[HELD][PER], held[HELD][PER];
+#pragma unroll UNROLL
+  for (int h = 0; h < HELD; h++) {
+    const i64 g = lane() + h * LANES;
+#pragma unroll
+    for (int k = 0; k < PER; k++) own[h][k] = held[h][k] = 0.0f;
+    if (g >= GROUPS) continue;
+    load_group<WHOLE>(x, g, n, own[h]);
+    if (!residual) continue;
+    float kept[PER];
+    load_group<WHOLE>(residual, g, n, kept);
+#pragma unroll
+    for (int k = 0; k < PER; k++) own[h][k] += kept[k];
+  }
+#pragma unroll RANKS_AT_ONCE
+  for (int q = 0; q < size; q++) {
+    const float scale = q == rank ? 0.0f : load_factor((const float*)((const u8*)from.factor + q * stride));
+#pragma unroll UNROLL
+    for (int h = 0; h < HELD; h++) {
+      const i64 g = lane() + h * LANES;
+      if (g >= GROUPS) continue;
+      float v[PER];
+      if (q != rank) load_coded<WHOLE>(from.codes + q * stride, g, n, scale, v);
+#pragma unroll
+      for (int k = 0; k < PER; k++) {
+        const float number = q == rank ? own[h][k] : v[k];
+        held[h][k] = q ? held[h][k] + number : number;
+      }
+    }
+  }
+  if (factor != 1.0f)
+#pragma unroll UNROLL
+    for (int h = 0; h < HELD; h++)
+#pragma unroll
+      for (int k = 0; k < PER; k++) held[h][k] *= factor;
+  code_held<WHOLE>(held, n, to, residual, factor);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) flagcx_decode(
-    const u16* codes, float* out, i64 count, int add) {
-  const i64 threads = (i64)gridDim.x * THREADS;
-  for (i64 i = (i64)blockIdx.x * THREADS + threadIdx.x; i < count; i += threads) {
-    const float x = FROM(codes[i]);
-    out[i] = add ? out[i] + x : x;
+FLAGCX_KERNEL flagcx_reduce(
+    u8* arrived, const float* x, float* residual, u8* reduced, i64 count, i64 stride, int rank, int size,
+    float factor) {
+  for (i64 start = warp() * BLOCK; start < count; start += warps() * BLOCK) {
+    const i64 n = count - start < BLOCK ? count - start : BLOCK;
+    float* const kept = residual ? residual + start : nullptr;
+    const Coded from = coded_at(arrived, count, start), to = coded_at(reduced, count, start);
+    const bool fast = whole(n, x + start, kept, to.codes) && whole(n, kept, kept, from.codes);
+    if (fast) reduce_block<true>(from, stride, x + start, kept, n, to, rank, size, factor);
+    else reduce_block<false>(from, stride, x + start, kept, n, to, rank, size, factor);
+  }
+}
+
+template <bool WHOLE> FLAGCX_DEVICE void decode_block(const Coded& from, float* out, i64 n, bool add) {
+  const float scale = load_factor(from.factor);
+#pragma unroll UNROLL
+  for (int h = 0; h < HELD; h++) {
+    const i64 g = lane() + h * LANES;
+    if (g >= GROUPS) continue;
+    float v[PER], before[PER];
+    load_coded<WHOLE>(from.codes, g, n, scale, v);
+    if (add) {
+      load_group<WHOLE>(out, g, n, before);
+#pragma unroll
+      for (int k = 0; k < PER; k++) v[k] = before[k] + v[k];
+    }
+    store_group<WHOLE>(out, g, n, v);
+  }
+}
+
+FLAGCX_KERNEL flagcx_decode(
+    u8* wire, float* out, i64 count, i64 width, i64 stride, i64 stripes, int add) {
+  const i64 blocks = (width + BLOCK - 1) / BLOCK * stripes;
+  for (i64 at = warp(); at < blocks; at += warps()) {
+    const Place p = place_of(at, count, width);
+    if (p.n <= 0) continue;
+    const Coded from = coded_at(wire + p.stripe * stride, p.count, p.start);
+    float* const to = out + p.stripe * width + p.start;
+    if (whole(p.n, to, to, from.codes)) decode_block<true>(from, to, p.n, add);
+    else decode_block<false>(from, to, p.n, add);
   }
 }
 """
@@ -148,29 +373,38 @@ NAMES = (*_CODES, *_CASTS)
 """The codecs that have kernels."""
 
 
-def arithmetic(name: str) -> str:
-    """The functions on which a block's kernels stand, in C that a host compiler takes too."""
-    return conversions() + _CODES[name] + _FACTORS + _PLACES
-
-
-def compress_source(name: str) -> str:
-    """The whole CUDA source of a codec's kernels, ``ENCODE`` and ``DECODE``.
+def kernels(name: str, block: int) -> str:
+    """The kernels of a codec without their head, which says what a warp is.
 
     Args:
         name: "int8", "int4", "fp8", "fp8_e5m2", "fp16" or "bf16".
+        block: Numbers that share a factor, and that a warp deals with: a multiple of 32.
+
+    Raises:
+        OperationError: There are no kernels for that codec.
+    """
+    head = f"#define BLOCK {block}\n" + conversions()
+    if name in _CODES:
+        return head + _CODES[name] + _FACTORS + _WORDS + _KERNELS
+    if name not in _CASTS:
+        raise OperationError(f"there are no kernels for {name!r}; expected one of {', '.join(NAMES)}")
+    kind = _CASTS[name]
+    casts = f"#define TO to_{kind}\n#define FROM from_{kind}\n"
+    return head + casts + float16_conversions() + _CAST_WORDS + _KERNELS
+
+
+def compress_source(name: str, block: int) -> str:
+    """The whole CUDA source of a codec's kernels, ``ENCODE``, ``REDUCE`` and ``DECODE``.
+
+    Args:
+        name: See ``kernels``.
+        block: See ``kernels``.
 
     Raises:
         OperationError: There are no kernels for that codec.
 
     Example:
-        >>> "flagcx_encode" in compress_source("int8")
+        >>> "flagcx_encode" in compress_source("int8", 256)
         True
     """
-    head = f"{_HEAD}#define THREADS {THREADS}\n"
-    if name in _CODES:
-        return head + arithmetic(name) + _BLOCK_KERNELS
-    if name not in _CASTS:
-        raise OperationError(f"there are no kernels for {name!r}; expected one of {', '.join(NAMES)}")
-    kind = _CASTS[name]
-    head += f"#define TO to_{kind}\n#define FROM from_{kind}\n"
-    return head + conversions() + float16_conversions() + _CAST_KERNELS
+    return f"#define THREADS {THREADS}\n#define LANES {WARP}\n{_HEAD}{kernels(name, block)}"

@@ -1,19 +1,27 @@
-"""Times candidates for arrays on GPUs: NCCL's own, schedules over NCCL, and the transport's protocols."""
+"""Times candidates for arrays on GPUs: NCCL's own, schedules over NCCL, and the transport's protocols.
+
+A table of these times holds what the GPUs need for a call, without what the host needs to enqueue it.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import math
+import weakref
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 from flagcx.algorithms import Algorithm
 from flagcx.collectives import COLLECTIVES
 from flagcx.dtypes import DType, ReduceOp, dtype_of, resolve_op
-from flagcx.selection.measurement import DTYPE, Clock, Measurement, forms
+from flagcx.selection.measurement import DTYPE, Clock, Measurement, Pace, forms
 from flagcx.selection.modelled import mixes_for
 from flagcx.selection.on_device import DIRECT_ALGORITHMS
 from flagcx.selection.planned import Order, build_along
 from flagcx.selection.selector import Choice
 from flagcx.selection.table import Candidate
 from flagcx.transport.base import Call, Plan, Transport
+from flagcx.transport.device_plans import SchedulePlan
 from flagcx.transport.nccl_native import native_form, native_schedule
 
 PIECE_NBYTES = (4 << 20,)
@@ -22,8 +30,25 @@ MOST_SCRATCH_NBYTES = 1 << 30
 """An algorithm in which every rank gets every rank's message whole is not measured beyond this."""
 _MIXED_FROM_NBYTES = 1 << 20
 """Below, latency decides, and two algorithms have that of the slower."""
-_CAPTURED_AFTER = 4
-"""Calls with the same arrays after which a plan surely replays a graph."""
+_WARM_AFTER = 4
+"""Calls with the same arrays after which a plan is warm: kernels are compiled, NCCL is connected, and a
+schedule replays its graph."""
+_SHORT_S = 200e-6
+"""A call that takes longer hides what the host needs to enqueue it."""
+_MAYBE_SHORT_S = 1e-3
+"""A single call that takes so long may be a short one that was disturbed."""
+_TRIAL_CALLS = 10
+"""Calls by which it is told how many a graph should have."""
+_GRAPH_S = 400e-6
+"""How long a graph's calls take one by one; the GPU may need but a quarter of it."""
+_MOST_CALLS = 64
+"""Calls in a graph."""
+_MOST_SCHEDULES = 4
+"""Calls in a graph that go through a schedule over NCCL."""
+_RESOLUTION_MS = 1e-3
+"""An event tells no shorter time. One rank alone may need none."""
+_MOST_KEPT_NBYTES = 8 << 20
+"""Scratch that a graph may take for good."""
 
 
 class MeasuredTransport(Transport, Protocol):
@@ -39,31 +64,55 @@ class MeasuredTransport(Transport, Protocol):
         """The ways besides NCCL in which a call's data may move."""
 
 
-class _Warming:
-    """A plan that knows whether it has run so often that it replays a graph.
+class _Subject:
+    """A plan under measurement, and a graph of several of its calls where they are short.
 
-    Every rank counts its own runs, and all make the same ones.
+    Args:
+        plan: The plan.
+        most_calls: How many calls a graph of it may have.
+
+    Attributes:
+        run: The plan's ``run``.
+        most_calls: See above.
+        settled: Whether it has run so often that it is warm, and it is known whether it goes by a graph.
+        graph: The graph, or None.
+        calls: How many calls the graph has.
     """
 
-    __slots__ = ("_cold", "_plan", "run")
+    __slots__ = ("__weakref__", "_plan", "calls", "graph", "most_calls", "run", "settled")
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan, self.run, self._cold = plan, plan.run, True
+    def __init__(self, plan: Plan, most_calls: int) -> None:
+        self._plan, self.run, self.most_calls = plan, plan.run, most_calls
+        self.settled, self.calls = False, 0
+        self.graph: Any = None
 
-    def warm_up(self, wanted: int) -> int:
-        """How many runs must go before a batch."""
-        cold, self._cold = self._cold, False
-        return max(wanted, _CAPTURED_AFTER) if cold else wanted
+    def replay(self, stream: Any) -> None:
+        """Launches the graph. Nobody else may hold it: an error's frames would keep it."""
+        self.graph.launch(stream)
+
+    def close(self) -> None:
+        """Gives the graphs back, before the memory that they use. Idempotent."""
+        self.graph = None
+        if isinstance(self._plan, SchedulePlan):
+            self._plan.close()  # The communicator keeps a plan that was captured, but not for its own graphs.
+
+    __del__ = close
 
 
 class DeviceMeasurement(Measurement):
-    """Measures CuPy arrays by events on the current stream.
+    """Measures how long GPUs need for a call with CuPy arrays, by events on a stream.
+
+    Enqueueing a call from Python may take longer than the GPU needs for it. Then all short candidates would
+    look alike. So short calls are timed in replays of a graph of several, where the host is not in the way.
+    Long ones, which hide the host's time, are timed as they are. What the host needs is in no time: a program
+    whose host runs ahead, or that replays a graph itself, does not wait for it.
 
     Args:
         transport: What carries the data.
         cupy: The CuPy module.
         clock: Joins the ranks' processes.
         order: The ranks along the machine's links, or None.
+        streams: Two that are not blocking: what runs, and what captures.
         collective: Name of the collective.
         nbytes: Bytes of the message, or of one block where the collective has blocks.
     """
@@ -74,14 +123,18 @@ class DeviceMeasurement(Measurement):
         cupy: Any,
         clock: Clock,
         order: Order | None,
+        streams: tuple[Any, Any],
         collective: str,
         nbytes: int,
     ) -> None:
         def full(count: int) -> Any:
-            return cupy.zeros(count, DTYPE)
+            with streams[0]:
+                return cupy.zeros(count, DTYPE)
 
         super().__init__(collective, nbytes, transport.rank, transport.size, full)
         self._transport, self._cupy, self._clock, self._order = transport, cupy, clock, order
+        self._stream, self._captures = streams
+        self._subjects: weakref.WeakSet[_Subject] = weakref.WeakSet()
 
     def plan(self, choice: Choice) -> Plan:
         """See ``Measurement.plan``."""
@@ -93,25 +146,95 @@ class DeviceMeasurement(Measurement):
                 self._order, self.collective, algorithm, self.size, self.root, choice.pieces
             )
         call = Call(schedule, self.rank, self.count, self.dtype, self.op, self.in_place, choice.protocol)
-        return _Warming(self._transport.compile(call))
+        subject = _Subject(self._transport.compile(call), self._most_calls(choice))
+        self._subjects.add(subject)
+        return subject
+
+    def _most_calls(self, choice: Choice) -> int:
+        """How many calls a graph may have.
+
+        Each call of a schedule in a graph takes scratch of its own, up to every rank's message, which the
+        communicator keeps. Their steps through NCCL take so long that a graph of few outlasts its launch.
+        """
+        if choice.algorithm == Algorithm.NATIVE or choice.protocol:
+            return _MOST_CALLS
+        return min(_MOST_SCHEDULES, _MOST_KEPT_NBYTES // (self.size * self.count * DTYPE.itemsize))
+
+    def time_all(
+        self, choices: Sequence[Choice], pace: Pace, seed: int = 0, always: Collection[int] = ()
+    ) -> list[list[float]]:
+        """See ``Measurement.time_all``.
+
+        No graph outlives it, whatever happens: NCCL's communicator would wait for it when it is closed.
+        """
+        try:
+            return super().time_all(choices, pace, seed, always)
+        finally:
+            for subject in list(self._subjects):
+                subject.close()
 
     def seconds(self, plan: Plan, calls: int, warm_up: int) -> float:
-        """See ``Measurement.seconds``: from when the GPU may begin to when it has done the last call."""
-        run, given, result = plan.run, self.given, self.result
-        stream = self._cupy.cuda.get_current_stream()
+        """See ``Measurement.seconds``: from when the GPU may begin to when it has done the last call.
+
+        Where the plan goes by a graph, there may be a few more calls, to make whole graphs.
+        """
+        assert isinstance(plan, _Subject)
+        with self._stream:
+            if not plan.settled:
+                self._settle(plan)
+            if plan.graph is not None:
+                launches = math.ceil(calls / plan.calls)
+                return self._time(lambda: plan.replay(self._stream), launches, 1) / plan.calls
+            return self._plain(plan, calls, warm_up)
+
+    def _settle(self, subject: _Subject) -> None:
+        """Runs a plan until it is warm, and captures a graph of its calls if these are short.
+
+        All ranks decide by the same number, the slowest's time: else they would part ways.
+        """
+        least = self._plain(subject, 1, _WARM_AFTER)
+        if least <= _MAYBE_SHORT_S:  # One call says little where calls are short.
+            least = min(least, self._plain(subject, _TRIAL_CALLS, 0))
+        calls = min(math.ceil(_GRAPH_S / least), subject.most_calls)
+        if least <= _SHORT_S and calls > 1:
+            subject.graph, subject.calls = self._captured(subject.run, calls), calls
+        subject.settled = True
+
+    def _captured(self, run: Callable[[Any, Any], None], calls: int) -> Any:
+        """A graph of so many calls."""
+        stream = self._captures
+        with stream:
+            stream.begin_capture()
+            try:
+                for _ in range(calls):
+                    run(self.given, self.result)
+            except BaseException:
+                with contextlib.suppress(Exception):
+                    stream.end_capture()  # What is wrong has been said.
+                raise
+            return stream.end_capture()
+
+    def _plain(self, subject: _Subject, calls: int, warm_up: int) -> float:
+        run, given, result = subject.run, self.given, self.result
+        for _ in range(warm_up):
+            run(given, result)
+        self._stream.synchronize()
+        return self._time(lambda: run(given, result), calls, 0)
+
+    def _time(self, enqueue: Callable[[], None], times: int, ahead: int) -> float:
+        """Seconds of each ``enqueue``, on the slowest rank; those ahead bring the ranks in step."""
+        stream = self._stream
         start, end = self._cupy.cuda.Event(), self._cupy.cuda.Event()
-        assert isinstance(plan, _Warming)
-        for _ in range(plan.warm_up(warm_up)):
-            run(given, result)
-        stream.synchronize()
         self._clock.barrier()
+        for _ in range(ahead):
+            enqueue()
         start.record(stream)
-        for _ in range(calls):
-            run(given, result)
+        for _ in range(times):
+            enqueue()
         end.record(stream)
         end.synchronize()
-        elapsed_ms = self._cupy.cuda.get_elapsed_time(start, end)
-        return self._clock.slowest(elapsed_ms / 1e3 / calls)
+        elapsed_ms = max(self._cupy.cuda.get_elapsed_time(start, end), _RESOLUTION_MS)
+        return self._clock.slowest(elapsed_ms / 1e3 / times)
 
 
 class DeviceBench:
@@ -132,6 +255,8 @@ class DeviceBench:
     ) -> None:
         self._transport, self._cupy, self._clock, self._order = transport, cupy, clock, order
         self.size = transport.size
+        # The stream that all threads have by default cannot be captured, and waits for those that block.
+        self._streams = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
 
     def candidates(self, collective: str, nbytes: int) -> list[Candidate]:
         """NCCL's own, the schedules, and those that the transport's protocols carry.
@@ -168,4 +293,6 @@ class DeviceBench:
 
     def measurement(self, collective: str, nbytes: int) -> DeviceMeasurement:
         """Arrays and plans for one collective at one size."""
-        return DeviceMeasurement(self._transport, self._cupy, self._clock, self._order, collective, nbytes)
+        return DeviceMeasurement(
+            self._transport, self._cupy, self._clock, self._order, self._streams, collective, nbytes
+        )

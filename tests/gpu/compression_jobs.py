@@ -7,6 +7,7 @@ import hashlib
 import numpy as np
 
 import flagcx as fc
+from flagcx.compression import two_step
 
 NAMES = ("fp16", "bf16", "fp8", "fp8_e5m2", "int8", "int4", "topk", "randomk", "powersgd", "sparse", "auto")
 SAME_BITS = ("fp16", "bf16", "fp8", "fp8_e5m2", "int8", "int4", "sparse")
@@ -16,10 +17,13 @@ def data(rank: int, count: int, step: int = 0) -> np.ndarray:
     return np.random.default_rng([rank, count, step]).standard_normal(count).astype(np.float32)
 
 
-def as_on_the_host(counts: list[int], steps: int) -> list[str]:
-    """Each codec with feedback, on CuPy arrays and on NumPy arrays."""
+def as_on_the_host(
+    counts: list[int], steps: int, piece_nbytes: int = two_step.DEVICE_PIECE_NBYTES
+) -> list[str]:
+    """Each codec with feedback, on CuPy arrays and on NumPy arrays; by the GPU in pieces of some bytes."""
     import cupy
 
+    two_step.DEVICE_PIECE_NBYTES = piece_nbytes
     comm, faults = fc.init(), []
     for count in counts:
         for name in NAMES:

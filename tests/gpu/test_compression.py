@@ -76,6 +76,10 @@ def test_all_reduces_end_as_those_of_the_host(ranks, size):
     assert faults_of(ranks(size, jobs.as_on_the_host, [1, 1000, 100_003], 3)) == ""
 
 
+def test_pieces_end_as_on_the_host(ranks):
+    assert faults_of(ranks(3, jobs.as_on_the_host, [100_003], 2, 65_536)) == ""
+
+
 def test_with_feedback_nothing_is_lost(ranks):
     assert faults_of(ranks(2, jobs.nothing_is_lost, 50_021, 4)) == ""
 

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import subprocess
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from flagcx.compression import Quantized
+from flagcx.compression.codec import Scratch
+from flagcx.compression.device import StripeKernels
+from flagcx.compression.stripes import FusedStripes, LoopedStripes
+from flagcx.compression.two_step import cut_in_pieces
 from flagcx.errors import OperationError
 from flagcx.kernels import compress
 from flagcx.kernels.source import OPTIONS
@@ -17,35 +24,19 @@ from tests.kernels.test_conversions import COMPILER
 
 BLOCKED = ("int8", "int4", "fp8", "fp8_e5m2")
 
-_HOST = """
+# One warp of one thread.
+_HEAD = """
 #include <math.h>
 #include <string.h>
 #define FLAGCX_DEVICE static inline
+#define FLAGCX_KERNEL extern "C" void
+#define LANES 1
+static inline int lane() { return 0; }
+static inline long long warp() { return 0; }
+static inline long long warps() { return 1; }
+static inline unsigned largest_of_warp(unsigned x) { return x; }
 static inline float __uint_as_float(unsigned x) { float f; memcpy(&f, &x, 4); return f; }
 static inline unsigned __float_as_uint(float f) { unsigned x; memcpy(&x, &f, 4); return x; }
-"""
-# The kernels' loops, one thread after the other.
-_LOOPS = """
-extern "C" void encode(const float* x, u8* codes, float* scales, long count, long block) {
-  for (long b = 0; b * block < count; b++) {
-    const float* from = x + b * block;
-    long left = count - b * block, n = left < block ? left : block;
-    u32 largest = 0;
-    for (long i = 0; i < n; i++) {
-      u32 bits = __float_as_uint(from[i]) & 0x7fffffffu;
-      largest = bits > largest ? bits : largest;
-    }
-    scales[b] = scale_of(largest);
-    u8* to = codes + b * bytes_of(block);
-    for (long j = 0; j < bytes_of(n); j++) to[j] = byte_at(from, j, n, inverse_of(largest));
-  }
-}
-extern "C" void decode(const u8* codes, const float* scales, float* out, long count, long block) {
-  for (long i = 0; i < count; i++) {
-    long b = i / block, left = count - b * block, n = left < block ? left : block;
-    out[i] = number_at(codes + b * bytes_of(block), i - b * block, n) * scales[b];
-  }
-}
 """
 
 
@@ -53,41 +44,65 @@ extern "C" void decode(const u8* codes, const float* scales, float* out, long co
     nvrtc.library() is None, reason="NVRTC is not installed: pip install nvidia-cuda-nvrtc-cu12"
 )
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("block", [32, 256, 4096])
 @pytest.mark.parametrize("name", compress.NAMES)
-def test_kernels_compile_without_a_warning(name, architecture):
-    made = nvrtc.compile_for(compress.compress_source(name), architecture, OPTIONS)
+def test_kernels_compile_without_a_warning(name, block, architecture):
+    made = nvrtc.compile_for(compress.compress_source(name, block), architecture, OPTIONS)
     assert made.status == 0, made.log
     assert made.log == ""
-    assert compress.ENCODE.encode() in made.code and compress.DECODE.encode() in made.code
+    for kernel in (compress.ENCODE, compress.REDUCE, compress.DECODE):
+        assert kernel.encode() in made.code
 
 
 def test_a_codec_without_kernels_is_named():
     with pytest.raises(OperationError, match="no kernels for 'topk'; expected one of int8, int4, fp8"):
-        compress.compress_source("topk")
+        compress.compress_source("topk", 256)
+
+
+class HostKernels(StripeKernels):
+    """The kernels, compiled for the host."""
+
+    def __init__(self, name: str, block: int, libraries: dict) -> None:
+        self._block = block
+        self._encode, self._reduce, self._decode = (
+            partial(self._launch, getattr(libraries[name, block], kernel))
+            for kernel in (compress.ENCODE, compress.REDUCE, compress.DECODE)
+        )
+
+    @staticmethod
+    def _launch(function, grid, threads, arguments) -> None:
+        assert grid[0] >= 1
+        kinds = {np.int64: ctypes.c_longlong, np.int32: ctypes.c_int, np.float32: ctypes.c_float}
+        function(
+            *(
+                a.ctypes.data_as(ctypes.c_void_p)
+                if isinstance(a, np.ndarray)
+                else None
+                if isinstance(a, int)
+                else kinds[type(a)](a)
+                for a in arguments
+            )
+        )
 
 
 @pytest.fixture(scope="module")
-def libraries(tmp_path_factory) -> dict[str, ctypes.CDLL]:
+def libraries(tmp_path_factory) -> dict[tuple[str, int], ctypes.CDLL]:
     if COMPILER is None:
         pytest.skip("no C++ compiler on this machine")
     directory, made = tmp_path_factory.mktemp("compress"), {}
-    for name in BLOCKED:
-        source, library = directory / f"{name}.cpp", directory / f"{name}.so"
-        source.write_text(_HOST + compress.arithmetic(name) + _LOOPS)
+    for name, block in itertools.product(BLOCKED, (32, 256)):
+        source, library = directory / f"{name}{block}.cpp", directory / f"{name}{block}.so"
+        source.write_text(_HEAD + compress.kernels(name, block))
         command = [COMPILER, "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-o", str(library), str(source)]
         subprocess.run(command, check=True, capture_output=True)
-        made[name] = ctypes.CDLL(str(library))
+        made[name, block] = ctypes.CDLL(str(library))
     return made
-
-
-def pointers(*arrays: np.ndarray) -> list[ctypes.c_void_p]:
-    return [a.ctypes.data_as(ctypes.c_void_p) for a in arrays]
 
 
 @pytest.mark.parametrize("name", BLOCKED)
 @pytest.mark.parametrize("block", [32, 256])
 @pytest.mark.parametrize("count", [1, 2, 33, 255, 256, 70_001])
-def test_the_kernels_arithmetic_makes_the_bits_of_numpy(libraries, name, block, count):
+def test_the_kernels_make_the_bits_of_numpy(libraries, name, block, count):
     rng = np.random.default_rng(count)
     x = (rng.standard_normal(count) * 10.0 ** rng.uniform(-30, 30, count)).astype(np.float32)
     x[:: 2 * block + 1] = 0
@@ -95,25 +110,60 @@ def test_the_kernels_arithmetic_makes_the_bits_of_numpy(libraries, name, block, 
         x[:block] = 0
         x[block : 2 * block] = 1e-38
         x[2 * block : 3 * block] = np.arange(block) + np.float32(0.5)  # ties
-    codec = Quantized(name, block)
-    wire = np.zeros(codec.wire_nbytes(count), np.uint8)
-    want = codec.encode(x).parts[0]
-    scales, codes = codec._views(wire, count)
-    libraries[name].encode(*pointers(x, codes, scales), ctypes.c_long(count), ctypes.c_long(block))
-    want_scales, want_codes = codec._views(want, count)
-    np.testing.assert_array_equal(scales, want_scales)
-    np.testing.assert_array_equal(codes, want_codes)
-    out = np.empty_like(x)
-    libraries[name].decode(*pointers(codes, scales, out), ctypes.c_long(count), ctypes.c_long(block))
-    np.testing.assert_array_equal(out, codec.decode(codec.encode(x)))
+    codec, kernels = Quantized(name, block), HostKernels(name, block, libraries)
+    wire, want = (np.zeros(codec.wire_nbytes(count), np.uint8) for _ in range(2))
+    codec.encode_into(x, want, Scratch())
+    kernels.encode(x, None, wire, count, 0)
+    np.testing.assert_array_equal(wire, want)
+    out, host = x.copy(), x.copy()
+    for add in (False, True):
+        kernels.decode(wire, out, count, 0, add=add)
+        codec.decode_into(want, host, Scratch(), add)
+        np.testing.assert_array_equal(out, host)
 
 
 @pytest.mark.parametrize("name", BLOCKED)
 def test_blocks_with_infinity_or_nan_decode_to_nan(libraries, name):
-    x = np.ones(96, np.float32)
+    x, codec = np.ones(96, np.float32), Quantized(name, 32)
     x[3], x[40] = np.inf, np.nan
-    scales, codes = np.empty(3, np.float32), np.empty(96, np.uint8)
-    libraries[name].encode(*pointers(x, codes, scales), ctypes.c_long(96), ctypes.c_long(32))
+    kernels, wire = HostKernels(name, 32, libraries), np.zeros(codec.wire_nbytes(96), np.uint8)
+    kernels.encode(x, None, wire, 96, 0)
     out = np.empty_like(x)
-    libraries[name].decode(*pointers(codes, scales, out), ctypes.c_long(96), ctypes.c_long(32))
+    kernels.decode(wire, out, 96, 0)
     assert np.isnan(out[:64]).all() and (out[64:] == 1).all()
+
+
+@pytest.mark.parametrize("name", BLOCKED)
+@pytest.mark.parametrize("feedback", [False, True])
+@pytest.mark.parametrize("factor", [1, 1 / 3])
+@pytest.mark.parametrize(("size", "count"), [(1, 40), (2, 3), (3, 700), (4, 20_000), (8, 70)])
+def test_all_stripes_in_one_kernel_are_those_of_the_loops(libraries, name, feedback, factor, size, count):
+    """A whole all-reduce of ranks of one process, by both; odd counts leave ranks short or empty stripes."""
+    codec, scale = Quantized(name, 32), np.float32(factor)
+    (piece,) = cut_in_pieces(count, size, 1 << 20)
+    nbytes = codec.wire_nbytes(piece.width)
+    numbers = [np.random.default_rng(q).standard_normal(count).astype(np.float32) for q in range(size)]
+    before = [np.arange(count, dtype=np.float32) / (q + 3 * count) for q in range(size)]
+    ends = []
+    for fused in (False, True):
+        kept = [
+            np.arange(count, dtype=np.float32) / (q + 3 * count) if feedback else None for q in range(size)
+        ]
+        coded = [np.zeros(size * nbytes, np.uint8) for _ in range(size)]
+        gathered, result = np.zeros(size * nbytes, np.uint8), np.zeros(count, np.float32)
+        ranks = []
+        for q in range(size):
+            peers = SimpleNamespace(rank=q, size=size, scratch=Scratch())
+            kernels = HostKernels(name, 32, libraries)
+            made = FusedStripes(codec, kernels, peers, scale) if fused else LoopedStripes(codec, peers, scale)
+            made.encode(piece, numbers[q], kept[q], coded[q])
+            ranks.append(made)
+        for q, made in enumerate(ranks):
+            arrived = np.concatenate([other[q * nbytes : (q + 1) * nbytes] for other in coded])
+            made.reduce(piece, arrived, numbers[q], kept[q], gathered[q * nbytes : (q + 1) * nbytes])
+        ranks[0].decode(piece, gathered, result)
+        ends.append([result, gathered, *coded, *(kept if feedback else [])])
+    for looped, fused in zip(*ends, strict=True):
+        np.testing.assert_array_equal(fused, looped)
+    exact = factor * np.sum(numbers + (before if feedback else []), axis=0, dtype=np.float64)
+    assert np.linalg.norm(ends[1][0] - exact) < 0.2 * np.linalg.norm(exact)

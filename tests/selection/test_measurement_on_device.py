@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import Counter
 from time import perf_counter
 from types import SimpleNamespace
 
@@ -14,30 +16,101 @@ from flagcx.dtypes import dtype_of
 from flagcx.selection.measurement import Clock, Pace, as_choice
 from flagcx.selection.measurement_on_device import DeviceBench
 from flagcx.selection.table import Candidate, Fit, Table
-from flagcx.selection.tuner import tune
+from flagcx.selection.tuner import measure_point, tune
 from flagcx.transport.base import Call
+from flagcx.transport.device_plans import SchedulePlan
 from tests.ranks import run_ranks
 
 
-class FakeEvent:
-    """Reads the clock where the GPU would."""
+class FakeGraph:
+    """What was enqueued between ``begin_capture`` and ``end_capture``."""
 
-    def record(self, stream) -> None:
-        self.at = perf_counter()
+    def __init__(self, device, calls) -> None:
+        self.device, self.calls = device, calls
+        device.graphs.add(self)
+
+    def launch(self, stream=None) -> None:
+        assert stream.non_blocking and stream is not self.device.capturing
+        self.device.log.append(("launch", self.calls[0][0], len(self.calls)))
+        self.device.launched(self.calls)
+
+
+class FakeStream:
+    """A stream that can be captured if it was made for it."""
+
+    def __init__(self, device, non_blocking=False) -> None:
+        self.device, self.non_blocking = device, non_blocking
+
+    def __enter__(self):
+        self.device.current.append(self)
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.device.current.pop()
+
+    def begin_capture(self, mode=None) -> None:
+        assert self.non_blocking and self.device.capturing is None
+        self.device.capturing, self.device.captured = self, []
+
+    def end_capture(self) -> FakeGraph:
+        calls, self.device.captured, self.device.capturing = self.device.captured, None, None
+        self.device.log.append(("capture", calls[0][0] if calls else "", len(calls)))
+        return FakeGraph(self.device, calls)
 
     def synchronize(self) -> None:
-        pass
+        assert self.device.capturing is None
+        self.device.wait(self.device.now_us())
 
 
-def fake_cupy():
-    """As much of CuPy as the tuner uses, with NumPy's arrays."""
-    stream = SimpleNamespace(synchronize=lambda: None)
-    cuda = SimpleNamespace(
-        Event=FakeEvent,
-        get_current_stream=lambda: stream,
-        get_elapsed_time=lambda start, end: (end.at - start.at) * 1e3,
-    )
-    return SimpleNamespace(cuda=cuda, zeros=np.zeros)
+class FakeDevice:
+    """As much of CuPy as the tuner uses, with NumPy's arrays. What is enqueued is done at once.
+
+    Attributes:
+        log: What happened: (what, name of the plan, calls).
+        graphs: Those that are still there.
+    """
+
+    def __init__(self) -> None:
+        self.current, self.capturing, self.captured = [FakeStream(self)], None, None
+        self.log: list[tuple[str, str, int]] = []
+        self.graphs: weakref.WeakSet = weakref.WeakSet()
+        device = self
+
+        class Event:
+            def record(self, stream) -> None:
+                assert stream is device.current[-1]
+                self.at_us = device.now_us()
+
+            def synchronize(self) -> None:
+                device.wait(self.at_us)
+
+        self.cupy = SimpleNamespace(zeros=np.zeros, cuda=SimpleNamespace())
+        self.cupy.cuda.Event = Event
+        self.cupy.cuda.Stream = lambda non_blocking: FakeStream(self, non_blocking)
+        self.cupy.cuda.get_elapsed_time = lambda start, end: (end.at_us - start.at_us) / 1e3
+
+    def enqueue(self, name, work) -> None:
+        """Enqueues ``work`` of a plan on the current stream, or puts it into the graph that is captured."""
+        assert self.current[-1].non_blocking, "what is measured runs on a stream of its own"
+        assert (self.capturing is None) or self.current[-1] is self.capturing
+        if self.capturing is not None:
+            self.captured.append((name, work))
+            return
+        self.log.append(("run", name, 1))
+        self.started([(name, work)])
+
+    def now_us(self) -> float:
+        return perf_counter() * 1e6
+
+    def wait(self, until_us) -> None:
+        """The host waits until then."""
+
+    def started(self, calls) -> None:
+        """Calls are enqueued one by one."""
+        for _, work in calls:
+            work()
+
+    launched = started
 
 
 class FakeTransport:
@@ -45,8 +118,8 @@ class FakeTransport:
 
     nccl_version = 22809
 
-    def __init__(self, host) -> None:
-        self._host, self.rank, self.size = host, host.rank, host.size
+    def __init__(self, host, device) -> None:
+        self._host, self.rank, self.size, self._device = host, host.rank, host.size, device
         self.runs: dict[tuple[str, str], int] = {}
 
     def protocols(self, collective, algorithm, nbytes, dtype, op):
@@ -67,16 +140,20 @@ class FakeTransport:
         self.runs[key] = 0
 
         def run(given, result):
-            self.runs[key] += 1
-            plan.run(given, result)
+            def work():
+                self.runs[key] += 1
+                plan.run(given, result)
+
+            self._device.enqueue("/".join(key), work)
 
         return SimpleNamespace(run=run)
 
 
 def _bench(order=None):
     comm = fc.init(tuning=False)
-    transport = FakeTransport(comm._transport)
-    return comm, transport, DeviceBench(transport, fake_cupy(), Clock(comm._transport), order)
+    device = FakeDevice()
+    transport = FakeTransport(comm._transport, device)
+    return device, transport, DeviceBench(transport, device.cupy, Clock(comm._transport), order)
 
 
 def _names(bench, collective, nbytes):
@@ -101,16 +178,18 @@ def test_what_is_measured():
 
 
 def _tune():
-    comm, transport, bench = _bench()
+    device, transport, bench = _bench()
     pace = Pace(2e-4, 2, near=1e9)
-    table = tune(bench, Fit({}, comm.size, "nccl", {}, {}), ("allreduce", "gather"), [1024, 65536], pace)
-    return table.to_json(), transport.runs
+    table = tune(bench, Fit({}, bench.size, "nccl", {}, {}), ("allreduce", "gather"), [1024, 65536], pace)
+    return table.to_json(), transport.runs, device.log, len(device.graphs)
 
 
 def test_tuning_gives_the_same_table_on_every_rank():
-    (text, runs), (same, others) = run_ranks(_tune, 2)
+    (text, runs, log, left), (same, others, their_log, their_left) = run_ranks(_tune, 2)
     assert text == same
     assert runs == others, "all ranks make the same calls"
+    assert log == their_log, "in the same order, and capture the same"
+    assert left == their_left == 0
     table = Table.from_json(text)
     assert [p.nbytes for p in table.measured["allreduce"]] == [1024, 65536]
     assert [p.nbytes for p in table.measured["gather"]] == [512, 32768], "bytes of a block"
@@ -118,16 +197,17 @@ def test_tuning_gives_the_same_table_on_every_rank():
     assert Candidate("one_shot", 0, "peer_memory") in first
     assert Candidate("one_shot", 0, "peer_memory") not in second
     assert Candidate("native") in second
-    assert min(runs.values()) >= 6, "calls until the graph is captured do not count"
+    assert min(runs.values()) >= 6, "calls until a plan is warm do not count"
 
 
 def _along():
-    comm, _, bench = _bench((0, 2, 1, 3))
+    device, transport, bench = _bench((0, 2, 1, 3))
     for algorithm in ("native", "ring", "tree", "one_shot"):
         measured = bench.measurement("allreduce", 4 * 1003)
         plan = measured.plan(as_choice(Candidate(algorithm), 4 * 1003))
-        measured.given[:] = np.arange(1003) + 10_000 * comm.rank
-        plan.run(measured.given, measured.result)
+        measured.given[:] = np.arange(1003) + 10_000 * transport.rank
+        with device.cupy.cuda.Stream(non_blocking=True):
+            plan.run(measured.given, measured.result)
         if not (measured.result == 4 * np.arange(1003) + 60_000).all():
             return algorithm
     return ""
@@ -151,6 +231,217 @@ def test_nccls_own_is_measured_where_it_serves(version):
     transport = SimpleNamespace(
         size=4, rank=0, nccl_version=version, protocols=lambda *call: frozenset(), dtype=dtype_of("float32")
     )
-    bench = DeviceBench(transport, fake_cupy(), None)
+    bench = DeviceBench(transport, FakeDevice().cupy, None)
     assert Candidate("native") in bench.candidates("reduce_scatter", 1024)
     assert Candidate("native") in bench.candidates("alltoall", 1024)
+
+
+# -- what the host needs, and what the GPU needs --------------------------------------------------
+
+
+class TimedDevice(FakeDevice):
+    """A device and its host in time that is made up: the host enqueues, and the GPU follows.
+
+    Attributes:
+        host_us: Time of the host to enqueue a call, by the plan's name; 6 for the others.
+        gpu_us: Time of the GPU for a call, by the plan's name; 20 for the others.
+        delays_us: Added to the first runs, one each.
+    """
+
+    LAUNCH_US = 8.0
+
+    def __init__(self, gpu_us, host_us=None) -> None:
+        super().__init__()
+        self.gpu_us, self.host_us = gpu_us, host_us or {}
+        self.delays_us: list[float] = []
+        self._host_us = self._gpu_us = 0.0
+
+    def now_us(self) -> float:
+        return max(self._host_us, self._gpu_us)
+
+    def wait(self, until_us) -> None:
+        self._host_us = max(self._host_us, until_us)
+
+    def started(self, calls) -> None:
+        ((name, _),) = calls
+        self._go(self.host_us.get(name, 6.0), calls)
+        self._gpu_us += self.delays_us.pop(0) if self.delays_us else 0.0
+
+    def launched(self, calls) -> None:
+        self._go(self.LAUNCH_US, calls)
+
+    def _go(self, host_us, calls) -> None:
+        self._host_us += host_us
+        self._gpu_us = self.now_us() + sum(self.gpu_us.get(name, 20.0) for name, _ in calls)
+
+    def calls(self, what, name) -> list[int]:
+        """How many calls each event of a kind had."""
+        return [count for kind, plan, count in self.log if (kind, plan) == (what, name)]
+
+
+class TimedPlan:
+    """A plan on a device."""
+
+    def __init__(self, device, name) -> None:
+        self.device, self.name = device, name
+
+    def run(self, given, result) -> None:
+        self.device.enqueue(self.name, None)
+
+
+def _timed_bench(device, size=2, plan=TimedPlan):
+    def protocols(collective, algorithm, nbytes, dtype, op):
+        return frozenset({"peer_packets"} if nbytes <= 65536 else ())
+
+    def compile_call(call):
+        return plan(device, str(call.schedule.algorithm) + ("/" + call.protocol if call.protocol else ""))
+
+    transport = SimpleNamespace(
+        rank=0, size=size, nccl_version=22809, protocols=protocols, compile=compile_call
+    )
+    clock = SimpleNamespace(barrier=lambda: None, slowest=lambda seconds: seconds)
+    return DeviceBench(transport, device.cupy, clock)
+
+
+ONE, TWO = Candidate("one_shot", 0, "peer_packets"), Candidate("two_shot", 0, "peer_packets")
+PACE = Pace(batch_s=0.003, rounds=4, near=1.4)
+
+
+def test_what_the_gpu_needs_decides_and_not_what_the_host_needs():
+    # Enqueued one by one, the slower kernel looks better: its host is.
+    device = TimedDevice(
+        {"one_shot/peer_packets": 3.0, "two_shot/peer_packets": 4.4},
+        {"one_shot/peer_packets": 6.3, "two_shot/peer_packets": 6.0},
+    )
+    point = measure_point(_timed_bench(device), "allreduce", 1024, PACE)
+    assert point.times_us[ONE] == pytest.approx(3.0, rel=0.01)
+    assert point.times_us[TWO] == pytest.approx(4.4, rel=0.01)
+    table = Table(Fit({}, 2, "nccl", {}, {}), {"allreduce": (point,)})
+    assert table.rank("allreduce", 1024, lambda candidate: True)[0][0] == ONE
+    (calls,) = device.calls("capture", "one_shot/peer_packets")
+    assert 100 <= 3.0 * calls <= 400, "a graph outlasts its launch"
+
+
+def test_a_plan_is_warm_before_it_is_captured():
+    device = TimedDevice({})
+    measure_point(_timed_bench(device), "allreduce", 1024, PACE)
+    captured = [i for i, (what, *_) in enumerate(device.log) if what == "capture"]
+    names = [device.log[i][1] for i in captured]
+    assert {"native", "one_shot", "one_shot/peer_packets"} <= set(names)
+    assert set(Counter(names).values()) == {1}, "once is enough"
+    for i, name in zip(captured, names, strict=True):
+        assert device.log[:i].count(("run", name, 1)) >= 4
+        assert not device.calls("launch", name) or device.log.index(("launch", *device.log[i][1:])) > i
+
+
+def test_a_long_call_is_not_captured():
+    device = TimedDevice({"native": 150.0, "ring": 250.0})
+    point = measure_point(_timed_bench(device), "allreduce", 1024, Pace(0.003, 4, near=1e9))
+    assert device.calls("capture", "native") and not device.calls("capture", "ring")
+    assert point.times_us[Candidate("native")] == pytest.approx(150.0, rel=0.03)
+    assert point.times_us[Candidate("ring")] == pytest.approx(250.0, rel=0.03)
+
+
+def test_what_passes_before_the_gpu_begins_is_not_timed():
+    device = TimedDevice({"native": 4.0})
+    measured = _timed_bench(device).measurement("allreduce", 1024)
+    plan = measured.plan(as_choice(Candidate("native"), 1024))
+    assert measured.seconds(plan, 1, 1) == pytest.approx(4e-6, rel=1e-6), "one launch takes the host 8 us"
+
+
+def test_a_call_of_no_time_has_one():
+    device = TimedDevice({"native": 0.0}, {"native": 0.0})
+    device.LAUNCH_US = 0.0
+    point = measure_point(_timed_bench(device), "allreduce", 1024, PACE)
+    assert 0 < point.times_us[Candidate("native")] < 0.1, "tables hold no other"
+
+
+def test_a_disturbed_call_does_not_pass_for_a_long_one():
+    device = TimedDevice({"native": 4.0})
+    device.delays_us = [50_000.0] * 4 + [700.0]  # The first ones compile kernels and connect.
+    measured = _timed_bench(device).measurement("allreduce", 1024)
+    ((first, *_),) = measured.time_all([as_choice(Candidate("native"), 1024)], PACE)
+    assert first == pytest.approx(4e-6, rel=0.01)
+    assert device.log[4] == ("run", "native", 1) and not device.delays_us, "the first that was timed"
+
+
+@pytest.mark.parametrize(("nbytes", "most"), [(1024, 4), (1 << 20, 4), (2 << 20, 2), (4 << 20, 0)])
+def test_graphs_of_schedules_keep_little_scratch(nbytes, most):
+    device = TimedDevice({"native": 20.0})
+    point = measure_point(_timed_bench(device), "allreduce", nbytes, PACE)
+    assert max(device.calls("capture", "one_shot"), default=0) == most
+    assert max(device.calls("capture", "native")) > 4, "which needs none"
+    assert point.times_us[Candidate("one_shot")] == pytest.approx(20.0, rel=0.2)
+
+
+def test_graphs_go_before_the_plans_that_they_run():
+    device, gone = TimedDevice({"native": 4.0, "ring": 100.0}), []
+
+    class Plan(TimedPlan):
+        def __init__(self, device, name) -> None:
+            super().__init__(device, name)
+            weakref.finalize(self, gone.append, ("plan", name))
+
+    made, original = [], FakeStream.end_capture
+
+    def end_capture(stream):
+        graph = original(stream)
+        made.append(graph.calls[0][0])
+        weakref.finalize(graph, gone.append, ("graph", made[-1]))
+        return graph
+
+    bench = _timed_bench(device, plan=Plan)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FakeStream, "end_capture", end_capture)
+        measure_point(bench, "allreduce", 1024, PACE)
+    assert not device.graphs and {"native", "ring", "one_shot/peer_packets"} <= set(made)
+    for name in made:
+        assert gone.index(("graph", name)) < gone.index(("plan", name))
+
+
+def test_no_graph_outlives_an_error():
+    device = TimedDevice({"native": 4.0})
+    measured = _timed_bench(device).measurement("allreduce", 1024)
+
+    def fail(seconds):
+        if device.calls("launch", "native"):
+            raise KeyboardInterrupt
+        return seconds
+
+    measured._clock.slowest = fail
+    with pytest.raises(KeyboardInterrupt) as info:
+        measured.time_all([as_choice(Candidate("native"), 1024)], PACE)
+    assert info.tb is not None and device.calls("capture", "native"), "whose frames hold the plan"
+    assert not device.graphs
+
+
+def test_a_capture_that_fails_is_ended_and_its_error_told():
+    device = TimedDevice({"native": 4.0})
+
+    class Plan(TimedPlan):
+        def run(self, given, result) -> None:
+            if device.capturing is not None:
+                raise fc.OperationError("cannot be captured")
+            super().run(given, result)
+
+    measured = _timed_bench(device, plan=Plan).measurement("allreduce", 1024)
+    with pytest.raises(fc.OperationError, match="cannot be captured"):
+        measured.time_all([as_choice(Candidate("native"), 1024)], PACE)
+    assert device.capturing is None and len(device.current) == 1
+
+
+def test_a_captured_schedule_gives_its_own_graphs_back():
+    device, closed = TimedDevice({}), []
+
+    class Plan(SchedulePlan):
+        def __init__(self, device, name) -> None:
+            self.name = name
+
+        def run(self, given, result) -> None:
+            device.enqueue(self.name, None)
+
+        def close(self) -> None:
+            closed.append(self.name)
+
+    measure_point(_timed_bench(device, plan=Plan), "allreduce", 1024, PACE)
+    assert {"ring", "one_shot", "two_shot"} <= set(closed)

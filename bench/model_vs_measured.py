@@ -10,8 +10,8 @@ links of a kind. It uses no clock and no chance. The folder of tables holds what
 file a machine, by the names in ``machines``; beside it, a folder nccl-topology-xml has NCCL's XML of two.
 
 Schedules, against graph replays on H200 (``bench/results/gpu_replays_*_h200.jsonl``): what the model predicts
-of each, with the constants as they are. These were chosen by the file of four GPUs; that of two GPUs is of an
-earlier day. NCCL's own stands beside them, by its constants as they are.
+of each, with the constants as they are: those were chosen by an earlier run, and the file is of a later day.
+NCCL's own stands beside them, by its constants as they are.
 """
 
 from __future__ import annotations

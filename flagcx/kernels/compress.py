@@ -249,9 +249,9 @@ FLAGCX_DEVICE void code_held(float (*held)[PER], i64 n, const Coded& to, float* 
   }
 }
 
+// The numbers of a block, with the residual if there is one.
 template <bool WHOLE>
-FLAGCX_DEVICE void encode_block(const float* x, float* residual, i64 n, const Coded& to) {
-  float held[HELD][PER];
+FLAGCX_DEVICE void take(const float* x, const float* residual, i64 n, float (*held)[PER]) {
 #pragma unroll UNROLL
   for (int h = 0; h < HELD; h++) {
     const i64 g = lane() + h * LANES;
@@ -265,6 +265,12 @@ FLAGCX_DEVICE void encode_block(const float* x, float* residual, i64 n, const Co
 #pragma unroll
     for (int k = 0; k < PER; k++) held[h][k] += kept[k];
   }
+}
+
+template <bool WHOLE>
+FLAGCX_DEVICE void encode_block(const float* x, float* residual, i64 n, const Coded& to) {
+  float held[HELD][PER];
+  take<WHOLE>(x, residual, n, held);
   code_held<WHOLE>(held, n, to, residual, 1.0f);
 }
 
@@ -286,20 +292,8 @@ template <bool WHOLE>
 FLAGCX_DEVICE void reduce_block(
     const Coded& from, i64 stride, const float* x, float* residual, i64 n, const Coded& to, int rank,
     int size, float factor) {
-  float own[HELD][PER], held[HELD][PER];
-#pragma unroll UNROLL
-  for (int h = 0; h < HELD; h++) {
-    const i64 g = lane() + h * LANES;
-#pragma unroll
-    for (int k = 0; k < PER; k++) own[h][k] = held[h][k] = 0.0f;
-    if (g >= GROUPS) continue;
-    load_group<WHOLE>(x, g, n, own[h]);
-    if (!residual) continue;
-    float kept[PER];
-    load_group<WHOLE>(residual, g, n, kept);
-#pragma unroll
-    for (int k = 0; k < PER; k++) own[h][k] += kept[k];
-  }
+  float own[HELD][PER], held[HELD][PER] = {};
+  take<WHOLE>(x, residual, n, own);
 #pragma unroll RANKS_AT_ONCE
   for (int q = 0; q < size; q++) {
     const float scale = q == rank ? 0.0f : load_factor((const float*)((const u8*)from.factor + q * stride));

@@ -116,12 +116,13 @@ def describe_machine() -> dict[str, Any]:
 
 
 def write_json_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Appends one JSON object a line to ``path``, each with the date and the machine."""
+    """Appends one JSON object a line to ``path``, each with the date and the machine; NaN as null."""
     path.parent.mkdir(parents=True, exist_ok=True)
     stamp = {"date": datetime.now(timezone.utc).isoformat(timespec="seconds"), **describe_machine()}
     with path.open("a", encoding="utf-8") as file:
         for row in rows:
-            print(json.dumps({**stamp, **row}), file=file)
+            plain = {key: None if value != value else value for key, value in row.items()}
+            print(json.dumps({**stamp, **plain}), file=file)
 
 
 def result_row(result: Result, versions: Mapping[str, str]) -> dict[str, Any]:

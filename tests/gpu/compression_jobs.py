@@ -20,10 +20,10 @@ def data(rank: int, count: int, step: int = 0) -> np.ndarray:
 def as_on_the_host(
     counts: list[int], steps: int, piece_nbytes: int = two_step.DEVICE_PIECE_NBYTES
 ) -> list[str]:
-    """Each codec with feedback, on CuPy arrays and on NumPy arrays; by the GPU in pieces of some bytes."""
+    """Each codec with feedback, on CuPy arrays and on NumPy arrays, both in pieces of so many bytes."""
     import cupy
 
-    two_step.DEVICE_PIECE_NBYTES = piece_nbytes
+    two_step.DEVICE_PIECE_NBYTES = two_step.PIECE_NBYTES = piece_nbytes
     comm, faults = fc.init(), []
     for count in counts:
         for name in NAMES:
@@ -36,7 +36,7 @@ def as_on_the_host(
                 if len(set(comm.allgather_object(hashlib.sha256(got.tobytes()).hexdigest()))) > 1:
                     faults.append(f"{where}: ranks differ")
                 distance = np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-30)
-                # The host adds long messages in other pieces, so single numbers may round otherwise.
+                # Where a number rounds otherwise, it is off by a whole step of its code.
                 if distance > (0.02 if name in SAME_BITS else 0.05):
                     faults.append(f"{where}: {distance:.2g} from the host's")
     return faults

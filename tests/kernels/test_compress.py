@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from flagcx.compression import Quantized
+from flagcx.compression import Feedback, Quantized, two_step
 from flagcx.compression.codec import Scratch
 from flagcx.compression.device import StripeKernels
 from flagcx.compression.stripes import FusedStripes, LoopedStripes
@@ -19,6 +19,7 @@ from flagcx.compression.two_step import cut_in_pieces
 from flagcx.errors import OperationError
 from flagcx.kernels import compress
 from flagcx.kernels.source import OPTIONS
+from tests.compression.peers import on_ranks
 from tests.kernels import nvrtc
 from tests.kernels.test_conversions import COMPILER
 
@@ -167,3 +168,27 @@ def test_all_stripes_in_one_kernel_are_those_of_the_loops(libraries, name, feedb
         np.testing.assert_array_equal(fused, looped)
     exact = factor * np.sum(numbers + (before if feedback else []), axis=0, dtype=np.float64)
     assert np.linalg.norm(ends[1][0] - exact) < 0.2 * np.linalg.norm(exact)
+
+
+@pytest.mark.parametrize("name", BLOCKED)
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_gpu_takes_piece_after_piece_and_ends_with_the_bits_of_the_host(libraries, monkeypatch, name, size):
+    codec, count = Quantized(name, 32), 20_003
+    kernels = HostKernels(name, 32, libraries)
+    monkeypatch.setattr(Quantized, "kernels", lambda self: kernels)
+    monkeypatch.setattr(two_step, "PIECE_NBYTES", 8192)
+    monkeypatch.setattr(two_step, "DEVICE_PIECE_NBYTES", 8192)
+    assert len(cut_in_pieces(count, size, 2048)) > 3
+
+    def train(peers, device):
+        slot = Feedback(codec)["x"]
+        plan, results = two_step.TwoStep(peers, codec, count, 1 / size, slot, device), []
+        for step in range(3):
+            x = np.random.default_rng([peers.rank, step]).standard_normal(count, np.float32)
+            slot.begin(x)
+            plan.run(x, x)
+            results.append(x)
+        return [*results, slot.residual]
+
+    host, device = (on_ranks(size, partial(train, device=device)) for device in (False, True))
+    np.testing.assert_array_equal(device, host)

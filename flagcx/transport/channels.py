@@ -13,7 +13,7 @@ as a channel copies it, and a little longer, while the other end waits for the f
 How many channels a message has depends on its length and on the ranks, and not on how many messages are under
 way: all channels together are enough for one message to each rank. A rank that sends to one peer alone uses
 few of them, and reaches less than its links carry. Several messages to one peer follow each other in the
-same channels.
+same channels. A message so short that it has one channel was measured to take no longer than its copy.
 
 Source: NCCL's ``src/enqueue.cc`` (2.19 and later), ``addP2pToPlan`` and ``scheduleP2pTasksToPlan``.
 """
@@ -38,7 +38,8 @@ class Channels:
         gb_per_s: Bytes that a channel copies a second.
         reach: The part of a link's bandwidth that all channels together get out of it, 0 to 1.
         most: Channels of a rank, a power of two; also the most that a message is given.
-        start_nbytes: Bytes of a part that the receiving end waits for before it has something to copy.
+        start_nbytes: Bytes of a part that the receiving end waits for before it has something to copy, where
+            a message has several.
         least_part_nbytes: Shorter messages are not cut into more parts than such ones.
         most_part_nbytes: Longer parts are cut further, as long as there are channels.
 
@@ -99,7 +100,9 @@ class Channels:
         Returns:
             float64 of the shape of ``nbytes``: what the slower of links and channels needs, and the start.
         """
-        part = nbytes / self.count(nbytes, ranks)
+        count = self.count(nbytes, ranks)
+        part = nbytes / count
         speed = self.gb_per_s * 1000
         copied = part if pair is None else np.bincount(pair, part)[pair]
-        return np.maximum(wire_us / self.reach, copied / speed) + np.minimum(part, self.start_nbytes) / speed
+        start = np.where(count > 1, np.minimum(part, self.start_nbytes), 0.0)
+        return np.maximum(wire_us / self.reach, copied / speed) + start / speed

@@ -60,6 +60,8 @@ def test_a_message_takes_what_the_slower_of_link_and_channels_does():
     assert half.time_us(nbytes, np.array([50.0]), 2) == pytest.approx(100.0, rel=1e-3)
     waits = replace(PLAIN, start_nbytes=20_000)
     assert waits.time_us(nbytes, np.array([50.0]), 2) == pytest.approx(52.0)
+    alone = np.array([64.0 * KIB])  # in one channel, without a wait
+    assert waits.time_us(alone, np.array([0.0]), 2) == pytest.approx(64 * KIB / 10_000)
     short = replace(PLAIN, start_nbytes=10**9)
     assert short.time_us(nbytes, np.array([0.0]), 2) == pytest.approx(2 * by_channels)
 

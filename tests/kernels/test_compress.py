@@ -100,6 +100,14 @@ def libraries(tmp_path_factory) -> dict[tuple[str, int], ctypes.CDLL]:
     return made
 
 
+def placed(x: np.ndarray, offset: int) -> np.ndarray:
+    """A copy so many elements behind a multiple of 16 bytes."""
+    memory = np.empty(x.size + 8, np.float32)
+    start = -memory.ctypes.data % 16 // 4 + offset
+    memory[start : start + x.size] = x
+    return memory[start : start + x.size]
+
+
 @pytest.mark.parametrize("name", BLOCKED)
 @pytest.mark.parametrize("block", [32, 256])
 @pytest.mark.parametrize("count", [1, 2, 33, 255, 256, 70_001])
@@ -114,13 +122,16 @@ def test_the_kernels_make_the_bits_of_numpy(libraries, name, block, count):
     codec, kernels = Quantized(name, block), HostKernels(name, block, libraries)
     wire, want = (np.zeros(codec.wire_nbytes(count), np.uint8) for _ in range(2))
     codec.encode_into(x, want, Scratch())
-    kernels.encode(x, None, wire, count, 0)
-    np.testing.assert_array_equal(wire, want)
-    out, host = x.copy(), x.copy()
-    for add in (False, True):
-        kernels.decode(wire, out, count, 0, add=add)
-        codec.decode_into(want, host, Scratch(), add)
-        np.testing.assert_array_equal(out, host)
+    for offset in (0, 1):  # where blocks can be moved in packs of 16 bytes, and where they cannot
+        wire[...] = 0
+        kernels.encode(placed(x, offset), None, wire, count, 0)
+        np.testing.assert_array_equal(wire, want)
+    for offset in (0, 1):
+        out, host = placed(x, offset), x.copy()
+        for add in (False, True):
+            kernels.decode(wire, out, count, 0, add=add)
+            codec.decode_into(want, host, Scratch(), add)
+            np.testing.assert_array_equal(out, host)
 
 
 @pytest.mark.parametrize("name", BLOCKED)

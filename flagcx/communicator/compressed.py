@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from flagcx.errors import ArgumentError, ArrayError, OperationError
 from flagcx.group import Pending
 from flagcx.kernels.cuda import import_cupy
 from flagcx.profiler import Operation, Recorded
+from flagcx.transport.device_plans import check_alignment
 from flagcx.transport.shared_memory import SharedMemoryTransport
 
 if TYPE_CHECKING:
@@ -100,6 +102,7 @@ class Compressor:
         self._engine, self._device = engine, device
         self.peers = EnginePeers(engine, device)
         self._plans: dict[tuple, CompressedPlan] = {}
+        self._slots: weakref.WeakSet[Slot] = weakref.WeakSet()
         self._scene: Scene | None = None
 
     def find(self, compression: Any, x: Any, op: Op) -> CompressedPlan:
@@ -115,7 +118,8 @@ class Compressor:
             key = (*key, codec)
         else:
             plans, codec = slot.plans, slot.codec
-            key = (*key, id(self))
+            key = (*key, self)
+            self._slots.add(slot)
         plan = plans.get(key)
         if plan is None:
             if len(plans) >= _MOST_PLANS:
@@ -157,8 +161,12 @@ class Compressor:
         return self._scene
 
     def close(self) -> None:
-        """Ends the thread. Idempotent."""
+        """Ends the thread, and lets go of what slots remember of this communicator. Idempotent."""
         self.peers.close()
+        self._plans.clear()
+        for slot in self._slots:
+            for key in [key for key in slot.plans if key[-1] is self]:
+                del slot.plans[key]
 
 
 class CompressedPlan:
@@ -203,7 +211,7 @@ class CompressedPlan:
         self._call(given, result)
 
     def _run(self, given: Any, result: Any) -> None:
-        self._peers.enter()
+        self._peers.enter(given, result)
         if self._agree is not None:
             agree, self._agree = self._agree, None
             agree()
@@ -254,9 +262,14 @@ class EnginePeers:
         self._thread: ThreadPoolExecutor | None = None
         self._bytes = dtype_of(np.uint8)
 
-    def enter(self) -> None:
-        """Puts the current stream of a GPU behind what other streams still do with the scratch arrays."""
+    def enter(self, *arrays: Any) -> None:
+        """Puts the current stream of a GPU behind what other streams still do with the scratch arrays.
+
+        Raises:
+            ArrayError: A caller's array lies so that kernels cannot take it.
+        """
         if self._device:
+            check_alignment(arrays[0].dtype.alignment, *(array.data.ptr for array in arrays))
             self._engine.transport.transfer([], [])
 
     def alltoall(self, given: Any, result: Any) -> None:

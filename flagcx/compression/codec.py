@@ -87,15 +87,9 @@ class Scratch:
         if array is None or len(array) < count:
             make = namespace(like).zeros if zeros else namespace(like).empty
             array = self._arrays[key] = make(count, dtype)
-        if key[1]:
-            self._pin(array)
-        return array[:count]
-
-    def _pin(self, array: Any) -> None:
-        """Keeps an array of a GPU that goes into a caller's graph, also when a larger one takes its place."""
-        cuda = namespace(array).cuda
-        if is_capturing(cuda.runtime, cuda.get_current_stream()):
+        if key[1] and captures(array):  # A caller's graph uses it, also when a larger one takes its place.
             self._captured[id(array)] = array
+        return array[:count]
 
 
 class FixedRate:
@@ -123,7 +117,7 @@ class FixedRate:
 
     def encode(self, x: Any) -> Payload:
         """See ``Codec``."""
-        flat = check_floats(x).reshape(-1)
+        flat = namespace(x).ascontiguousarray(check_floats(x)).reshape(-1)
         wire = namespace(x).empty(self.wire_nbytes(flat.size), np.uint8)
         self.encode_into(flat, wire, Scratch())
         return Payload(self.name, flat.size, (wire,))
@@ -131,9 +125,14 @@ class FixedRate:
     def decode(self, payload: Payload, out: Any = None) -> Any:
         """See ``Codec``."""
         (wire,) = payload.parts
-        result = namespace(wire).empty(payload.count, np.float32) if out is None else out
-        self.decode_into(wire, result.reshape(-1), Scratch())
-        return result
+        flat = namespace(wire).empty(payload.count, np.float32)
+        if out is not None and check_floats(out, "out").size != payload.count:
+            raise ArrayError(f"out has {out.size} elements, and the payload stands for {payload.count}")
+        self.decode_into(wire, flat, Scratch())
+        if out is None:
+            return flat
+        out[...] = flat.reshape(out.shape)
+        return out
 
     def ratio(self, count: int, ranks: int = 2) -> float:
         """See ``Codec``."""
@@ -148,6 +147,12 @@ def padded(nbytes: int) -> int:
 def namespace(array: Any) -> ModuleType:
     """NumPy or CuPy, by the kind of an array. Imports nothing that isn't imported."""
     return sys.modules["cupy"] if on_device(array) else np
+
+
+def captures(array: Any) -> bool:
+    """Whether what is done with an array of a GPU goes into a caller's graph now."""
+    cuda = namespace(array).cuda
+    return is_capturing(cuda.runtime, cuda.get_current_stream())
 
 
 def check_floats(x: Any, what: str = "x") -> Any:

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from flagcx.compression.codec import Scratch, namespace
+from flagcx.arguments import on_device
+from flagcx.compression.codec import Scratch, captures, namespace
 from flagcx.errors import ArgumentError
 
 
@@ -63,13 +64,20 @@ class Slot:
         """Counts a call with ``x``, and makes the arrays at the first.
 
         Raises:
-            ArgumentError: The slot has held an array of another number of elements.
+            ArgumentError: The slot has held an array of another number of elements, or is new inside a
+                capture.
         """
         if self._count is None:
             self._check_shapes(x.size)
+            keeps = self._keeps and not self.codec.lossless
+            if (keeps or self._momentum) and on_device(x) and captures(x):
+                raise ArgumentError(
+                    f"the slot {self.key!r} of this Feedback is new: a graph that captures its first call "
+                    f"would clear its memory in every replay; make one call before the capture"
+                )
             self._count = x.size
             xp = namespace(x)
-            if self._keeps and not self.codec.lossless:
+            if keeps:
                 self.residual = xp.zeros(x.size, np.float32)
             if self._momentum:
                 self.velocity = xp.zeros(x.size, np.float32)

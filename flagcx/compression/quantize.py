@@ -5,7 +5,7 @@ come first, then the codes: a byte for each number, or for int4 a byte for two, 
 the first half of its block and the other at the same place of the second half.
 
 Zero stays zero. A block that holds an infinite number or NaN decodes to NaN everywhere, so that a training
-loop which looks for such finds it. Numbers under 1e-36 become zero.
+loop which looks for such finds it. A block of numbers up to 2e-34 becomes zero.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from flagcx.compression.codec import FixedRate, Scratch, padded
 from flagcx.compression.device import StripeKernels, stripe_kernels
 from flagcx.errors import ArgumentError
 
-TINY = 1e-36
-"""A block whose largest magnitude is no larger is taken as zero: its factor could not be inverted."""
+TINY = 2e-34
+"""A block whose largest magnitude is no larger is taken as zero: what scales it might be no float32."""
 _TILE = 1 << 16
 _LARGEST = float(np.finfo(np.float32).max)
 

@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from flagcx.compression.codec import FixedRate
+from flagcx.arguments import on_device
+from flagcx.compression.codec import FixedRate, namespace
 from flagcx.compression.device import StripeKernels
 from flagcx.compression.peers import Peers
 
@@ -83,7 +84,7 @@ class LoopedStripes:
             codec.encode_into(kept, wire, scratch)
             said = scratch.get("said", piece.width, np.float32, source)[: kept.size]
             codec.decode_into(wire, said, scratch)
-            kept -= said
+            _keep_lost(kept, said, kept)
 
     def reduce(self, piece: Piece, arrived: Any, source: Any, residual: Any, reduced: Any) -> None:
         """See ``Stripes``."""
@@ -108,8 +109,7 @@ class LoopedStripes:
         if residual is not None:
             said = scratch.get("said", piece.width, np.float32, source)[: total.size]
             codec.decode_into(reduced, said, scratch)
-            total -= said
-            residual[own] = total if self._factor == 1 else total / self._factor
+            _keep_lost(total, said, residual[own], self._factor)
 
     def decode(self, piece: Piece, gathered: Any, result: Any) -> None:
         """See ``Stripes``."""
@@ -121,6 +121,17 @@ class LoopedStripes:
     def _blocks(self, piece: Piece, wire: Any) -> Sequence[Any]:
         width = self._codec.wire_nbytes(piece.width)
         return [wire[q * width : (q + 1) * width] for q in range(self._peers.size)]
+
+
+def _keep_lost(coded: Any, said: Any, lost: Any, factor: Any = 1) -> None:
+    """Writes what coding took from numbers, over a factor; 0 for infinity and NaN, which no call mends."""
+    xp = namespace(coded)
+    with np.errstate(all="ignore"):
+        xp.subtract(coded, said, out=lost)
+        if factor != 1:
+            lost /= factor
+        if on_device(lost) or not np.isfinite(lost.sum()):
+            lost[~xp.isfinite(lost)] = 0
 
 
 class FusedStripes:

@@ -28,7 +28,7 @@ import numpy as np
 from flagcx.compression.codec import FixedRate
 from flagcx.compression.feedback import Slot
 from flagcx.compression.peers import Peers, Pending
-from flagcx.compression.stripes import Piece, stripes_of
+from flagcx.compression.stripes import Piece, Stripes, stripes_of
 
 PIECE_NBYTES = 4 << 20
 """Bytes of float32 in a piece on a host."""
@@ -54,12 +54,20 @@ class TwoStep:
         self, peers: Peers, codec: FixedRate, count: int, factor: float, slot: Slot | None, device: bool
     ) -> None:
         self._peers, self._codec, self._slot = peers, codec, slot
-        self._stripes = stripes_of(codec, peers, np.float32(factor), device)
+        self._make_stripes = partial(stripes_of, codec, peers, np.float32(factor), device)
+        self._made: Stripes | None = None
         nbytes = DEVICE_PIECE_NBYTES if device else PIECE_NBYTES
         self._pieces = cut_in_pieces(count, peers.size, nbytes // 4)
         self._wire = codec.wire_nbytes(self._pieces[0].width)
         # A stream does one thing after the other all the same, so there pieces only save memory.
         self._stages = 1 if device or len(self._pieces) == 1 else _STAGES
+
+    @property
+    def _stripes(self) -> Stripes:
+        """Made at the first run, when the current device is known to be the right one."""
+        if self._made is None:
+            self._made = self._make_stripes()
+        return self._made
 
     def run(self, given: Any, result: Any) -> None:
         """See ``transport.base.Plan``; the arrays have one dimension."""

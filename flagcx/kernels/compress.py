@@ -40,15 +40,15 @@ FLAGCX_DEVICE unsigned largest_of_warp(unsigned x) {
 """
 
 _FACTORS = r"""
-// Factors of a block whose largest magnitude has these bits: 0 under 1e-36, NaN for infinity and NaN.
+// Factors of a block whose largest magnitude has these bits: 0 up to 2e-34, NaN for infinity and NaN.
 FLAGCX_DEVICE float inverse_of(u32 bits) {
   float largest = __uint_as_float(bits);
-  return bits < 0x7f800000u && largest > 1e-36f ? LIMIT / largest : 0.0f;
+  return bits < 0x7f800000u && largest > 2e-34f ? LIMIT / largest : 0.0f;
 }
 FLAGCX_DEVICE float scale_of(u32 bits) {
   float largest = __uint_as_float(bits);
   if (bits >= 0x7f800000u) return __uint_as_float(0x7fc00000u);
-  return largest > 1e-36f ? largest / LIMIT : 0.0f;
+  return largest > 2e-34f ? largest / LIMIT : 0.0f;
 }
 """
 
@@ -217,7 +217,8 @@ template <bool WHOLE> FLAGCX_DEVICE void store_word(u8* codes, i64 g, i64 n, Wor
   }
 }
 
-// Codes the numbers that a warp holds; what coding took from them, divided by ``factor``, goes to ``lost``.
+// Codes the numbers that a warp holds; what coding took from them, divided by ``factor``, goes to ``lost``: 0
+// for infinity and NaN, which no later call mends.
 template <bool WHOLE>
 FLAGCX_DEVICE void code_held(float (*held)[PER], i64 n, const Coded& to, float* lost, float factor) {
   u32 largest = 0;
@@ -244,6 +245,7 @@ FLAGCX_DEVICE void code_held(float (*held)[PER], i64 n, const Coded& to, float* 
     for (int k = 0; k < PER; k++) {
       left[k] = held[h][k] - left[k];
       if (factor != 1.0f) left[k] /= factor;
+      if ((__float_as_uint(left[k]) & 0x7f800000u) == 0x7f800000u) left[k] = 0.0f;
     }
     store_group<WHOLE>(lost, g, n, left);
   }

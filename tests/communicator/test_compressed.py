@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import flagcx as fc
+from flagcx.communicator.compressed import EnginePeers
+from flagcx.errors import ArrayError
 from tests.communicator.jobs import job, outcome_of
 from tests.ranks import run_ranks
 
@@ -261,3 +264,30 @@ def test_auto_compresses_on_a_slow_link_what_it_may():
 def test_auto_finds_sparse_gradients_by_their_density():
     done = run_ranks(chooses, 2, "0.0125", 1 << 18, 0.01)
     assert all(plain == "dense" for plain, *_ in done)
+
+
+def test_a_slot_forgets_the_plans_of_a_closed_communicator():
+    """Whose number in memory a later one may have."""
+    slot = fc.compression.Feedback("int8")["x"]
+    for step in range(40):
+        comm = fc.init()
+        assert comm.allreduce(np.ones(100, np.float32), compression=slot)[0] == pytest.approx(1, rel=0.01)
+        assert len(slot.plans) == 1
+        comm.close()
+        assert not slot.plans, step
+        del comm
+
+
+def test_arrays_on_a_gpu_that_kernels_cannot_take_are_refused():
+    calls = []
+    engine = SimpleNamespace(
+        rank=0, size=2, transport=SimpleNamespace(transfer=lambda *moves: calls.append(moves))
+    )
+    peers = EnginePeers(engine, device=True)
+    arrays = [SimpleNamespace(dtype=np.dtype(np.float32), data=SimpleNamespace(ptr=at)) for at in (512, 514)]
+    peers.enter(arrays[0], arrays[0])
+    with pytest.raises(
+        ArrayError, match="begins at address 0x202, and its dtype needs a multiple of 4 bytes"
+    ):
+        peers.enter(arrays[0], arrays[1])
+    assert calls == [([], [])]

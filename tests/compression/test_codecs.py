@@ -186,3 +186,31 @@ def test_the_catalogue_has_every_codec():
     assert [e.name for e in entries.values() if e.lossless] == ["sparse"]
     assert entries["topk"].ratio == pytest.approx(0.03)  # on two ranks
     assert all(entry.codec.name == name and entry.host_gb_per_s > 0 for name, entry in entries.items())
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_e5m2", "int8", "int4"])
+@pytest.mark.parametrize("largest", [1e-38, 1.1e-36, 1e-34, 1.6e-34, 3e-34])
+def test_small_numbers_stay_finite(name, largest):
+    x = np.zeros(64, np.float32)
+    x[3], x[40] = largest, 1
+    back = Quantized(name, 32).decode(Quantized(name, 32).encode(x))
+    assert back[40] == 1 and not back[4:40].any()
+    assert back[3] == pytest.approx(largest if largest > 2e-34 else 0, rel=0.01)
+    assert (back[3] == 0) == (largest < 2e-34)
+
+
+def test_a_view_with_gaps_is_coded_and_written_as_it_looks():
+    x = np.arange(256, dtype=np.float32)
+    payload = Quantized("int8", 32).encode(x[::2])
+    np.testing.assert_allclose(Quantized("int8", 32).decode(payload), x[::2], atol=1.1)
+    out = np.zeros((16, 8), np.float32).T
+    assert Quantized("int8", 32).decode(payload, out) is out
+    np.testing.assert_allclose(out.reshape(-1), x[::2], atol=1.1)
+
+
+def test_an_array_that_a_payload_does_not_fit_is_refused():
+    payload = Quantized("int8").encode(np.ones(40, np.float32))
+    with pytest.raises(ArrayError, match="out has 41 elements, and the payload stands for 40"):
+        Quantized("int8").decode(payload, np.zeros(41, np.float32))
+    with pytest.raises(ArrayError, match="out has dtype float64"):
+        Quantized("int8").decode(payload, np.zeros(40))

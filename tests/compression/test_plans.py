@@ -288,3 +288,45 @@ def test_rows_become_orthogonal_and_dependent_ones_zero():
     rows[2] = 2 * rows[0] - rows[1]
     orthogonalise(rows)
     np.testing.assert_allclose(rows @ rows.T, np.diag([1, 1, 0, 1]), atol=1e-6)
+
+
+@pytest.mark.parametrize("codec", [Quantized("int8", 32), Quantized("fp8", 32), Cast("fp16")], ids=str)
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_a_step_with_infinity_or_nan_leaves_nothing_behind(codec, bad):
+    def rank(peers):
+        slot, results = Feedback(codec)["x"], []
+        plan = make(peers, codec, 200, 0.5, slot)
+        for step in range(4):
+            x = gradient(peers.rank, step, 200)
+            if step == 1 and peers.rank == 1:
+                x[150] = bad
+            slot.begin(x)
+            plan.run(x, x)
+            results.append(x)
+        return results, slot.residual
+
+    for results, residual in on_ranks(2, rank):
+        assert not np.isfinite(results[1][150]), "a training must see it"
+        assert all(np.isfinite(results[i]).all() for i in (0, 2, 3)) and np.isfinite(residual).all()
+
+
+def test_a_sum_times_zero_leaves_nothing_behind():
+    codec = Quantized("int8", 32)
+    results = on_ranks(2, lambda p: train(p, codec, 100, 3, factor=0.0))
+    for sums, slot in results:
+        assert not np.any(sums) and np.isfinite(slot.residual).all()
+
+
+def test_the_first_call_of_a_slot_is_not_for_a_graph(monkeypatch):
+    x = np.ones(10, np.float32)
+    monkeypatch.setattr("flagcx.compression.feedback.on_device", lambda array: True)
+    monkeypatch.setattr("flagcx.compression.feedback.captures", lambda array: True)
+    slot = Feedback("int8")["layer"]
+    with pytest.raises(ArgumentError, match=r"the slot 'layer' .* is new: .*make one call before"):
+        slot.begin(x)
+    Slot(Quantized("int8"), residual=False).begin(x)  # which remembers no array
+    monkeypatch.setattr("flagcx.compression.feedback.captures", lambda array: False)
+    slot.begin(x)
+    monkeypatch.setattr("flagcx.compression.feedback.captures", lambda array: True)
+    slot.begin(x)
+    assert slot.step == 2

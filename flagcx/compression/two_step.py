@@ -20,7 +20,7 @@ feedback of both errors.
 from __future__ import annotations
 
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -54,20 +54,17 @@ class TwoStep:
         self, peers: Peers, codec: FixedRate, count: int, factor: float, slot: Slot | None, device: bool
     ) -> None:
         self._peers, self._codec, self._slot = peers, codec, slot
-        self._make_stripes = partial(stripes_of, codec, peers, np.float32(factor), device)
-        self._made: Stripes | None = None
+        self._factor, self._device = np.float32(factor), device
         nbytes = DEVICE_PIECE_NBYTES if device else PIECE_NBYTES
         self._pieces = cut_in_pieces(count, peers.size, nbytes // 4)
         self._wire = codec.wire_nbytes(self._pieces[0].width)
         # A stream does one thing after the other all the same, so there pieces only save memory.
         self._stages = 1 if device or len(self._pieces) == 1 else _STAGES
 
-    @property
+    @cached_property
     def _stripes(self) -> Stripes:
         """Made at the first run, when the current device is known to be the right one."""
-        if self._made is None:
-            self._made = self._make_stripes()
-        return self._made
+        return stripes_of(self._codec, self._peers, self._factor, self._device)
 
     def run(self, given: Any, result: Any) -> None:
         """See ``transport.base.Plan``; the arrays have one dimension."""

@@ -49,7 +49,7 @@ LARGE = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class TimeBudget:
     """How much is measured.
 
     Attributes:
@@ -67,7 +67,10 @@ class Pace:
         return self.rounds if nbytes < LARGE else self.rounds_large
 
 
-FULL, QUICK = Pace(launches=3, rounds=7, rounds_large=3), Pace(launches=1, rounds=7, rounds_large=3)
+FULL, QUICK = (
+    TimeBudget(launches=3, rounds=7, rounds_large=3),
+    TimeBudget(launches=1, rounds=7, rounds_large=3),
+)
 
 
 @dataclass
@@ -98,7 +101,7 @@ class Samples:
         ]
 
 
-def measure(names: Sequence[str], ranks: int, sizes: Sequence[int], pace: Pace) -> Samples:
+def measure(names: Sequence[str], ranks: int, sizes: Sequence[int], pace: TimeBudget) -> Samples:
     """Measures implementations against each other.
 
     Args:

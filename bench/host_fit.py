@@ -18,8 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
+from flagcx.cost.shared_memory import HOST_COSTS, HostCosts, predict_on_host
 from flagcx.errors import ArgumentError
-from flagcx.selection.host_model import HOST_COSTS, HostCosts, predict_on_host
 from flagcx.selection.table import Candidate, Table, read_table
 
 Sample = tuple[str, int, int, int, Candidate, float]

@@ -4,7 +4,7 @@
                                       [--out PATH]
 
 NCCL's own, against published tables and graph replays on H200: for each machine, the constants of
-``flagcx.selection.native`` are fitted on all others, and its own times are predicted from its topology alone.
+``flagcx.cost.nccl`` are fitted on all others, and its own times are predicted from its topology alone.
 The fit minimises the mean absolute error of log time, drawn towards ``PRIOR`` where no other machine has
 links of a kind. It uses no clock and no chance. The folder of tables holds what nccl-tests printed, one text
 file a machine, by the names in ``machines``; beside it, a folder nccl-topology-xml has NCCL's XML of two.
@@ -27,11 +27,11 @@ from pathlib import Path
 import numpy as np
 from report import format_size, write_json_lines
 
+from flagcx.cost.model import model_of
+from flagcx.cost.nccl import FITTED, PRIOR, Way, predict_us, ways
 from flagcx.errors import TopologyError
 from flagcx.selection.candidates import Candidate
-from flagcx.selection.cost import model_of
-from flagcx.selection.native import FITTED, PRIOR, Way, predict_us, ways
-from flagcx.selection.selector import pieces_on_device
+from flagcx.selection.rules import pieces_on_device
 from flagcx.topology import LinkKind, Topology, cluster, files, preset
 from flagcx.topology.graph import DeviceKind, Link
 

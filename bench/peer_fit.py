@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from gpu_peer_memory import WAYS
 
-from flagcx.selection.peer_model import COSTS, NATIVE_WAY, PeerCosts, Reach, Way, predict_us
+from flagcx.cost.peer_memory import COSTS, NATIVE_WAY, GpuLinks, PeerCosts, Way, predict_us
 
 RESULTS = Path(__file__).resolve().parent / "results"
 LAWS = tuple(field.name for field in fields(PeerCosts))
@@ -96,7 +96,7 @@ def shipped() -> list[Path]:
 
 def predicted_us(sample: Sample, costs=COSTS) -> float:
     """The model's time of a sample."""
-    reach = Reach(sample.one_gpu, sample.size if sample.one_gpu else 1)
+    reach = GpuLinks(sample.one_gpu, sample.size if sample.one_gpu else 1)
     return predict_us(sample.way, "allreduce", sample.nbytes, sample.size, reach, costs=costs)
 
 

@@ -28,11 +28,11 @@ from report import format_size, format_table, parse_size, write_json_lines
 import flagcx as fc
 from flagcx.cli.tune import Task
 from flagcx.cli.tune import measure as tune_machine
-from flagcx.selection.measured import Selector, Told
-from flagcx.selection.measurement import HostBench, Pace, as_choice
-from flagcx.selection.selector import Choice, choose_on_host
+from flagcx.selection.measurement import HostBench, TimeBudget, as_choice
+from flagcx.selection.rules import Choice, choose_on_host
+from flagcx.selection.selector import Selector, TuningInfo
 from flagcx.selection.table import Table
-from flagcx.selection.tuner import counted
+from flagcx.selection.tuning import counted
 
 SIZES = tuple(parse_size(s) for s in ("256", "1K", "4K", "16K", "64K", "256K", "2M", "16M", "64M", "256M"))
 COLLECTIVES = ("allreduce", "allgather", "reduce_scatter", "broadcast", "alltoall")
@@ -82,7 +82,7 @@ def check(collective: str, text: str, sizes: Sequence[int], rounds: int) -> list
     comm = fc.init(tuning=False)
     transport = comm._transport
     bench = HostBench(transport)
-    selector = Selector(Told(Table.from_json(text), ""), choose_on_host, transport.protocols)
+    selector = Selector(TuningInfo(Table.from_json(text), ""), choose_on_host, transport.protocols)
     checks = []
     for total, nbytes in zip(sizes, counted(collective, sizes, comm.size), strict=True):
         rule = choose_on_host(collective, nbytes, comm.size, attached=transport.cross_memory)
@@ -90,7 +90,7 @@ def check(collective: str, text: str, sizes: Sequence[int], rounds: int) -> list
         choices = {_name(c): c for c in (tuned, rule)}
         every = (as_choice(c, nbytes) for c in bench.candidates(collective, nbytes))
         choices |= {_name(c): c for c in every}
-        pace = Pace(rounds=rounds if total < LARGE else (rounds + 1) // 2, near=1.35)
+        pace = TimeBudget(rounds=rounds if total < LARGE else (rounds + 1) // 2, near=1.35)
         picked = [list(choices).index(_name(c)) for c in (tuned, rule)]
         measurement = bench.measurement(collective, nbytes)
         times = measurement.time_all(list(choices.values()), pace, always=picked)

@@ -14,6 +14,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from flagcx._version import __version__ as __version__
+
 if TYPE_CHECKING:
     from flagcx import compression
     from flagcx._launch.notebook import launch
@@ -40,19 +42,17 @@ if TYPE_CHECKING:
         ScheduleError,
         TopologyError,
     )
+    from flagcx.executor.work import Work
     from flagcx.gradients import GradientSynchronizer
+    from flagcx.gradients.advise import Advice, advise
     from flagcx.interop import enhance_process_group, restore_process_group
     from flagcx.memory import memory_stats
-    from flagcx.selection.advise import Advice, advise
     from flagcx.topology import Topology, plot_topology, preset
-    from flagcx.work import Work
     from flagcx.world import get_topology, init
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "AbortedError": "errors",
-    "Advice": "selection.advise",
+    "Advice": "gradients.advise",
     "Algorithm": "algorithms",
     "ArgumentError": "errors",
     "ArrayError": "errors",
@@ -74,8 +74,8 @@ _HOMES = {
     "ScheduleError": "errors",
     "Topology": "topology",
     "TopologyError": "errors",
-    "Work": "work",
-    "advise": "selection.advise",
+    "Work": "executor.work",
+    "advise": "gradients.advise",
     "compression": "compression",
     "enhance_process_group": "interop",
     "get_topology": "world",

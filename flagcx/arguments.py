@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import numpy as np
 
@@ -199,3 +200,49 @@ def check_counts(counts, size: int, what: str) -> tuple[int, ...]:
     if len(values) != size or min(values, default=0) < 0:
         raise ArgumentError(f"{what}={list(values)} must have {size} entries, one a rank, none below 0")
     return values
+
+
+def untangle(collective: str, rank: int, given: Any, result: Any, counts: Any = 0) -> tuple[Any, bool]:
+    """Finds out how INPUT and OUTPUT lie to each other.
+
+    Args:
+        collective: Name of the collective.
+        rank: This rank.
+        given: INPUT, or None.
+        result: OUTPUT, or None.
+        counts: Elements of each rank's block where they differ; else any number.
+
+    Returns:
+        The INPUT to use, and whether the call is in place. Where the two overlap in any other way than
+        the collective's own form in place, the INPUT is a copy.
+    """
+    if given is None or result is None:
+        return given, False
+    if given is result and collective != "alltoall":
+        return given, True
+    if not np.may_share_memory(given, result):
+        return given, False
+    if collective == "alltoall":
+        return _copy(given), False
+    at, to = _address(given), _address(result)
+    block = min(given.nbytes, result.nbytes)
+    before = rank * block if isinstance(counts, int) else sum(counts[:rank]) * given.itemsize
+    if collective in ("allgather", "gather"):
+        fits = at - to == before and given.nbytes < result.nbytes
+    elif collective in ("reduce_scatter", "scatter"):
+        fits = to - at == before and result.nbytes < given.nbytes
+    else:
+        fits = at == to and given.nbytes == result.nbytes
+    return (given, True) if fits else (_copy(given), False)
+
+
+def _copy(array: Any) -> Any:
+    """A copy, also of a CuPy array of fp8, with which CuPy cannot compute."""
+    return array.reshape(-1).view(np.uint8).copy().view(array.dtype).reshape(array.shape)
+
+
+def _address(array: Any) -> int:
+    """Where a NumPy or CuPy array begins."""
+    if isinstance(array, np.ndarray):
+        return array.__array_interface__["data"][0]
+    return array.data.ptr

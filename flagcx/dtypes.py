@@ -90,6 +90,9 @@ class ReduceOp:
     code: int = 0
 
 
+Op = str | ReduceOp | np.ufunc
+"""How a caller names an operation."""
+
 _ALL = ("bool", "int", "float", "complex")
 _REAL = ("bool", "int", "float")
 _BITS = ("bool", "int")

@@ -13,7 +13,7 @@ from collections import deque
 
 import numpy as np
 
-from flagcx.collectives import COLLECTIVES, layout
+from flagcx.schedule.collectives import COLLECTIVES, layout
 from flagcx.schedule.model import Buffer, Copy, Recv, RecvReduce, Schedule, Send, Span
 
 

@@ -20,8 +20,8 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from flagcx.collectives import COLLECTIVES
 from flagcx.errors import ScheduleError
+from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.schedule.model import Program, Schedule, Step
 from flagcx.schedule.verify import verify
 from tests.execute import outcome

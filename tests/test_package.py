@@ -55,15 +55,17 @@ PUBLIC = [
 
 # From the bottom up; a module may import from its own layer and from those before it.
 LAYERS = [
-    ["errors", "config"],
-    ["dtypes", "schedule", "collectives"],
+    ["errors", "config", "_version"],
+    ["dtypes", "report"],
+    ["schedule"],
     ["algorithms", "topology", "bootstrap", "memory"],
     ["kernels", "arguments"],
-    ["compression"],
     ["transport"],
     ["profiler"],
-    ["selection", "_launch"],
-    ["work", "group", "engine", "device_engine", "familiar", "fusion", "fusion_device", "progress_thread"],
+    ["cost", "selection", "_launch"],
+    ["executor"],
+    ["fusion"],
+    ["compression"],
     ["communicator"],
     ["world", "gradients"],
     ["interop"],
@@ -71,13 +73,13 @@ LAYERS = [
 ]
 SIBLINGS = [{"algorithms", "topology"}, {"topology", "bootstrap"}, {"algorithms", "bootstrap"}]
 OPTIONAL = {
-    "cupy": {"transport", "kernels", "_launch", "cli", "bootstrap", "arguments", "device_engine"},
+    "cupy": {"transport", "kernels", "_launch", "cli", "bootstrap", "arguments", "executor", "fusion"},
     "mpi4py": {"bootstrap", "cli", "transport"},
     "torch": {"interop"},
     "networkx": {"topology", "schedule"},
     "matplotlib": {"topology", "schedule", "profiler"},
     "typer": {"cli"},
-    "rich": {"cli", "topology", "profiler", "selection"},
+    "rich": {"cli", "topology", "profiler", "selection", "report", "gradients"},
 }
 
 

@@ -27,8 +27,8 @@ from flagcx.algorithms import (
 )
 from flagcx.algorithms.moves import rounds_to_double
 from flagcx.algorithms.names import Algorithm
-from flagcx.collectives import COLLECTIVES
 from flagcx.errors import ArgumentError
+from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.schedule.model import Schedule
 
 

@@ -29,8 +29,8 @@ from itertools import accumulate, chain, pairwise
 from math import isqrt
 
 from flagcx.algorithms.moves import Move, arc, backwards, rounds_to_double, schedule_of
-from flagcx.collectives import cut
 from flagcx.errors import ArgumentError
+from flagcx.schedule.collectives import cut
 from flagcx.schedule.model import Recv, RecvReduce, Schedule, Send
 
 Groups = tuple[tuple[int, ...], ...]

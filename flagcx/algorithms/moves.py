@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import NamedTuple
 
-from flagcx.collectives import COLLECTIVES, Collective
 from flagcx.errors import ArgumentError, RankError
+from flagcx.schedule.collectives import COLLECTIVES, Collective
 from flagcx.schedule.model import (
     Buffer,
     Copy,

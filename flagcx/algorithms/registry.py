@@ -12,8 +12,8 @@ from functools import lru_cache
 from flagcx.algorithms.catalogue import Entry, builtin_entries
 from flagcx.algorithms.counts import count_sent, count_steps
 from flagcx.algorithms.names import Algorithm
-from flagcx.collectives import COLLECTIVES
 from flagcx.errors import ArgumentError
+from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.schedule.model import Schedule
 from flagcx.schedule.verify import verify
 

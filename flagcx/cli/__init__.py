@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import typer
 
-from flagcx import __version__
+from flagcx._version import __version__
 from flagcx.errors import FlagcxError
 
 COMMANDS = ("run", "bench", "topo", "tune", "simulate", "explain", "doctor")

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from flagcx.collectives import COLLECTIVES
 from flagcx.dtypes import DType, ReduceOp
 from flagcx.errors import ArgumentError
+from flagcx.schedule.collectives import COLLECTIVES
 
 PERIOD = 65521
 """Elements after which the data repeats: a prime, so that no two chunks of one message are alike."""

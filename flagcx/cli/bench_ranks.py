@@ -18,10 +18,10 @@ import numpy as np
 from flagcx.algorithms import Algorithm
 from flagcx.cli.bench_oracle import Buffers, Message, has_place, storage_count
 from flagcx.cli.bench_table import Row, Timing, sizes
-from flagcx.collectives import COLLECTIVES
 from flagcx.dtypes import OPS, dtype_of, resolve_op
 from flagcx.errors import ArgumentError, RankError
-from flagcx.selection.planned import build_along
+from flagcx.schedule.collectives import COLLECTIVES
+from flagcx.selection.placement import build_along
 
 if TYPE_CHECKING:
     from flagcx.communicator import Communicator

@@ -70,7 +70,7 @@ def explain(
 
 
 def _here(collective: str, nbytes: int, ranks: int | None, gpu: bool, share_gpu: bool) -> Explanation:
-    from flagcx.collectives import COLLECTIVES
+    from flagcx.schedule.collectives import COLLECTIVES
 
     if collective not in COLLECTIVES:
         known = ", ".join(COLLECTIVES)

@@ -11,9 +11,9 @@ import typer
 from flagcx.errors import ArgumentError, FlagcxError
 
 if TYPE_CHECKING:
+    from flagcx.cost.model import Model
+    from flagcx.cost.simulate import Timing
     from flagcx.selection.candidates import Candidate
-    from flagcx.selection.cost import Model
-    from flagcx.transport.timed import Timing
 
 _MOST_LINKS = 32
 _MOST_LISTED = 4096
@@ -52,8 +52,8 @@ def simulate(
 ) -> None:
     """Time an algorithm on a machine that you need not have: time, bandwidth, load of the links."""
     from flagcx.cli.sizes import machine_for, parse_nbytes
-    from flagcx.selection.cost import DEVICE_COSTS, model_of
-    from flagcx.transport.timed import Costs
+    from flagcx.cost.model import DEVICE_COSTS, model_of
+    from flagcx.cost.simulate import Costs
 
     try:
         count = parse_nbytes(nbytes)
@@ -78,7 +78,7 @@ def simulate(
 def _check_names(collective: str, algorithm: str) -> None:
     """Refuses an algorithm, or one of a mix, that does not serve the collective."""
     from flagcx.algorithms import entry
-    from flagcx.selection.mixes import mix_of
+    from flagcx.selection.split_message import mix_of
 
     mix = mix_of(collective, algorithm)
     for name in [algorithm] if mix is None else [mix.first, mix.second]:
@@ -91,8 +91,8 @@ def _candidate(
     from dataclasses import replace
 
     from flagcx.algorithms import entry
-    from flagcx.collectives import COLLECTIVES
-    from flagcx.selection.mixes import mix_of
+    from flagcx.schedule.collectives import COLLECTIVES
+    from flagcx.selection.split_message import mix_of
 
     root = 0 if COLLECTIVES[collective].rooted else None
     mix = mix_of(collective, algorithm)
@@ -120,7 +120,7 @@ def _plain(model: Model, collective: str, algorithm: str) -> Candidate:
 
 
 def _report(model: Model, algorithm: str, candidate: Candidate, timing: Timing) -> dict[str, Any]:
-    from flagcx.collectives import COLLECTIVES
+    from flagcx.schedule.collectives import COLLECTIVES
 
     size = model.size
     kind = COLLECTIVES[candidate.collective]

@@ -16,7 +16,7 @@ from flagcx.errors import ArgumentError
 if TYPE_CHECKING:
     from flagcx.communicator import Communicator
     from flagcx.selection.table import Fit, Table
-    from flagcx.selection.tuner import Bench
+    from flagcx.selection.tuning import Bench
 
 _LEAST_NBYTES, _FACTOR = 256, 4
 _LARGEST_NBYTES, _QUICK_LARGEST_NBYTES = 256 << 20, 16 << 20
@@ -54,7 +54,7 @@ def tune(
     that there are do the measuring.
     """
     from flagcx.selection.table import read_table
-    from flagcx.selection.tuner import unsteady
+    from flagcx.selection.tuning import unsteady
 
     with told("tune"):
         what = Task(tuple(collective or _COMMON), quick, output and output.absolute(), gpu)
@@ -97,7 +97,7 @@ def _tune(ranks: int, task: Task, share_gpu: bool) -> Path | None:
 
 
 def _check(collectives: tuple[str, ...]) -> None:
-    from flagcx.selection.tuner import TUNED
+    from flagcx.selection.tuning import TUNED
 
     for name in collectives:
         if name not in TUNED:
@@ -124,14 +124,14 @@ def measure(task: Task, report: Report) -> Path | None:
     """
     import flagcx
     from flagcx.config import environment
-    from flagcx.selection.measurement import QUICK, Pace
+    from flagcx.selection.measurement import QUICK, TimeBudget
     from flagcx.selection.table import save_table, table_path
-    from flagcx.selection.tuner import tune as measure_all
+    from flagcx.selection.tuning import tune as measure_all
 
     with flagcx.init(tuning=False) as comm:
         bench, fit = _gpu_bench(comm) if task.gpu else _host_bench(comm)
         tell: Report = report if comm.rank == 0 else lambda done, total, what: None
-        pace = QUICK if task.quick else Pace()
+        pace = QUICK if task.quick else TimeBudget()
         table: Table = measure_all(bench, fit, task.collectives, sizes(task.quick), pace, tell)
         if comm.rank:
             return None
@@ -155,11 +155,11 @@ def _gpu_bench(comm: Communicator) -> tuple[Bench, Fit]:
     from flagcx.selection.on_device import fit_on_device
 
     cupy = load_cupy()
-    comm._engine_of(cupy.zeros(1))
-    engine = comm._device
-    assert engine is not None
-    bench = DeviceBench(engine.transport, cupy, Clock(comm._transport), engine.order)
-    return bench, fit_on_device(engine.transport)
+    comm._executor_of(cupy.zeros(1))
+    executor = comm._device
+    assert executor is not None
+    bench = DeviceBench(executor.transport, cupy, Clock(comm._transport), executor.order)
+    return bench, fit_on_device(executor.transport)
 
 
 def _measure_and_tell(task: Task, address: str) -> Path | None:

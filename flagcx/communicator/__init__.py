@@ -17,22 +17,22 @@ from flagcx.communicator import objects
 from flagcx.communicator.transfers import Transfers
 from flagcx.config import Config, environment
 from flagcx.dtypes import dtype_of
-from flagcx.engine import Engine
 from flagcx.errors import ArgumentError, FlagcxError
-from flagcx.fusion import Fusion
-from flagcx.group import Group
+from flagcx.executor.host import Executor
+from flagcx.fusion.fuse import Fusion
+from flagcx.fusion.group import Group
 from flagcx.profiler import Profiler
-from flagcx.selection.learned import write_back
-from flagcx.selection.measured import Rider, Selector, Told, look_for_table
-from flagcx.selection.selector import choose_on_host
+from flagcx.selection.rules import choose_on_host
+from flagcx.selection.selector import PiggybackExchange, Selector, TuningInfo, look_for_table
 from flagcx.selection.table import fit_here
+from flagcx.selection.write_back import write_back
 from flagcx.transport.shared_memory import SharedMemoryTransport
 from flagcx.transport.throttled import throttled
 
 if TYPE_CHECKING:
     from flagcx.bootstrap.store import Store
-    from flagcx.communicator.compressed import Compressor
-    from flagcx.device_engine import DeviceEngine
+    from flagcx.compression.allreduce import Compressor
+    from flagcx.executor.device import DeviceExecutor
     from flagcx.selection.explanation import Explanation
 
 Exchange = Callable[[bytes], list[bytes]]
@@ -80,30 +80,32 @@ class Communicator(Transfers):
     ) -> None:
         self.rank, self.size, self.hosts, self.config = rank, size, tuple(hosts), config
         self.profiler = Profiler(rank, size, self.allgather_object, self.barrier)
-        self._selector = Selector(Told(None, "not measured between hosts"), choose_on_host, lambda *_: ("",))
-        self._engine = self._make_host_engine(exchange, store)
-        self._device: DeviceEngine | None = None
+        self._selector = Selector(
+            TuningInfo(None, "not measured between hosts"), choose_on_host, lambda *_: ("",)
+        )
+        self._executor = self._make_host_executor(exchange, store)
+        self._device: DeviceExecutor | None = None
         self._store, self._splits = store, 0
         self._group: Group | None = None
         self._fusions: dict[int, Fusion] = {}
         self._compressors: dict[int, Compressor] = {}
         self._children: weakref.WeakSet[Communicator] = weakref.WeakSet()
         self._at_close: list[Callable[[], object]] = []
-        _alive().add(self._engine)
+        _alive().add(self._executor)
 
-    def _make_host_engine(self, exchange: Exchange, store: Store | None) -> Engine:
+    def _make_host_executor(self, exchange: Exchange, store: Store | None) -> Executor:
         """What runs calls on NumPy arrays."""
         rank, size, config = self.rank, self.size, self.config
         ring = self.profiler.ring if config.profile else None
         if len(set(self.hosts)) > 1:
-            from flagcx.communicator.hosts import HostsEngine
+            from flagcx.executor.multi_host import MultiHostExecutor
 
-            return HostsEngine(rank, self.hosts, exchange, config, store, ring)
-        rider = Rider(exchange, self._look_for_table() if rank == 0 else None)
+            return MultiHostExecutor(rank, self.hosts, exchange, config, store, ring)
+        rider = PiggybackExchange(exchange, self._look_for_table() if rank == 0 else None)
         self._transport = transport = SharedMemoryTransport(rank, size, rider, config)
         rule = partial(choose_on_host, attached=transport.cross_memory)
-        self._selector = Selector(rider.told or Told(None, ""), rule, transport.protocols)
-        return Engine(
+        self._selector = Selector(rider.told or TuningInfo(None, ""), rule, transport.protocols)
+        return Executor(
             rank,
             size,
             throttled(transport, config.throttle),
@@ -112,7 +114,7 @@ class Communicator(Transfers):
             ring=ring,
         )
 
-    def _look_for_table(self) -> Told:
+    def _look_for_table(self) -> TuningInfo:
         """On rank 0: the measured times that choose for all ranks."""
         settings = SharedMemoryTransport.settings(self.config)
         return look_for_table(
@@ -139,9 +141,9 @@ class Communicator(Transfers):
         shape = check_shape(shape)
         if device not in ("cpu", "gpu"):
             raise ArgumentError(f'device must be "cpu" or "gpu", got {device!r}')
-        engine = self._engine if device == "cpu" else self._device_engine()
-        engine.check()
-        return engine.transport.empty(shape, dtype_of(dtype).numpy)
+        executor = self._executor if device == "cpu" else self._device_executor()
+        executor.check()
+        return executor.transport.empty(shape, dtype_of(dtype).numpy)
 
     @contextlib.contextmanager
     def group(self) -> Iterator[None]:
@@ -161,16 +163,16 @@ class Communicator(Transfers):
             raise ArgumentError("comm.group() is open already; groups cannot be nested")
         self._group = group = Group(self._fusion_of)
         self.allreduce = group.shortcut(self.allreduce)  # type: ignore[method-assign]
-        for engine in self._engines():
-            engine.hold()
+        for executor in self._executors():
+            executor.hold()
         try:
             yield
             self._end_group()
             group.run()
         finally:
             self._end_group()
-            for engine in self._engines():
-                engine.resume()
+            for executor in self._executors():
+                executor.resume()
 
     def _end_group(self) -> None:
         if self._group is not None:
@@ -178,11 +180,11 @@ class Communicator(Transfers):
             self._group = None
             del self.allreduce  # the shortcut
 
-    def _engines(self) -> list[Engine]:
-        return [engine for engine in (self._engine, self._device) if engine is not None]
+    def _executors(self) -> list[Executor]:
+        return [executor for executor in (self._executor, self._device) if executor is not None]
 
-    def _make_device_engine(self) -> DeviceEngine:
-        made = super()._make_device_engine()
+    def _make_device_executor(self) -> DeviceExecutor:
+        made = super()._make_device_executor()
         _alive().add(made)
         return made
 
@@ -267,7 +269,7 @@ class Communicator(Transfers):
         Example:
             >>> print(comm.explain("allreduce", 64 << 20))  # doctest: +SKIP
         """
-        from flagcx.communicator.explained import explain
+        from flagcx.communicator.explain import explain
 
         return explain(self, collective, nbytes, dtype, op, gpu)
 
@@ -283,7 +285,7 @@ class Communicator(Transfers):
         with contextlib.ExitStack() as last:  # whatever fails, the rest is closed
             while self._at_close:
                 last.callback(self._at_close.pop(0))
-            last.callback(self._engine.close)
+            last.callback(self._executor.close)
             for fusion in self._fusions.values():
                 last.callback(fusion.close)
             if self._device is not None:
@@ -297,7 +299,7 @@ class Communicator(Transfers):
         selector = self._selector
         if self.rank or not selector.path or selector.table is None or self.closed:
             return
-        write_back(Path(selector.path), selector.table, self._engine.findings())
+        write_back(Path(selector.path), selector.table, self._executor.findings())
 
     def at_close(self, call: Callable[[], object]) -> None:
         """Makes a call when the communicator is closed; the last one added comes first."""
@@ -306,7 +308,7 @@ class Communicator(Transfers):
     @property
     def closed(self) -> bool:
         """Whether no further call can be made: closed, or broken by an error."""
-        return bool(self._engine.over)
+        return bool(self._executor.over)
 
     def __enter__(self) -> Communicator:
         return self
@@ -319,21 +321,21 @@ class Communicator(Transfers):
                 raise  # else what came first tells more
 
     def __repr__(self) -> str:
-        state = f", {self._engine.over}" if self._engine.over else ""
+        state = f", {self._executor.over}" if self._executor.over else ""
         return f"<flagcx.Communicator rank {self.rank} of {self.size} on {self.hosts[self.rank]}{state}>"
 
 
 @lru_cache(maxsize=1)
-def _alive() -> weakref.WeakSet[Engine]:
-    """The engines of this process; in a forked child they refuse every call."""
-    engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+def _alive() -> weakref.WeakSet[Executor]:
+    """The executors of this process; in a forked child they refuse every call."""
+    executors: weakref.WeakSet[Executor] = weakref.WeakSet()
 
     def in_child() -> None:
-        for engine in engines:
-            engine.end(
+        for executor in executors:
+            executor.end(
                 "this communicator was made before a fork and cannot be used in the child; start ranks with "
                 "flagcx run, fc.launch or multiprocessing's spawn method, and call fc.init() in each"
             )
 
     os.register_at_fork(after_in_child=in_child)
-    return engines
+    return executors

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flagcx.communicator.dispatch import Dispatch, Op, refuse_async, untangle
+from flagcx.arguments import untangle
+from flagcx.communicator.dispatch import Dispatch, refuse_async
 from flagcx.communicator.streams import run_on
-from flagcx.dtypes import DType, ReduceOp, dtype_of, resolve_op
-from flagcx.engine import Engine
+from flagcx.dtypes import DType, Op, ReduceOp, dtype_of, resolve_op
 from flagcx.errors import ArgumentError
-from flagcx.familiar import Bound
-from flagcx.group import Reductions
+from flagcx.executor.host import Executor
+from flagcx.fusion.cache import Bound
+from flagcx.fusion.group import Reductions
 
 if TYPE_CHECKING:
     from flagcx.compression import Decision
@@ -78,7 +79,7 @@ class AllReduce(Dispatch):
             from flagcx.communicator import compressed
 
             return compressed.allreduce(self, x, op, out, algorithm, compression, async_op)
-        engine = self._engine
+        executor = self._executor
         device = self._device
         if device is not None and x.__class__ is device.array_class:
             plan = device.quick.get((x.shape, x.dtype, op, algorithm))
@@ -88,7 +89,7 @@ class AllReduce(Dispatch):
             return x
         try:
             key = (x.shape, x.dtype, op) if out is None else (x.shape, x.dtype, op, out.shape, out.dtype)
-            plan = engine.quick.get(key)
+            plan = executor.quick.get(key)
         except (AttributeError, TypeError):
             plan = None
         if (
@@ -98,16 +99,16 @@ class AllReduce(Dispatch):
             and x.__class__ is np.ndarray
             and x.flags.carray
             and (out is None or _is_apart(out, x))
-            and engine.turn.acquire(False)
+            and executor.turn.acquire(False)
         ):
             result = x if out is None else out
             try:
                 plan.run(x, result)
             except BaseException as error:
-                engine.broke(error)
+                executor.broke(error)
                 raise
             finally:
-                engine.turn.release()
+                executor.turn.release()
             return result
         return self._allreduce(x, op, out, algorithm, async_op)
 
@@ -132,40 +133,40 @@ class AllReduce(Dispatch):
         if isinstance(x, (list, tuple)):
             return self._allreduce_many(x, op, out, algorithm, async_op)
         group = self._group
-        engine = self._engine_of(x)
-        given, result, dtype, resolved = self._reduced(engine, x, op, out, "x", "out")
+        executor = self._executor_of(x)
+        given, result, dtype, resolved = self._reduced(executor, x, op, out, "x", "out")
         given, in_place = untangle("allreduce", self.rank, given, result)
         value = x if out is None else out
         if group is not None:
             refuse_async(async_op)
             reductions = group.reductions()
-            reductions.add(engine, result if in_place else given, result, dtype, resolved, op, algorithm)
+            reductions.add(executor, result if in_place else given, result, dtype, resolved, op, algorithm)
             if given is x and out is None and algorithm is None:
-                reductions.remember(x, op, self._fits(engine))
+                reductions.remember(x, op, self._fits(executor))
             return value
-        plan = engine.find("allreduce", given.size, dtype, resolved, None, algorithm, in_place)
+        plan = executor.find("allreduce", given.size, dtype, resolved, None, algorithm, in_place)
         if given is x and in_place:
-            if engine is self._device:
-                engine.remember((x.shape, x.dtype, op, algorithm), plan)
+            if executor is self._device:
+                executor.remember((x.shape, x.dtype, op, algorithm), plan)
             elif algorithm is None:
-                engine.remember((x.shape, x.dtype, op), plan)
-        elif given is x and result is out and algorithm is None and engine is self._engine:
-            engine.remember((x.shape, x.dtype, op, out.shape, out.dtype), plan)
-        return self._go(engine, plan, given, result, value, async_op, "allreduce")
+                executor.remember((x.shape, x.dtype, op), plan)
+        elif given is x and result is out and algorithm is None and executor is self._executor:
+            executor.remember((x.shape, x.dtype, op, out.shape, out.dtype), plan)
+        return self._go(executor, plan, given, result, value, async_op, "allreduce")
 
-    def _fits(self, engine: Engine) -> Callable[[Any], bool]:
+    def _fits(self, executor: Executor) -> Callable[[Any], bool]:
         """Tells whether an array like one that was checked can be taken without a closer look."""
         device = self._device
-        return device.is_contiguous if device is not None and engine is device else _IS_PLAIN
+        return device.is_contiguous if device is not None and executor is device else _IS_PLAIN
 
     def _reduced(
-        self, engine: Engine, x: Any, op: Op, out: Any, what: str, out_what: str
+        self, executor: Executor, x: Any, op: Op, out: Any, what: str, out_what: str
     ) -> tuple[Any, Any, DType, ReduceOp]:
         """Takes the arrays of an all-reduce: INPUT and OUTPUT, their dtype, and the operation."""
-        given = engine.take(x, what, out is None)
+        given = executor.take(x, what, out is None)
         dtype = dtype_of(given.dtype)
         resolved = resolve_op(op, dtype)
-        result = given if out is None else engine.result(out, out_what, given.shape, given.dtype)
+        result = given if out is None else executor.result(out, out_what, given.shape, given.dtype)
         return given, result, dtype, resolved
 
     def _allreduce_many(
@@ -185,13 +186,13 @@ class AllReduce(Dispatch):
         i = 0
         while i < len(xs):
             x, out = xs[i], None if outs is None else outs[i]
-            engine = self._engine_of(x)
-            given, result, dtype, resolved = self._reduced(engine, x, op, out, f"x[{i}]", f"out[{i}]")
+            executor = self._executor_of(x)
+            given, result, dtype, resolved = self._reduced(executor, x, op, out, f"x[{i}]", f"out[{i}]")
             given, in_place = untangle("allreduce", self.rank, given, result)
-            reductions.add(engine, result if in_place else given, result, dtype, resolved, op, algorithm)
+            reductions.add(executor, result if in_place else given, result, dtype, resolved, op, algorithm)
             i += 1
             if plain and given is x:
-                reductions.remember(x, op, self._fits(engine))
+                reductions.remember(x, op, self._fits(executor))
                 i = reductions.add_many(xs, i, op)
         value = xs if outs is None else outs
         if self._group is not None:
@@ -208,5 +209,5 @@ class AllReduce(Dispatch):
         device = self._device
         if device is None or not xs or xs[0].__class__ is not device.array_class:
             return None
-        familiar = self._fusion_of(device).familiar
-        return None if familiar is None else familiar.of_arrays((((op, algorithm, 0),), tuple(map(id, xs))))
+        bindings = self._fusion_of(device).bindings
+        return None if bindings is None else bindings.of_arrays((((op, algorithm, 0),), tuple(map(id, xs))))

@@ -1,31 +1,27 @@
-"""What all operations of a communicator share: from checked arguments to the engine."""
+"""What all operations of a communicator share: from checked arguments to the executor."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from flagcx.arguments import on_device
-from flagcx.collectives import Counts
+from flagcx.arguments import on_device, untangle
 from flagcx.config import Config, environment
 from flagcx.dtypes import ReduceOp, dtype_of
-from flagcx.engine import Engine
 from flagcx.errors import ArgumentError, CommunicatorError
-from flagcx.fusion import Fusion, HostPacker, Packer
-from flagcx.group import Group, Pending
+from flagcx.executor.host import Executor
+from flagcx.fusion.fuse import Fusion, HostPacker, Packer
+from flagcx.fusion.group import Group, Pending
+from flagcx.schedule.collectives import Counts
 from flagcx.transport.base import Plan
 
 if TYPE_CHECKING:
     from flagcx.bootstrap.store import Store
-    from flagcx.communicator.compressed import Compressor
-    from flagcx.device_engine import DeviceEngine
-
-Op = str | ReduceOp | np.ufunc
+    from flagcx.compression.allreduce import Compressor
+    from flagcx.executor.device import DeviceExecutor
 
 
 class Dispatch:
-    """Base of the communicator: one engine for each kind of array, and the open group.
+    """Base of the communicator: one executor for each kind of array, and the open group.
 
     Attributes:
         rank: This rank, from 0.
@@ -35,60 +31,62 @@ class Dispatch:
     rank: int
     size: int
     config: Config
-    _engine: Engine
-    _device: DeviceEngine | None
+    _executor: Executor
+    _device: DeviceExecutor | None
     _store: Store | None
     _group: Group | None
     _fusions: dict[int, Fusion]
     _compressors: dict[int, Compressor]
 
-    def _engine_of(self, array: Any) -> Engine:
-        """The engine for arrays like ``array``."""
-        return self._device_engine() if on_device(array) else self._engine
+    def _executor_of(self, array: Any) -> Executor:
+        """The executor for arrays like ``array``."""
+        return self._device_executor() if on_device(array) else self._executor
 
-    def _device_engine(self) -> DeviceEngine:
-        """The engine for arrays on GPUs, made at the first need of it."""
+    def _device_executor(self) -> DeviceExecutor:
+        """The executor for arrays on GPUs, made at the first need of it."""
         if self._device is None:
-            self._device = self._make_device_engine()
+            self._device = self._make_device_executor()
         return self._device
 
-    def _make_device_engine(self) -> DeviceEngine:
+    def _make_device_executor(self) -> DeviceExecutor:
         """Joins the ranks for arrays on GPUs, at the first call with one, which all ranks make."""
-        from flagcx.device_engine import DeviceEngine
+        from flagcx.executor.device import DeviceExecutor
         from flagcx.selection.on_device import DeviceSelector, agree
         from flagcx.topology import detect
         from flagcx.transport.nccl_transport import NcclTransport
 
         if self._store is None:
             raise CommunicatorError("this communicator was made without a store, which arrays on GPUs need")
-        self._engine.check()
+        self._executor.check()
         transport = NcclTransport(self._store, self.config)
         agreed = agree(self._store, transport, self.config, environment(), detect)
-        made = DeviceEngine(transport, DeviceSelector(agreed))
-        made.ring, made.order = self._engine.ring, agreed.order
+        made = DeviceExecutor(transport, DeviceSelector(agreed))
+        made.ring, made.order = self._executor.ring, agreed.order
         if self._group is not None:
             made.hold()
         return made
 
-    def _fusion_of(self, engine: Engine) -> Fusion:
-        """What fuses all-reduces of an engine; made when first needed."""
-        found = self._fusions.get(id(engine))
+    def _fusion_of(self, executor: Executor) -> Fusion:
+        """What fuses all-reduces of an executor; made when first needed."""
+        found = self._fusions.get(id(executor))
         if found is None:
             packer: Packer = (
-                HostPacker(engine.transport.empty) if engine is self._engine else self._device_packer(engine)
+                HostPacker(executor.transport.empty)
+                if executor is self._executor
+                else self._device_packer(executor)
             )
-            found = self._fusions[id(engine)] = Fusion(engine, packer)
+            found = self._fusions[id(executor)] = Fusion(executor, packer)
         return found
 
-    def _device_packer(self, engine: Engine) -> Packer:
-        from flagcx.fusion_device import DevicePacker
+    def _device_packer(self, executor: Executor) -> Packer:
+        from flagcx.fusion.pack_device import DevicePacker
 
-        transport: Any = engine.transport
+        transport: Any = executor.transport
         return DevicePacker(transport.device, empty=transport.empty if transport.peers else None)
 
     def _call(
         self,
-        engine: Engine,
+        executor: Executor,
         collective: str,
         given: Any,
         result: Any,
@@ -105,16 +103,16 @@ class Dispatch:
         dtype = dtype_of((result if given is None else given).dtype)
 
         def find():
-            return engine.find(collective, counts, dtype, op, root, algorithm, in_place)
+            return executor.find(collective, counts, dtype, op, root, algorithm, in_place)
 
         if self._group is not None:
-            return self._put_off(Pending(lambda: engine.run(find(), given, result)), async_op, value)
-        return self._go(engine, find(), given, result, value, async_op, collective)
+            return self._put_off(Pending(lambda: executor.run(find(), given, result)), async_op, value)
+        return self._go(executor, find(), given, result, value, async_op, collective)
 
-    def _go(self, engine: Engine, plan: Plan, given, result, value, async_op: bool, what: str) -> Any:
+    def _go(self, executor: Executor, plan: Plan, given, result, value, async_op: bool, what: str) -> Any:
         if async_op:
-            return engine.start(plan, given, result, value, what)
-        engine.run(plan, given, result)
+            return executor.start(plan, given, result, value, what)
+        executor.run(plan, given, result)
         return value
 
     def _put_off(self, call: Pending, async_op: bool, value: Any) -> Any:
@@ -128,49 +126,3 @@ def refuse_async(async_op: bool) -> None:
     """Raises ArgumentError for a call inside ``comm.group()`` that would be asynchronous."""
     if async_op:
         raise ArgumentError("async_op=True has no meaning inside comm.group(): its calls run at the end")
-
-
-def untangle(collective: str, rank: int, given: Any, result: Any, counts: Counts = 0) -> tuple[Any, bool]:
-    """Finds out how INPUT and OUTPUT lie to each other.
-
-    Args:
-        collective: Name of the collective.
-        rank: This rank.
-        given: INPUT, or None.
-        result: OUTPUT, or None.
-        counts: Elements of each rank's block where they differ; else any number.
-
-    Returns:
-        The INPUT to use, and whether the call is in place. Where the two overlap in any other way than
-        the collective's own form in place, the INPUT is a copy.
-    """
-    if given is None or result is None:
-        return given, False
-    if given is result and collective != "alltoall":
-        return given, True
-    if not np.may_share_memory(given, result):
-        return given, False
-    if collective == "alltoall":
-        return _copy(given), False
-    at, to = _address(given), _address(result)
-    block = min(given.nbytes, result.nbytes)
-    before = rank * block if isinstance(counts, int) else sum(counts[:rank]) * given.itemsize
-    if collective in ("allgather", "gather"):
-        fits = at - to == before and given.nbytes < result.nbytes
-    elif collective in ("reduce_scatter", "scatter"):
-        fits = to - at == before and result.nbytes < given.nbytes
-    else:
-        fits = at == to and given.nbytes == result.nbytes
-    return (given, True) if fits else (_copy(given), False)
-
-
-def _copy(array: Any) -> Any:
-    """A copy, also of a CuPy array of fp8, with which CuPy cannot compute."""
-    return array.reshape(-1).view(np.uint8).copy().view(array.dtype).reshape(array.shape)
-
-
-def _address(array: Any) -> int:
-    """Where a NumPy or CuPy array begins."""
-    if isinstance(array, np.ndarray):
-        return array.__array_interface__["data"][0]
-    return array.data.ptr

@@ -8,11 +8,10 @@ import numpy as np
 
 from flagcx.arguments import blocks_of, check_rank
 from flagcx.communicator.allreduce import AllReduce
-from flagcx.communicator.dispatch import Op
 from flagcx.communicator.streams import on_stream
-from flagcx.dtypes import dtype_of, resolve_op
+from flagcx.dtypes import Op, dtype_of, resolve_op
 from flagcx.errors import ArgumentError
-from flagcx.group import Pending
+from flagcx.fusion.group import Pending
 
 
 class EvenCollectives(AllReduce):
@@ -45,15 +44,15 @@ class EvenCollectives(AllReduce):
         """
         root = check_rank(root, self.size, "root")
         at_root = self.rank == root
-        engine = self._engine_of(x)
-        given = engine.take(x, "x", at_root and out is None)
+        executor = self._executor_of(x)
+        given = executor.take(x, "x", at_root and out is None)
         result = None
         if at_root:
-            result = given if out is None else engine.result(out, "out", given.shape, given.dtype)
+            result = given if out is None else executor.result(out, "out", given.shape, given.dtype)
         value = (x if out is None else out) if at_root else None
         resolved = resolve_op(op, dtype_of(given.dtype))
         return self._call(
-            engine,
+            executor,
             "reduce",
             given,
             result,
@@ -81,11 +80,11 @@ class EvenCollectives(AllReduce):
             ``x``.
         """
         root = check_rank(root, self.size, "root")
-        engine = self._engine_of(x)
-        array = engine.take(x, "x", self.rank != root)
+        executor = self._executor_of(x)
+        array = executor.take(x, "x", self.rank != root)
         given = array if self.rank == root else None
         return self._call(
-            engine,
+            executor,
             "broadcast",
             given,
             array,
@@ -111,12 +110,12 @@ class EvenCollectives(AllReduce):
         Returns:
             ``out``, or a new array of shape ``(size, *x.shape)``.
         """
-        engine = self._engine_of(x)
-        given = engine.take(x, "x", False)
-        result = engine.result(out, "out", (self.size, *given.shape), given.dtype)
+        executor = self._executor_of(x)
+        given = executor.take(x, "x", False)
+        result = executor.result(out, "out", (self.size, *given.shape), given.dtype)
         value = result if out is None else out
         return self._call(
-            engine, "allgather", given, result, given.size, value, algorithm=algorithm, async_op=async_op
+            executor, "allgather", given, result, given.size, value, algorithm=algorithm, async_op=async_op
         )
 
     @on_stream
@@ -141,14 +140,14 @@ class EvenCollectives(AllReduce):
         Returns:
             ``out``, or a new array of shape ``(x.shape[0] // size, *x.shape[1:])``.
         """
-        engine = self._engine_of(x)
-        given = engine.take(x, "x", False)
+        executor = self._executor_of(x)
+        given = executor.take(x, "x", False)
         count, shape = blocks_of(given, self.size, "x")
-        result = engine.result(out, "out", shape, given.dtype)
+        result = executor.result(out, "out", shape, given.dtype)
         resolved = resolve_op(op, dtype_of(given.dtype))
         value = result if out is None else out
         return self._call(
-            engine,
+            executor,
             "reduce_scatter",
             given,
             result,
@@ -182,14 +181,14 @@ class EvenCollectives(AllReduce):
             At the root ``out``, or a new array of shape ``(size, *x.shape)``; elsewhere None.
         """
         root = check_rank(root, self.size, "root")
-        engine = self._engine_of(x)
-        given = engine.take(x, "x", False)
+        executor = self._executor_of(x)
+        given = executor.take(x, "x", False)
         result = None
         if self.rank == root:
-            result = engine.result(out, "out", (self.size, *given.shape), given.dtype)
+            result = executor.result(out, "out", (self.size, *given.shape), given.dtype)
         value = result if out is None else out if self.rank == root else None
         return self._call(
-            engine,
+            executor,
             "gather",
             given,
             result,
@@ -226,10 +225,10 @@ class EvenCollectives(AllReduce):
         if self.rank != root:
             if out is None:
                 raise ArgumentError(f"scatter needs out= on rank {self.rank}: only the root knows the shape")
-            engine = self._engine_of(out)
-            result = engine.take(out, "out", True)
+            executor = self._executor_of(out)
+            result = executor.take(out, "out", True)
             return self._call(
-                engine,
+                executor,
                 "scatter",
                 None,
                 result,
@@ -239,13 +238,21 @@ class EvenCollectives(AllReduce):
                 algorithm=algorithm,
                 async_op=async_op,
             )
-        engine = self._engine_of(x)
-        given = engine.take(x, "x", False)
+        executor = self._executor_of(x)
+        given = executor.take(x, "x", False)
         count, shape = blocks_of(given, self.size, "x")
-        result = engine.result(out, "out", shape, given.dtype)
+        result = executor.result(out, "out", shape, given.dtype)
         value = result if out is None else out
         return self._call(
-            engine, "scatter", given, result, count, value, root=root, algorithm=algorithm, async_op=async_op
+            executor,
+            "scatter",
+            given,
+            result,
+            count,
+            value,
+            root=root,
+            algorithm=algorithm,
+            async_op=async_op,
         )
 
     @on_stream
@@ -263,21 +270,21 @@ class EvenCollectives(AllReduce):
         Returns:
             ``out``, or a new array of the shape of ``x``; block q is from rank q.
         """
-        engine = self._engine_of(x)
-        given = engine.take(x, "x", False)
+        executor = self._executor_of(x)
+        given = executor.take(x, "x", False)
         count, _ = blocks_of(given, self.size, "x")
-        result = engine.result(out, "out", given.shape, given.dtype)
+        result = executor.result(out, "out", given.shape, given.dtype)
         value = result if out is None else out
         return self._call(
-            engine, "alltoall", given, result, count, value, algorithm=algorithm, async_op=async_op
+            executor, "alltoall", given, result, count, value, algorithm=algorithm, async_op=async_op
         )
 
     def barrier(self) -> None:
         """Waits until every rank has come."""
-        engine = self._engine
+        executor = self._executor
         unsigned = dtype_of(np.uint8)
-        plan = engine.find("barrier", 0, unsigned, resolve_op("max", unsigned))
+        plan = executor.find("barrier", 0, unsigned, resolve_op("max", unsigned))
         if self._group is not None:
-            self._put_off(Pending(lambda: engine.run(plan, None, None)), False, None)
+            self._put_off(Pending(lambda: executor.run(plan, None, None)), False, None)
         else:
-            engine.run(plan, None, None)
+            executor.run(plan, None, None)

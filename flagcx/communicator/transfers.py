@@ -10,8 +10,8 @@ import numpy as np
 from flagcx.arguments import check_rank
 from flagcx.communicator.streams import on_stream
 from flagcx.communicator.uneven import UnevenCollectives
-from flagcx.engine import Engine
-from flagcx.group import Pending
+from flagcx.executor.host import Executor
+from flagcx.fusion.group import Pending
 from flagcx.transport.base import Plan
 
 Messages = list[tuple[np.ndarray, int]]
@@ -29,9 +29,9 @@ class Transfers(UnevenCollectives):
             to: The rank to send it to.
             async_op: See the class ``Communicator``.
         """
-        engine = self._engine_of(x)
-        sends = [(engine.take(x, "x", False), check_rank(to, self.size, "to"))]
-        return self._transfer(engine, sends, [], None, async_op)
+        executor = self._executor_of(x)
+        sends = [(executor.take(x, "x", False), check_rank(to, self.size, "to"))]
+        return self._transfer(executor, sends, [], None, async_op)
 
     @on_stream
     def recv(self, out: Any, source: int, *, async_op: bool = False) -> Any:
@@ -45,9 +45,9 @@ class Transfers(UnevenCollectives):
         Returns:
             ``out``.
         """
-        engine = self._engine_of(out)
-        receives = [(engine.take(out, "out", True), check_rank(source, self.size, "source"))]
-        return self._transfer(engine, [], receives, out, async_op)
+        executor = self._executor_of(out)
+        receives = [(executor.take(out, "out", True), check_rank(source, self.size, "source"))]
+        return self._transfer(executor, [], receives, out, async_op)
 
     @on_stream
     def sendrecv(self, x: Any, to: int, out: Any, source: int, *, async_op: bool = False) -> Any:
@@ -63,35 +63,35 @@ class Transfers(UnevenCollectives):
         Returns:
             ``out``.
         """
-        engine = self._engine_of(x)
-        given, result = engine.take(x, "x", False), engine.take(out, "out", True)
+        executor = self._executor_of(x)
+        given, result = executor.take(x, "x", False), executor.take(out, "out", True)
         if np.may_share_memory(given, result):
             given = given.copy()
         sends = [(given, check_rank(to, self.size, "to"))]
         receives = [(result, check_rank(source, self.size, "source"))]
-        return self._transfer(engine, sends, receives, out, async_op)
+        return self._transfer(executor, sends, receives, out, async_op)
 
     def _transfer(
-        self, engine: Engine, sends: Messages, receives: Messages, value: Any, async_op: bool
+        self, executor: Executor, sends: Messages, receives: Messages, value: Any, async_op: bool
     ) -> Any:
-        plan = _plan(engine, sends, receives)
+        plan = _plan(executor, sends, receives)
         if self._group is None:
-            return self._go(engine, plan, None, None, value, async_op, "send and receive")
+            return self._go(executor, plan, None, None, value, async_op, "send and receive")
 
         def together(items: list[tuple[Messages, Messages]]) -> None:
             sent = [message for item in items for message in item[0]]
             received = [message for item in items for message in item[1]]
-            engine.run(_plan(engine, sent, received), None, None)
+            executor.run(_plan(executor, sent, received), None, None)
 
         call = Pending(
-            lambda: engine.run(plan, None, None), ("transfer", id(engine)), together, (sends, receives)
+            lambda: executor.run(plan, None, None), ("transfer", id(executor)), together, (sends, receives)
         )
         return self._put_off(call, async_op, value)
 
 
-def _plan(engine: Engine, sends: Messages, receives: Messages) -> Plan:
+def _plan(executor: Executor, sends: Messages, receives: Messages) -> Plan:
     nbytes = sum(array.nbytes for array, _ in (*sends, *receives))
-    return engine.recorded_transfer(_Transfer(engine.transport, sends, receives), nbytes)
+    return executor.recorded_transfer(_Transfer(executor.transport, sends, receives), nbytes)
 
 
 @dataclass(frozen=True, slots=True)

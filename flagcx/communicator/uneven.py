@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 
 from flagcx.arguments import check_counts, check_rank
-from flagcx.communicator.dispatch import Op
 from flagcx.communicator.even import EvenCollectives
 from flagcx.communicator.streams import on_stream
-from flagcx.dtypes import dtype_of, resolve_op
+from flagcx.dtypes import Op, dtype_of, resolve_op
 from flagcx.errors import ArgumentError, ArrayError
 
 
@@ -40,14 +39,14 @@ class UnevenCollectives(EvenCollectives):
         Returns:
             ``out``, or a new one-dimensional array.
         """
-        engine = self._engine_of(x)
-        given = engine.take(x, "x", False)
+        executor = self._executor_of(x)
+        given = executor.take(x, "x", False)
         sizes = self._counts(given.size, counts)
         _check_own(given, sizes[self.rank], f"counts[{self.rank}]")
-        result = engine.result(out, "out", (sum(sizes),), given.dtype)
+        result = executor.result(out, "out", (sum(sizes),), given.dtype)
         value = result if out is None else out
         return self._call(
-            engine, "allgather", given, result, sizes, value, algorithm=algorithm, async_op=async_op
+            executor, "allgather", given, result, sizes, value, algorithm=algorithm, async_op=async_op
         )
 
     @on_stream
@@ -74,15 +73,15 @@ class UnevenCollectives(EvenCollectives):
         Returns:
             ``out``, or a new one-dimensional array.
         """
-        engine = self._engine_of(x)
-        given = engine.take(x, "x", False)
+        executor = self._executor_of(x)
+        given = executor.take(x, "x", False)
         sizes = check_counts(counts, self.size, "counts")
         _check_own(given, sum(sizes), "sum(counts)")
-        result = engine.result(out, "out", (sizes[self.rank],), given.dtype)
+        result = executor.result(out, "out", (sizes[self.rank],), given.dtype)
         resolved = resolve_op(op, dtype_of(given.dtype))
         value = result if out is None else out
         return self._call(
-            engine,
+            executor,
             "reduce_scatter",
             given,
             result,
@@ -118,16 +117,16 @@ class UnevenCollectives(EvenCollectives):
             At the root ``out``, or a new one-dimensional array; elsewhere None.
         """
         root = check_rank(root, self.size, "root")
-        engine = self._engine_of(x)
-        given = engine.take(x, "x", False)
+        executor = self._executor_of(x)
+        given = executor.take(x, "x", False)
         sizes = self._counts(given.size, counts)
         _check_own(given, sizes[self.rank], f"counts[{self.rank}]")
         result = value = None
         if self.rank == root:
-            result = engine.result(out, "out", (sum(sizes),), given.dtype)
+            result = executor.result(out, "out", (sum(sizes),), given.dtype)
             value = result if out is None else out
         return self._call(
-            engine, "gather", given, result, sizes, value, root=root, algorithm=algorithm, async_op=async_op
+            executor, "gather", given, result, sizes, value, root=root, algorithm=algorithm, async_op=async_op
         )
 
     @on_stream
@@ -158,20 +157,28 @@ class UnevenCollectives(EvenCollectives):
         """
         root = check_rank(root, self.size, "root")
         sizes = check_counts(counts, self.size, "counts")
-        engine = self._engine_of(x if x is not None else out)
+        executor = self._executor_of(x if x is not None else out)
         given = None
         if self.rank == root:
-            given = engine.take(x, "x", False)
+            given = executor.take(x, "x", False)
             _check_own(given, sum(sizes), "sum(counts)")
             dtype = given.dtype
         elif out is not None:
             dtype = out.dtype
         elif dtype is None:
             raise ArgumentError(f"scatterv needs out= or dtype= on rank {self.rank}: only the root has x")
-        result = engine.result(out, "out", (sizes[self.rank],), np.dtype(dtype))
+        result = executor.result(out, "out", (sizes[self.rank],), np.dtype(dtype))
         value = result if out is None else out
         return self._call(
-            engine, "scatter", given, result, sizes, value, root=root, algorithm=algorithm, async_op=async_op
+            executor,
+            "scatter",
+            given,
+            result,
+            sizes,
+            value,
+            root=root,
+            algorithm=algorithm,
+            async_op=async_op,
         )
 
     @on_stream
@@ -198,17 +205,17 @@ class UnevenCollectives(EvenCollectives):
         Returns:
             ``out``, or a new one-dimensional array; blocks in rank order.
         """
-        engine = self._engine_of(x)
-        given = engine.take(x, "x", False)
+        executor = self._executor_of(x)
+        given = executor.take(x, "x", False)
         sent = check_counts(send_counts, self.size, "send_counts")
         _check_own(given, sum(sent), "sum(send_counts)")
         if receive_counts is None:
             receive_counts = self.alltoall(np.array(sent, np.int64)).tolist()
         received = check_counts(receive_counts, self.size, "receive_counts")
-        result = engine.result(out, "out", (sum(received),), given.dtype)
+        result = executor.result(out, "out", (sum(received),), given.dtype)
         value = result if out is None else out
         return self._call(
-            engine,
+            executor,
             "alltoall",
             given,
             result,

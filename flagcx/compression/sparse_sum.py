@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from flagcx.collectives import cut
 from flagcx.compression.codec import Scratch, namespace
 from flagcx.compression.peers import Peers
 from flagcx.compression.select import largest
+from flagcx.schedule.collectives import cut
 
 KEEP_REGIONS = 64
 """Calls between two looks at where the elements lie."""

@@ -8,10 +8,10 @@ from types import MappingProxyType
 from typing import Any
 
 from flagcx.dtypes import DType, ReduceOp
-from flagcx.engine import Engine
-from flagcx.fusion import HostPacker, Packing
+from flagcx.executor.host import Executor
+from flagcx.executor.work import Work
+from flagcx.fusion.fuse import HostPacker, Packing
 from flagcx.transport.base import Plan
-from flagcx.work import Work
 
 ALONE_NBYTES = MappingProxyType({"host": HostPacker.limits.array_nbytes, "device": 16 << 20})
 """By place: a larger gradient is reduced where it lies. To pack and unpack it would take longer than the call
@@ -88,16 +88,16 @@ def form_buckets(
     return [tuple(members) for members in done]
 
 
-def plan_beside(engine: Engine, count: int, dtype: DType, op: ReduceOp) -> Plan:
+def plan_beside(executor: Executor, count: int, dtype: DType, op: ReduceOp) -> Plan:
     """The plan of an all-reduce in place that leaves room for a computation at the same time.
 
     Args:
-        engine: What makes the plan.
+        executor: What makes the plan.
         count: Elements.
         dtype: The element type.
         op: How they are combined.
     """
-    return engine.beside(engine.find("allreduce", count, dtype, op, None, None, True))
+    return executor.beside(executor.find("allreduce", count, dtype, op, None, None, True))
 
 
 class Bucket:
@@ -105,7 +105,7 @@ class Bucket:
 
     Args:
         members: Their numbers.
-        engine: What reduces them.
+        executor: What reduces them.
         packing: Puts them end to end; None for a single gradient, which is reduced where it lies.
         plan: The all-reduce of the packed message, or of the single gradient.
 
@@ -116,17 +116,17 @@ class Bucket:
         work: Its all-reduce, once it has been started in this step.
     """
 
-    __slots__ = ("_put_off", "engine", "left", "members", "overlap", "packing", "plan", "work")
+    __slots__ = ("_put_off", "executor", "left", "members", "overlap", "packing", "plan", "work")
 
     def __init__(
         self,
         members: tuple[int, ...],
-        engine: Engine,
+        executor: Executor,
         packing: Packing | None,
         plan: Plan,
         overlap: bool = True,
     ) -> None:
-        self.members, self.engine, self.packing, self.plan = members, engine, packing, plan
+        self.members, self.executor, self.packing, self.plan = members, executor, packing, plan
         self.overlap = overlap
         self.left = len(members)
         self.work: Work | None = None
@@ -138,7 +138,7 @@ class Bucket:
             self._put_off = gradients
             return
         what = f"allreduce of {len(gradients)} gradients"
-        self.work = self.engine.start(self, gradients, gradients, None, what)
+        self.work = self.executor.start(self, gradients, gradients, None, what)
 
     def run(self, given: Sequence[Any], result: Sequence[Any]) -> None:
         """See ``transport.base.Plan``: packs, reduces, unpacks."""
@@ -153,7 +153,7 @@ class Bucket:
         """Waits for its all-reduce, if it has been started: on a GPU the current stream does."""
         if self._put_off:
             gradients, self._put_off = self._put_off, ()
-            self.engine.run(self, gradients, gradients)
+            self.executor.run(self, gradients, gradients)
         elif self.work is not None:
             self.work.wait()
 
@@ -161,7 +161,7 @@ class Bucket:
         """Waits on the host until nothing of it is under way, on a GPU either. Drops what was put off."""
         self._put_off = ()
         self.wait()
-        synchronize = getattr(self.engine.transport, "synchronize", None)
+        synchronize = getattr(self.executor.transport, "synchronize", None)
         if synchronize is not None:
             synchronize()
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 from flagcx.arguments import format_nbytes
 from flagcx.dtypes import dtype_of, resolve_op
-from flagcx.engine import Engine
 from flagcx.errors import ArgumentError, ArrayError, CommunicationError, CommunicatorError, FlagcxError
+from flagcx.executor.host import Executor
+from flagcx.gradients.bucket_size import choose_bucket_nbytes, overlap_pays
 from flagcx.gradients.buckets import Bucket, Gradient, form_buckets, plan_beside
-from flagcx.gradients.scene import choose_bucket_nbytes, overlap_pays
 
 if TYPE_CHECKING:
     from flagcx.communicator import Communicator
@@ -83,15 +83,15 @@ class GradientSynchronizer:
             raise ArgumentError("parameters are empty; expected at least one gradient")
         self._comm, self._op = comm, "avg" if average else "sum"
         self._numbers = {name: number for number, name in enumerate(named)}
-        self._engines = [comm._engine_of(array) for array in named.values()]
+        self._executors = [comm._executor_of(array) for array in named.values()]
         self._arrays = [
-            engine.take(array, f"the gradient {name!r}", False)
-            for engine, (name, array) in zip(self._engines, named.items(), strict=True)
+            executor.take(array, f"the gradient {name!r}", False)
+            for executor, (name, array) in zip(self._executors, named.items(), strict=True)
         ]
         self._made_with = tuple(self._arrays)
         self._shapes = [tuple(array.shape) for array in self._arrays]
         self._dtypes = [array.dtype for array in self._arrays]
-        self._gradients = list(map(self._describe, named, self._arrays, self._engines))
+        self._gradients = list(map(self._describe, named, self._arrays, self._executors))
         self._feedback = _feedback(compression)
         self._overlap = overlap
         self.bucket_nbytes, self.reason = bucket_bytes, "given" if bucket_bytes is not None else ""
@@ -103,10 +103,10 @@ class GradientSynchronizer:
         self._began = 0.0
         self._stream: Any = None
 
-    def _describe(self, name: Hashable, array: Any, engine: Engine) -> Gradient:
+    def _describe(self, name: Hashable, array: Any, executor: Executor) -> Gradient:
         dtype = dtype_of(array.dtype)
         resolve_op(self._op, dtype)
-        place = "host" if engine is self._comm._engine else "device"
+        place = "host" if executor is self._comm._executor else "device"
         return Gradient(name, tuple(array.shape), dtype.name, array.nbytes, place)
 
     # -- a step -----------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ class GradientSynchronizer:
             return
         self._arrays[number] = array
         if self._gradients[number].place == "device":
-            self._follow_stream(self._engines[number])
+            self._follow_stream(self._executors[number])
         if not self._buckets:
             if not self._order:
                 self._began = perf_counter()
@@ -150,20 +150,20 @@ class GradientSynchronizer:
         if not bucket.left:
             self._start_full()
 
-    def _follow_stream(self, engine: Engine) -> None:
+    def _follow_stream(self, executor: Executor) -> None:
         """Makes the current stream wait for the one on which the gradient before became ready.
 
         So a bucket that is started here has all its gradients, whatever streams they came on.
         """
-        stream = self._comm._fusion_of(engine).packer.current_stream()
+        stream = self._comm._fusion_of(executor).packer.current_stream()
         if self._stream is not None:
-            cast("NcclTransport", engine.transport).order(self._stream, stream)
+            cast("NcclTransport", executor.transport).order(self._stream, stream)
         self._stream = stream
 
     def _take(self, number: int, gradient: Any) -> Any:
         given = self._made_with[number] if gradient is None else gradient
         known = self._gradients[number]
-        array = self._engines[number].take(given, f"the gradient {known.name!r}", True)
+        array = self._executors[number].take(given, f"the gradient {known.name!r}", True)
         if array.shape != self._shapes[number] or array.dtype != self._dtypes[number]:
             raise ArrayError(
                 f"the gradient {known.name!r} has shape {tuple(array.shape)} and dtype {array.dtype}; the "
@@ -281,8 +281,8 @@ class GradientSynchronizer:
         message = _never_ready(self._missing(), self._comm.rank)
         if self._comm.size > 1:
             error = CommunicationError(message, peer=self._comm.rank)
-            for engine in {id(engine): engine for engine in self._engines}.values():
-                engine.broke(error)
+            for executor in {id(executor): executor for executor in self._executors}.values():
+                executor.broke(error)
         self._begin_again()
         raise ArgumentError(message)
 
@@ -303,14 +303,15 @@ class GradientSynchronizer:
         _, _, order, self.bucket_nbytes, overlap, _ = cards[0]
         cores_of_ranks = [card[-1] for card in cards]
         overlaps = [
-            overlap_pays(engine, cores_of_ranks) if overlap is None else overlap for engine in self._engines
+            overlap_pays(executor, cores_of_ranks) if overlap is None else overlap
+            for executor in self._executors
         ]
         if self.bucket_nbytes is None:
             total = sum(gradient.nbytes for gradient in self._gradients)
             largest = max(range(len(self._gradients)), key=lambda number: self._gradients[number].nbytes)
-            engine = self._engines[largest]
-            compute_us = backward_us if engine is comm._engine else None
-            choice = choose_bucket_nbytes(comm, engine, total, compute_us, overlaps[largest])
+            executor = self._executors[largest]
+            compute_us = backward_us if executor is comm._executor else None
+            choice = choose_bucket_nbytes(comm, executor, total, compute_us, overlaps[largest])
             self.bucket_nbytes, self.reason = comm.broadcast_object(choice)
         self._home = [None] * len(self._gradients)  # type: ignore[list-item]
         for members in form_buckets(order, self._gradients, self.bucket_nbytes):
@@ -335,22 +336,22 @@ class GradientSynchronizer:
             )
 
     def _make_bucket(self, members: tuple[int, ...], overlap: bool) -> Bucket:
-        engine: Engine = self._engines[members[0]]
+        executor: Executor = self._executors[members[0]]
         shapes, dtype = tuple(self._shapes[number] for number in members), self._dtypes[members[0]]
         if len(members) == 1:
             packing, message = None, self._arrays[members[0]]
         else:
-            packing = self._comm._fusion_of(engine).packer.packing(shapes, dtype, own=True)
+            packing = self._comm._fusion_of(executor).packer.packing(shapes, dtype, own=True)
             message = packing.flat
         if self._feedback is None:
             kind = dtype_of(dtype)
-            plan: Any = plan_beside(engine, message.size, kind, resolve_op(self._op, kind))
+            plan: Any = plan_beside(executor, message.size, kind, resolve_op(self._op, kind))
         else:
             from flagcx.communicator.compressed import compressor_of
 
             slot = self._feedback.slot(members, shapes)
-            plan = compressor_of(self._comm, engine).find(slot, message, self._op)
-        return Bucket(members, engine, packing, plan, overlap)
+            plan = compressor_of(self._comm, executor).find(slot, message, self._op)
+        return Bucket(members, executor, packing, plan, overlap)
 
     # -- the end ----------------------------------------------------------------------------------
 

@@ -16,8 +16,8 @@ from fractions import Fraction
 from functools import cache
 from math import gcd
 
-from flagcx.collectives import COLLECTIVES
 from flagcx.errors import ArgumentError
+from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.schedule.embed import Embedding, Home, cut_places
 from flagcx.schedule.hierarchy import Stage, across, stack, within
 from flagcx.schedule.lower import levels

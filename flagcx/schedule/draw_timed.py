@@ -10,7 +10,7 @@ from flagcx.errors import MissingDependencyError
 
 
 class Moment(Protocol):
-    """The messages of one level with their times, as ``flagcx.transport.timed`` gives them."""
+    """The messages of one level with their times, as ``flagcx.cost.simulate`` gives them."""
 
     @property
     def source(self) -> Any: ...

@@ -19,8 +19,8 @@ from functools import lru_cache
 from itertools import pairwise
 from math import lcm
 
-from flagcx.collectives import COLLECTIVES, Collective
 from flagcx.errors import ArgumentError
+from flagcx.schedule.collectives import COLLECTIVES, Collective
 from flagcx.schedule.embed import Embedding, Home, cut_places
 from flagcx.schedule.model import Buffer, Program, Schedule, Step
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from flagcx.collectives import COLLECTIVES
+from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.schedule.memory import Cells, cells
 from flagcx.schedule.messages import Wiring, completion_order, wire
 from flagcx.schedule.model import Buffer, Program, Recv, RecvReduce, Reduce, Schedule, Span, Step

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flagcx.collectives import COLLECTIVES
+from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.schedule.model import Buffer, Schedule, Span
 
 

@@ -152,7 +152,7 @@ class Schedule:
     Programs are made on demand, so that a rank of ten thousand makes its own alone.
 
     Attributes:
-        collective: Name of the collective, a key of ``flagcx.collectives.COLLECTIVES``.
+        collective: Name of the collective, a key of ``flagcx.schedule.collectives.COLLECTIVES``.
         algorithm: Name of the algorithm.
         size: Number of ranks.
         chunks: Pieces that the message is cut into. Collectives with one block a rank (allgather,

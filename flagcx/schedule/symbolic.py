@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from flagcx.collectives import COLLECTIVES, Contribution
 from flagcx.errors import ScheduleError
+from flagcx.schedule.collectives import COLLECTIVES, Contribution
 from flagcx.schedule.memory import Cells
 from flagcx.schedule.messages import Wiring, fault
 from flagcx.schedule.model import Buffer, Copy, Schedule, Span, span_of

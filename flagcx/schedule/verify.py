@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flagcx.collectives import COLLECTIVES, Counts, Layout, layout
 from flagcx.errors import ScheduleError
+from flagcx.schedule.collectives import COLLECTIVES, Counts, Layout, layout
 from flagcx.schedule.hazards import check_hazards
 from flagcx.schedule.memory import Cells, cells
 from flagcx.schedule.messages import Wiring, completion_order, fault, wire

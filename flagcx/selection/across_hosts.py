@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flagcx.algorithms import Algorithm
-from flagcx.selection.selector import Choice, pieces_for
+from flagcx.selection.rules import Choice, pieces_for
 
 _TINY_NBYTES = 4 << 10
 

@@ -1,7 +1,7 @@
 """Candidates: everything that could run a call, as data, and the schedule that each stands for.
 
 A candidate is an algorithm with its pieces, the order of the ranks, the groups of a hierarchy, or two such
-beside each other on parts of the message. ``flagcx.selection.cost`` says how long each takes.
+beside each other on parts of the message. ``flagcx.cost.model`` says how long each takes.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from fractions import Fraction
 from math import isqrt
 
 from flagcx.algorithms import Entry, build, entries, entry
+from flagcx.cost.traffic import Rounds, rounds_of, staggered
 from flagcx.schedule.compose import beside, relabel
 from flagcx.schedule.model import Schedule
 from flagcx.topology.graph import Topology
 from flagcx.topology.plan import best_order
-from flagcx.transport.rounds import Rounds, rounds_of, staggered
 
 #: Up to so many ranks an algorithm in which a rank talks to all others at once is a candidate.
 MOST_DIRECT = 512

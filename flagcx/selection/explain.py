@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from flagcx.algorithms import Algorithm
+from flagcx.cost import nccl as native
+from flagcx.cost.model import DEVICE_COSTS, Prediction, model_of
+from flagcx.cost.simulate import Costs
 from flagcx.errors import ArgumentError
-from flagcx.selection import native
 from flagcx.selection.candidates import MOST_PLANNED
-from flagcx.selection.cost import DEVICE_COSTS, Prediction, model_of
 from flagcx.selection.explain_peers import MOST_RANKS, peer_rows
 from flagcx.selection.explanation import Explanation, Row, in_order
 from flagcx.topology.graph import Topology
-from flagcx.transport.timed import Costs
 
 
 def explain(

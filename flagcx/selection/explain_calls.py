@@ -6,27 +6,27 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from flagcx.algorithms import Algorithm, entries, entry
-from flagcx.collectives import COLLECTIVES
+from flagcx.cost.model import Bottleneck, Model
+from flagcx.cost.peer_memory import NATIVE_WAY
+from flagcx.cost.shared_memory import MOST_RANKS, predict_on_host
+from flagcx.cost.simulate import message_nbytes
 from flagcx.errors import ArgumentError
+from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.selection.candidates import MOST_PLANNED
 from flagcx.selection.candidates import Candidate as Laid
-from flagcx.selection.cost import Bottleneck, Model
 from flagcx.selection.explain import native_row
 from flagcx.selection.explain_peers import way_row
 from flagcx.selection.explanation import Explanation, Row, in_order
-from flagcx.selection.host_model import MOST_RANKS, predict_on_host
 from flagcx.selection.measurement import PIECE_NBYTES, forms
 from flagcx.selection.measurement_on_device import PIECE_NBYTES as DEVICE_PIECE_NBYTES
-from flagcx.selection.mixes import mix_of
-from flagcx.selection.modelled import laid_mix, mixes_for
 from flagcx.selection.on_device import DIRECT_ALGORITHMS, why_not
-from flagcx.selection.peer_model import NATIVE_WAY
-from flagcx.selection.planned import FOLLOWS_ORDER, Order
-from flagcx.selection.selector import Choice, Possible
+from flagcx.selection.placement import FOLLOWS_ORDER, Order
+from flagcx.selection.predicted import laid_mix, mixes_for
+from flagcx.selection.rules import Capabilities, Choice
+from flagcx.selection.split_message import mix_of
 from flagcx.selection.table import Candidate
 from flagcx.topology.graph import Topology
 from flagcx.transport.shared_memory.channel import RENDEZVOUS_NBYTES
-from flagcx.transport.timed import message_nbytes
 
 NOT_ATTACHED = "the system does not let these processes read each other's memory"
 NOT_NAMED = "registered by the user: taken only where a call names it"
@@ -223,7 +223,7 @@ class Machine:
 
 
 def explain_on_device(
-    asked: Asked, possible: Possible, machine: Machine | None = None, known: Iterable[str] = ()
+    asked: Asked, possible: Capabilities, machine: Machine | None = None, known: Iterable[str] = ()
 ) -> Explanation:
     """Explains a call on arrays on GPUs.
 
@@ -255,7 +255,7 @@ def explain_on_device(
 
 
 def _device_row(
-    asked: Asked, candidate: Candidate, possible: Possible, machine: Machine | None, model: Model | None
+    asked: Asked, candidate: Candidate, possible: Capabilities, machine: Machine | None, model: Model | None
 ) -> Row:
     obstacle = why_not(candidate, asked.collective, asked.nbytes, asked.size, False, possible)
     if candidate.algorithm == Algorithm.NATIVE:
@@ -285,7 +285,7 @@ def _device_row(
     )
 
 
-def _native(asked: Asked, machine: Machine | None, possible: Possible, obstacle: str) -> Row:
+def _native(asked: Asked, machine: Machine | None, possible: Capabilities, obstacle: str) -> Row:
     """NCCL's own collective; what it does inside is known of the all-reduce alone.
 
     Where it stands against the peers' memory, the model that compares the two says how long it takes.

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from flagcx.algorithms import entries
-from flagcx.collectives import COLLECTIVES
+from flagcx.cost.model import Bottleneck
+from flagcx.cost.peer_memory import FLAGGED, PACKETS, GpuLinks, Way, load_of, predict_us, reach_over
 from flagcx.dtypes import dtype_of, resolve_op
 from flagcx.kernels.peer import MOST_RANKS, PeerLayout, may_be_bare
-from flagcx.selection.cost import Bottleneck
+from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.selection.explanation import Row
-from flagcx.selection.peer_model import FLAGGED, PACKETS, Reach, Way, load_of, predict_us, reach_over
 from flagcx.topology.graph import LinkKind, Topology
 from flagcx.topology.routes import Routes
 from flagcx.topology.traffic import measure
@@ -35,7 +35,7 @@ def way_row(
     collective: str,
     nbytes: int,
     size: int,
-    reach: Reach,
+    reach: GpuLinks,
     flagged: bool,
     measured_us: float | None = None,
     bottleneck: Bottleneck | None = None,

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from flagcx.arguments import format_nbytes
-from flagcx.selection.cost import Bottleneck
-from flagcx.selection.explain_layout import lay_out
-from flagcx.transport.timed import message_nbytes
+from flagcx.cost.model import Bottleneck
+from flagcx.cost.simulate import message_nbytes
+from flagcx.report import lay_out
 
 _COLUMNS = ("candidate", "steps", "sent/rank", "busiest link", "predicted us", "measured us", "")
 _MEASURED = 5

@@ -18,22 +18,22 @@ from typing import Any, Protocol
 import numpy as np
 
 from flagcx.algorithms import build, entries
-from flagcx.collectives import COLLECTIVES
 from flagcx.dtypes import dtype_of, resolve_op
-from flagcx.selection.selector import Choice
+from flagcx.schedule.collectives import COLLECTIVES
+from flagcx.selection.rules import Choice
 from flagcx.selection.table import Candidate
 from flagcx.transport.base import Call, Plan, Transport
 
 PIECE_NBYTES = (64 << 10, 256 << 10, 1 << 20)
 """The lengths of piece that pipelined algorithms are measured with, besides none at all."""
 _SURELY = 1.5
-"""A candidate that is slower by so much more than ``Pace.near`` leaves after its first turn."""
+"""A candidate that is slower by so much more than ``TimeBudget.near`` leaves after its first turn."""
 DTYPE = np.dtype(np.float32)
 """What is measured: float32, and sums of it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class TimeBudget:
     """How much is measured.
 
     Attributes:
@@ -47,7 +47,7 @@ class Pace:
     near: float = 1.6
 
 
-QUICK = Pace(batch_s=0.003, rounds=4, near=1.4)
+QUICK = TimeBudget(batch_s=0.003, rounds=4, near=1.4)
 
 
 class HostTransport(Transport, Protocol):
@@ -136,7 +136,7 @@ class Measurement(ABC):
         """The time of a call in seconds, over a batch, of the slowest rank; the same on every rank."""
 
     def time_all(
-        self, choices: Sequence[Choice], pace: Pace, seed: int = 0, always: Collection[int] = ()
+        self, choices: Sequence[Choice], pace: TimeBudget, seed: int = 0, always: Collection[int] = ()
     ) -> list[list[float]]:
         """Times of a call in seconds, one a round, for each choice; fewer for those far behind.
 
@@ -172,7 +172,7 @@ class Measurement(ABC):
         return times
 
 
-def _calls(pace: Pace, seconds: float) -> int:
+def _calls(pace: TimeBudget, seconds: float) -> int:
     """How many calls a batch has."""
     return min(max(math.ceil(pace.batch_s / seconds), 1), 1000)
 

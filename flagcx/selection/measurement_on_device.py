@@ -12,13 +12,13 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 from flagcx.algorithms import Algorithm
-from flagcx.collectives import COLLECTIVES
 from flagcx.dtypes import DType, ReduceOp, dtype_of, resolve_op
-from flagcx.selection.measurement import DTYPE, Clock, Measurement, Pace, forms
-from flagcx.selection.modelled import mixes_for
+from flagcx.schedule.collectives import COLLECTIVES
+from flagcx.selection.measurement import DTYPE, Clock, Measurement, TimeBudget, forms
 from flagcx.selection.on_device import DIRECT_ALGORITHMS
-from flagcx.selection.planned import Order, build_along
-from flagcx.selection.selector import Choice
+from flagcx.selection.placement import Order, build_along
+from flagcx.selection.predicted import mixes_for
+from flagcx.selection.rules import Choice
 from flagcx.selection.table import Candidate
 from flagcx.transport.base import Call, Plan, Transport
 from flagcx.transport.device_plans import SchedulePlan
@@ -161,7 +161,7 @@ class DeviceMeasurement(Measurement):
         return min(_MOST_SCHEDULES, _MOST_KEPT_NBYTES // (self.size * self.count * DTYPE.itemsize))
 
     def time_all(
-        self, choices: Sequence[Choice], pace: Pace, seed: int = 0, always: Collection[int] = ()
+        self, choices: Sequence[Choice], pace: TimeBudget, seed: int = 0, always: Collection[int] = ()
     ) -> list[list[float]]:
         """See ``Measurement.time_all``.
 

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 from flagcx.algorithms import Algorithm, entry
 from flagcx.bootstrap.store import Store
 from flagcx.config import Config
+from flagcx.cost.peer_memory import NVLINK, GpuLinks, reach_of
 from flagcx.errors import ArgumentError, FlagcxError
-from flagcx.selection.measured import Told, look_for_table
-from flagcx.selection.mixes import mix_of
-from flagcx.selection.modelled import modelled_table
-from flagcx.selection.peer_model import NVLINK, Reach, reach_of
-from flagcx.selection.planned import Order, gpus_of, plan_order
-from flagcx.selection.selector import ROUNDS_ONCE, Choice, Possible, choose_named, choose_on_device
+from flagcx.selection.placement import Order, gpus_of, plan_order
+from flagcx.selection.predicted import modelled_table
+from flagcx.selection.rules import ROUNDS_ONCE, Capabilities, Choice, choose_named, choose_on_device
+from flagcx.selection.selector import TuningInfo, look_for_table
+from flagcx.selection.split_message import mix_of
 from flagcx.selection.table import Candidate, Fit, Table, versions_here
 from flagcx.transport.device import DeviceIdentity
 
@@ -32,7 +32,7 @@ DIRECT_ALGORITHMS = (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT, Algorithm.DIRECT)
 """The algorithms that a protocol of the transport's own may carry out, in place of NCCL."""
 _MOST_CHOICES = 4096
 
-Rule = Callable[[str, int, int, bool, Possible], Choice]
+Rule = Callable[[str, int, int, bool, Capabilities], Choice]
 
 
 class DeviceTransport(Protocol):
@@ -57,7 +57,7 @@ def fit_on_device(transport: DeviceTransport) -> Fit:
 
 
 @dataclass(frozen=True, slots=True)
-class Agreed:
+class SharedDecision:
     """What rank 0 found out, as all ranks have it.
 
     Attributes:
@@ -67,10 +67,10 @@ class Agreed:
         reach: How the GPUs reach each other.
     """
 
-    measured: Told
+    measured: TuningInfo
     modelled: Table | None = None
     order: Order | None = None
-    reach: Reach = NVLINK
+    reach: GpuLinks = NVLINK
 
     def to_bytes(self) -> bytes:
         """As text, to travel."""
@@ -79,14 +79,14 @@ class Agreed:
         return json.dumps([told, modelled, self.order, astuple(self.reach)]).encode()
 
     @classmethod
-    def from_bytes(cls, raw: bytes) -> Agreed:
+    def from_bytes(cls, raw: bytes) -> SharedDecision:
         """Back from the text."""
         measured, modelled, order, reach = json.loads(raw)
         return cls(
-            Told.from_bytes(measured.encode()),
+            TuningInfo.from_bytes(measured.encode()),
             None if modelled is None else Table.from_json(modelled),
             None if order is None else tuple(order),
-            Reach(*reach),
+            GpuLinks(*reach),
         )
 
 
@@ -96,7 +96,7 @@ def agree(
     config: Config,
     environ: Mapping[str, str],
     detect: Callable[[], Topology],
-) -> Agreed:
+) -> SharedDecision:
     """Rank 0 looks for a table and at the machine; all ranks take its word. All must call it.
 
     Args:
@@ -109,18 +109,18 @@ def agree(
     found = b""
     if store.rank == 0:
         found = _look(transport, config, environ, detect).to_bytes()
-    return Agreed.from_bytes(store.exchange("device/choices", found, config.init_timeout_s)[0])
+    return SharedDecision.from_bytes(store.exchange("device/choices", found, config.init_timeout_s)[0])
 
 
 def _look(
     transport: DeviceTransport, config: Config, environ: Mapping[str, str], detect: Callable[[], Topology]
-) -> Agreed:
+) -> SharedDecision:
     fit = fit_on_device(transport)
     measured = look_for_table(config, fit, environ, "flagcx tune --gpu")
     one_host = len({identity.host for identity in transport.identities}) == 1
     order, modelled, reach = None, None, reach_of(transport.identities)
     if not (config.topology_detection and transport.size > 1 and one_host):
-        return Agreed(measured, reach=reach)  # What rank 0 sees is its own host.
+        return SharedDecision(measured, reach=reach)  # What rank 0 sees is its own host.
     with contextlib.suppress(FlagcxError):  # a machine that cannot be read has no order and no model
         topology = detect()
         bus_ids = [identity.pci_bus_id for identity in transport.identities]
@@ -130,7 +130,7 @@ def _look(
             reach = reach_of(transport.identities, topology)
             if gpus is not None:
                 modelled = modelled_table(topology, gpus, order, fit)
-    return Agreed(measured, modelled, order, reach)
+    return SharedDecision(measured, modelled, order, reach)
 
 
 class DeviceSelector:
@@ -148,13 +148,13 @@ class DeviceSelector:
         reach: How the GPUs reach each other.
     """
 
-    def __init__(self, agreed: Agreed, rule: Rule = choose_on_device) -> None:
+    def __init__(self, agreed: SharedDecision, rule: Rule = choose_on_device) -> None:
         self.measured, self.note = agreed.measured.table, agreed.measured.note
         self.modelled, self.reach = agreed.modelled, agreed.reach
         self._rule = rule
         self._made: dict[tuple, Choice] = {}
 
-    def choose(self, collective: str, nbytes: int, size: int, uneven: bool, possible: Possible) -> Choice:
+    def choose(self, collective: str, nbytes: int, size: int, uneven: bool, possible: Capabilities) -> Choice:
         """Chooses the algorithm, pieces and protocol of a call.
 
         Args:
@@ -172,7 +172,9 @@ class DeviceSelector:
             choice = self._made[key] = self._choose(*key)
         return choice
 
-    def _choose(self, collective: str, nbytes: int, size: int, uneven: bool, possible: Possible) -> Choice:
+    def _choose(
+        self, collective: str, nbytes: int, size: int, uneven: bool, possible: Capabilities
+    ) -> Choice:
         ranked = self.ranked(self.measured, collective, nbytes, size, uneven, possible)
         if ranked:
             return _choice(*ranked[0], nbytes, "measured on these GPUs")
@@ -183,7 +185,7 @@ class DeviceSelector:
         return _choice(*ranked[0], nbytes, "by the model of this machine") if ranked else by_rule
 
     def choose_named(
-        self, algorithm: str, collective: str, nbytes: int, size: int, uneven: bool, possible: Possible
+        self, algorithm: str, collective: str, nbytes: int, size: int, uneven: bool, possible: Capabilities
     ) -> Choice:
         """Chooses how an algorithm that the caller names moves the data; see ``selector.choose_named``.
 
@@ -204,7 +206,7 @@ class DeviceSelector:
 
     @staticmethod
     def ranked(
-        table: Table | None, collective: str, nbytes: int, size: int, uneven: bool, possible: Possible
+        table: Table | None, collective: str, nbytes: int, size: int, uneven: bool, possible: Capabilities
     ) -> list[tuple[Candidate, float]]:
         """A table's candidates that can serve a call, with their times in us; see ``Table.rank``."""
         if table is None:
@@ -217,7 +219,7 @@ class DeviceSelector:
 
 
 def why_not(
-    candidate: Candidate, collective: str, nbytes: int, size: int, uneven: bool, possible: Possible
+    candidate: Candidate, collective: str, nbytes: int, size: int, uneven: bool, possible: Capabilities
 ) -> str:
     """Why a candidate cannot serve a call on GPUs; empty where it can.
 

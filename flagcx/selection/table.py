@@ -19,9 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from flagcx.collectives import COLLECTIVES
+from flagcx._version import __version__
 from flagcx.config import cache_directory
 from flagcx.errors import ArgumentError
+from flagcx.schedule.collectives import COLLECTIVES
 
 FORMAT = 1
 MOST_PIECES = 64
@@ -115,8 +116,6 @@ def _processor() -> str:
 
 def versions_here() -> dict[str, str]:
     """The versions that every table depends on."""
-    from flagcx import __version__
-
     python = ".".join(platform.python_version_tuple()[:2])
     return {"flagcx": __version__, "numpy": np.__version__, "python": python}
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from flagcx.collectives import COLLECTIVES, Counts, Layout, layout
 from flagcx.dtypes import DType, ReduceOp
+from flagcx.schedule.collectives import COLLECTIVES, Counts, Layout, layout
 from flagcx.schedule.model import Program, Schedule
 
 
@@ -18,7 +18,7 @@ class Call:
     Attributes:
         schedule: Who sends what to whom.
         rank: This rank.
-        counts: Elements; see ``flagcx.collectives.Counts``.
+        counts: Elements; see ``flagcx.schedule.collectives.Counts``.
         dtype: The element type.
         op: How contributions are combined, or None where nothing is.
         in_place: Whether INPUT and OUTPUT lie over each other as ``Collective.in_place_shift`` says.

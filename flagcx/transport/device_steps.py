@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from flagcx.collectives import COLLECTIVES, Layout
 from flagcx.kernels.fuse import Chain, Finish, Phase, Place, Work, forward, fuse, overlap
+from flagcx.schedule.collectives import COLLECTIVES, Layout
 from flagcx.schedule.model import Buffer, Copy, RecvReduce, Send, Span, Step
 from flagcx.transport.base import Call
 

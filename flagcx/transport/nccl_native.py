@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flagcx.collectives import COLLECTIVES
 from flagcx.dtypes import DType, ReduceOp
+from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.schedule.model import Program, Schedule
 
 NATIVE = "native"

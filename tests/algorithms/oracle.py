@@ -9,10 +9,10 @@ from functools import lru_cache
 import numpy as np
 
 from flagcx.algorithms import Entry
-from flagcx.collectives import COLLECTIVES
 from flagcx.dtypes import OPS
+from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.schedule.model import Schedule
-from flagcx.transport.simulated import run
+from tests.simulated import run
 
 Sizes = Sequence[Sequence[int]]
 """``sizes[source][target]``: elements that a source has for a target. Rows are alike but for alltoall."""

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from flagcx.algorithms import build, entries
 from flagcx.algorithms.hierarchical import WIDEST, even_groups
-from flagcx.collectives import COLLECTIVES
 from flagcx.errors import ArgumentError
+from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.schedule.model import Send
 from flagcx.schedule.verify import verify
 from tests.algorithms.oracle import assert_right, remembered

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from flagcx.algorithms import build, catalogue
-from flagcx.collectives import COLLECTIVES
 from flagcx.dtypes import OPS
-from flagcx.transport.simulated import run
+from flagcx.schedule.collectives import COLLECTIVES
 from tests.algorithms.oracle import assert_right, remembered, roots_of
 from tests.algorithms.test_verified import names
+from tests.simulated import run
 
 
 def counts_for(entry, size: int) -> tuple[int | None, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flagcx.algorithms import Entry, catalogue
-from flagcx.collectives import COLLECTIVES
+from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.schedule.verify import verify
 from tests.algorithms.oracle import roots_of
 

@@ -5,7 +5,7 @@ import json
 
 import compare_host
 import pytest
-from compare_host import Pace, Samples
+from compare_host import Samples, TimeBudget
 from groups import GroupFailed, Implementation
 
 US = 1e-6
@@ -73,7 +73,7 @@ def test_wrong_elements_of_all_ranks_and_rounds_add_up():
 def test_implementation_that_does_not_start_is_missing_with_the_reason(monkeypatch):
     absent = Implementation("gloo", None, lambda *_: [["/no/such/program"]])
     monkeypatch.setattr(compare_host, "IMPLEMENTATIONS", {"gloo": absent})
-    samples = compare_host.measure(["gloo"], 2, [1024], Pace(1, 1, 1))
+    samples = compare_host.measure(["gloo"], 2, [1024], TimeBudget(1, 1, 1))
     assert "missing: " in samples.troubles["gloo"]
     assert "/no/such/program" in samples.troubles["gloo"]
 
@@ -82,7 +82,7 @@ def test_message_that_does_not_fit_in_memory_is_left_out(monkeypatch):
     monkeypatch.setattr(compare_host, "_fits", lambda nbytes: nbytes < 4096)
     alive = contextlib.nullcontext([ScriptedGroup("gloo", [])])
     monkeypatch.setattr(compare_host, "launched", lambda *_: alive)
-    samples = compare_host.measure(["gloo"], 2, [1024, 4096], Pace(1, 1, 1))
+    samples = compare_host.measure(["gloo"], 2, [1024, 4096], TimeBudget(1, 1, 1))
     assert samples.troubles == {"4 KiB": "left out: not enough memory is available"}
     assert [size for _, size in samples.seconds] == [1024]
 

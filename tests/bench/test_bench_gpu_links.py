@@ -130,9 +130,9 @@ def test_the_table_has_a_column_for_each_number_of_blocks():
             ("stores", 16, 100.0, 0), ("stores", 32, 200.0, 7), ("copy engines", 0, 390.0, 0),
         )
     ]  # fmt: skip
-    header, stores, engines = bench.table(rows).splitlines()
+    header, stores, executors = bench.table(rows).splitlines()
     assert header.split()[-4:] == ["16", "blocks", "32", "blocks"]
-    assert stores.split()[-2:] == ["100.0", "200.0*"] and engines.split()[-2:] == ["390.0", "390.0"]
+    assert stores.split()[-2:] == ["100.0", "200.0*"] and executors.split()[-2:] == ["390.0", "390.0"]
 
 
 @pytest.mark.skipif(library() is None, reason="needs an NVRTC library")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import host_fit
 
-from flagcx.selection.host_model import HOST_COSTS, predict_on_host
+from flagcx.cost.shared_memory import HOST_COSTS, predict_on_host
 from flagcx.selection.table import Candidate, Fit, Point, Table
 
 SLOTS, ATTACHED = Candidate("binomial", 0, "slots"), Candidate("tree", 0, "cross_memory")

@@ -8,7 +8,7 @@ from dataclasses import replace
 import peer_fit
 import pytest
 
-from flagcx.selection.peer_model import COSTS, NATIVE_WAY, Law
+from flagcx.cost.peer_memory import COSTS, NATIVE_WAY, LatencyBandwidth
 
 RUN = {"gpus": 4, "command": "bench/gpu_replays.py"}
 REPLAY = {"ranks": 4, "nbytes": 4096, "dtype": "float32", "wrong": 0, "run": RUN}
@@ -64,7 +64,9 @@ def test_a_machine_that_does_what_the_laws_say():
 
 
 def test_another_machine_s_laws_are_found():
-    other = replace(COSTS[False], packets=Law(4.0, 0.3, 0.7, crowd=0.6, fill_us=1.0, ramp_nbytes=1e4))
+    other = replace(
+        COSTS[False], packets=LatencyBandwidth(4.0, 0.3, 0.7, crowd=0.6, fill_us=1.0, ramp_nbytes=1e4)
+    )
     found = _machine({**COSTS, False: other})
     assert max(abs(e) for e in peer_fit.errors(found)) > 0.3
     fitted = peer_fit.fit(found)
@@ -84,4 +86,4 @@ def test_what_a_wrong_choice_costs():
 def test_the_command_prints_laws_and_errors(capsys):
     assert peer_fit.main([]) == 0
     printed = capsys.readouterr().out
-    assert "TOGETHER\n    packets=Law(" in printed and "median error" in printed
+    assert "TOGETHER\n    packets=LatencyBandwidth(" in printed and "median error" in printed

@@ -20,9 +20,9 @@ from flagcx.cli import bench, bench_table
 from flagcx.cli import bench_oracle as oracle
 from flagcx.cli.bench_ranks import Memory, Task, rows
 from flagcx.cli.bench_table import Row, Timing
-from flagcx.collectives import COLLECTIVES
 from flagcx.dtypes import OPS, dtype_of, resolve_op
 from flagcx.errors import ArgumentError
+from flagcx.schedule.collectives import COLLECTIVES
 
 ROOT = Path(__file__).parents[2]
 NAMES = [name for name in COLLECTIVES if name != "barrier"]

@@ -8,7 +8,7 @@ import numpy as np
 
 import flagcx as fc
 from flagcx.dtypes import OPS, dtype_of
-from flagcx.gradients import scene
+from flagcx.gradients import bucket_size as scene
 from flagcx.gradients.buckets import ALONE_NBYTES, plan_beside
 
 LARGE = ALONE_NBYTES["device"] // 2 + 1003
@@ -111,16 +111,16 @@ def measured(nbytes: int) -> list[str]:
     comm = fc.init()
     x = cupy.ones(nbytes // 4, cupy.float32)
     comm.allreduce(x)
-    engine = comm._device
-    plan = plan_beside(engine, x.size, dtype_of(x.dtype), OPS["sum"])
-    points = [(4 * n, scene._measure_on_device(comm, engine, n)) for n in scene._DEVICE_COUNTS]
+    executor = comm._device
+    plan = plan_beside(executor, x.size, dtype_of(x.dtype), OPS["sum"])
+    points = [(4 * n, scene._measure_on_device(comm, executor, n)) for n in scene._DEVICE_COUNTS]
     predicted_us = scene.through(points)(nbytes)
     start, end, took = cupy.cuda.Event(), cupy.cuda.Event(), []
     for _ in range(5):
         cupy.cuda.Device().synchronize()
         comm.barrier()
         start.record()
-        engine.run(plan, x, x)
+        executor.run(plan, x, x)
         end.record()
         end.synchronize()
         took.append(cupy.cuda.get_elapsed_time(start, end) * 1e3)

@@ -8,9 +8,9 @@ import numpy as np
 
 import flagcx as fc
 from flagcx.algorithms import entries
-from flagcx.collectives import COLLECTIVES
 from flagcx.dtypes import DTYPES, OPS, dtype_of
 from flagcx.kernels.source import has_kernel
+from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.transport.nccl_native import NATIVE
 from tests.gpu import oracle
 

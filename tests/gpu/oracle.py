@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from flagcx.collectives import COLLECTIVES
 from flagcx.dtypes import DType, ReduceOp
+from flagcx.schedule.collectives import COLLECTIVES
 
 
 def data(rank: int, count: int, dtype: DType, op: str = "sum") -> np.ndarray:

@@ -12,10 +12,10 @@ import numpy as np
 
 import flagcx as fc
 from flagcx.algorithms import build
-from flagcx.collectives import COLLECTIVES
 from flagcx.config import environment
 from flagcx.dtypes import DTYPES, OPS, DType, ReduceOp, dtype_of
 from flagcx.errors import CommunicationError, FlagcxError
+from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.transport.base import Call
 from flagcx.transport.peer_memory import PACKETS, PEER_MEMORY
 from tests.gpu import oracle

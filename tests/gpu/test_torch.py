@@ -75,14 +75,14 @@ def calls(rank: int, size: int) -> Faults:
 
 
 def by_flagcx(rank: int, size: int) -> Faults:
-    """The calls are flagcx's: its engine for GPUs is there, and nothing went to the original."""
+    """The calls are flagcx's: its executor for GPUs is there, and nothing went to the original."""
     import torch
     import torch.distributed as dist
 
     group: Any = dist.group.WORLD
     group._told.clear()
     dist.all_reduce(torch.ones(3, device="cuda"))
-    faults = [] if group.communicator._device is not None else ["no engine for GPUs was made"]
+    faults = [] if group.communicator._device is not None else ["no executor for GPUs was made"]
     return faults + [f"the original serves {what}" for what in group._told]
 
 

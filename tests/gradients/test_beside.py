@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from flagcx.device_engine import DeviceEngine
 from flagcx.dtypes import OPS, dtype_of
-from flagcx.engine import Engine
+from flagcx.executor.device import DeviceExecutor
+from flagcx.executor.host import Executor
 from flagcx.gradients.buckets import plan_beside
 from flagcx.profiler import Operation, Recorded, Ring
-from flagcx.selection.planned import build_along
+from flagcx.selection.placement import build_along
 from flagcx.transport.base import Call
 from flagcx.transport.device import DeviceIdentity
 from flagcx.transport.nccl_transport import NcclTransport
@@ -62,7 +62,7 @@ def test_a_bucket_asks_the_transport_for_room(peers):
     plain = peers.compile(_call("two_shot", "peer_memory", 1 << 26))
     other = object()
     for found, wanted in ((plain, peers.beside(plain).grid), (other, None)):
-        made = plan_beside(_engine(peers, found), 1 << 26, SINGLE, OPS["avg"])
+        made = plan_beside(_executor(peers, found), 1 << 26, SINGLE, OPS["avg"])
         assert made is other if wanted is None else made.grid == wanted
 
 
@@ -72,20 +72,20 @@ def test_a_recorded_plan_gets_room_and_stays_recorded(peers):
     what = Operation("allreduce", 1 << 28, "float32", "two_shot", 1, "", "nccl")
     for found, wanted in ((plain, peers.beside(plain).grid), (other, None)):
         recorded = Recorded(found, what, Ring(4), COUNTED)
-        made = plan_beside(_engine(peers, recorded, Ring(4)), 1 << 26, SINGLE, OPS["avg"])
+        made = plan_beside(_executor(peers, recorded, Ring(4)), 1 << 26, SINGLE, OPS["avg"])
         assert isinstance(made, Recorded) and made.operation is what
         assert made is recorded if wanted is None else made.plan.grid == wanted
 
 
 def test_the_host_needs_no_room(peers):
     plan = object()
-    assert Engine.beside(SimpleNamespace(), plan) is plan
+    assert Executor.beside(SimpleNamespace(), plan) is plan
 
 
-def _engine(peers, found, ring=None):
-    """An engine for GPUs that finds a plan."""
+def _executor(peers, found, ring=None):
+    """An executor for GPUs that finds a plan."""
     transport = SimpleNamespace(peers=peers)
     transport.beside = lambda plan: NcclTransport.beside(transport, plan)
-    engine = SimpleNamespace(transport=transport, ring=ring, _progress=COUNTED, find=lambda *_: found)
-    engine.beside = lambda plan: DeviceEngine.beside(engine, plan)
-    return engine
+    executor = SimpleNamespace(transport=transport, ring=ring, _progress=COUNTED, find=lambda *_: found)
+    executor.beside = lambda plan: DeviceExecutor.beside(executor, plan)
+    return executor

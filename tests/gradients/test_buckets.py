@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flagcx.gradients.buckets import ALONE_NBYTES, Gradient, form_buckets
-from flagcx.selection.overlap import LEAST_BUCKET_NBYTES, best_bucket_nbytes, step_us
+from flagcx.gradients.overlap import LEAST_BUCKET_NBYTES, best_bucket_nbytes, step_us
 
 
 def gradients(*sizes: int, dtypes: str = "", places: str = "") -> list[Gradient]:

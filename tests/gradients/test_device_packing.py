@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from flagcx.errors import ResourceError
-from flagcx.fusion_device import DevicePacker
-from tests.test_fusion_device import DeviceArray, FakeCupy, Memory
+from flagcx.fusion.pack_device import DevicePacker
+from tests.fusion.test_pack_device import DeviceArray, FakeCupy, Memory
 
 SHAPES = ((3, 5), (7,), ())
 

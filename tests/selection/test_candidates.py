@@ -7,8 +7,8 @@ from fractions import Fraction
 import pytest
 
 from flagcx.algorithms import entries
-from flagcx.collectives import COLLECTIVES
 from flagcx.errors import ArgumentError
+from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.schedule.verify import verify
 from flagcx.selection.candidates import MOST_DIRECT, Candidate, best_pieces, candidates
 from flagcx.topology import best_order, cluster, preset

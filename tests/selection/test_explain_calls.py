@@ -16,7 +16,7 @@ from flagcx.selection.explain_calls import (
     explain_on_device,
     explain_on_host,
 )
-from flagcx.selection.selector import Choice, Possible, choose_on_device
+from flagcx.selection.rules import Capabilities, Choice, choose_on_device
 from flagcx.selection.table import Candidate, Fit, Point, Table, save_table
 from flagcx.topology import preset
 from tests.ranks import run_ranks
@@ -101,7 +101,7 @@ MACHINE = Machine(preset("dgx-1v"), tuple(range(8)), (0, 3, 2, 1, 5, 6, 7, 4))
 
 def test_on_gpus():
     ways = frozenset({("one_shot", "peer_memory"), ("two_shot", "peer_memory")})
-    possible = Possible(native=True, ways=ways)
+    possible = Capabilities(native=True, ways=ways)
     choice = choose_on_device("allreduce", 64 << 20, 8, False, possible)
     asked = _asked("allreduce", 64 << 20, choice, size=8)
     found = explain_on_device(asked, possible, MACHINE, ("peer_packets",))
@@ -120,7 +120,7 @@ def test_on_gpus():
 
 def test_on_gpus_where_nccl_s_own_does_not_serve_and_the_machine_is_not_known():
     choice = choose_on_device("allreduce", 4096, 8)
-    found = explain_on_device(_asked("allreduce", 4096, choice, size=8), Possible(narrow=True))
+    found = explain_on_device(_asked("allreduce", 4096, choice, size=8), Capabilities(narrow=True))
     assert found.chosen.name == "one_shot" and found.chosen.predicted_us is None
     assert found.chosen.steps == 1 and found.chosen.sent_nbytes == 7 * 4096
     assert "does not do this call" in _row(found, "native").obstacle

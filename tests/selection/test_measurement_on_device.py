@@ -13,10 +13,10 @@ import pytest
 import flagcx as fc
 from flagcx.algorithms import build
 from flagcx.dtypes import dtype_of
-from flagcx.selection.measurement import Clock, Pace, as_choice
+from flagcx.selection.measurement import Clock, TimeBudget, as_choice
 from flagcx.selection.measurement_on_device import DeviceBench
 from flagcx.selection.table import Candidate, Fit, Table
-from flagcx.selection.tuner import measure_point, tune
+from flagcx.selection.tuning import measure_point, tune
 from flagcx.transport.base import Call
 from flagcx.transport.device_plans import SchedulePlan
 from tests.ranks import run_ranks
@@ -179,7 +179,7 @@ def test_what_is_measured():
 
 def _tune():
     device, transport, bench = _bench()
-    pace = Pace(2e-4, 2, near=1e9)
+    pace = TimeBudget(2e-4, 2, near=1e9)
     table = tune(bench, Fit({}, bench.size, "nccl", {}, {}), ("allreduce", "gather"), [1024, 65536], pace)
     return table.to_json(), transport.runs, device.log, len(device.graphs)
 
@@ -304,7 +304,7 @@ def _timed_bench(device, size=2, plan=TimedPlan):
 
 
 ONE, TWO = Candidate("one_shot", 0, "peer_packets"), Candidate("two_shot", 0, "peer_packets")
-PACE = Pace(batch_s=0.003, rounds=4, near=1.4)
+PACE = TimeBudget(batch_s=0.003, rounds=4, near=1.4)
 
 
 def test_what_the_gpu_needs_decides_and_not_what_the_host_needs():
@@ -336,7 +336,7 @@ def test_a_plan_is_warm_before_it_is_captured():
 
 def test_a_long_call_is_not_captured():
     device = TimedDevice({"native": 150.0, "ring": 250.0})
-    point = measure_point(_timed_bench(device), "allreduce", 1024, Pace(0.003, 4, near=1e9))
+    point = measure_point(_timed_bench(device), "allreduce", 1024, TimeBudget(0.003, 4, near=1e9))
     assert device.calls("capture", "native") and not device.calls("capture", "ring")
     assert point.times_us[Candidate("native")] == pytest.approx(150.0, rel=0.03)
     assert point.times_us[Candidate("ring")] == pytest.approx(250.0, rel=0.03)

@@ -12,18 +12,18 @@ import flagcx as fc
 from flagcx.bootstrap.remote_store import RemoteStore
 from flagcx.bootstrap.store import LocalStore, StoreServer
 from flagcx.config import Config
-from flagcx.selection.measured import Told
-from flagcx.selection.on_device import Agreed, DeviceSelector, agree, fit_on_device, why_not
-from flagcx.selection.peer_model import NVLINK, Reach, reach_over
-from flagcx.selection.planned import plan_order
-from flagcx.selection.selector import Possible, choose_on_device
+from flagcx.cost.peer_memory import NVLINK, GpuLinks, reach_over
+from flagcx.selection.on_device import DeviceSelector, SharedDecision, agree, fit_on_device, why_not
+from flagcx.selection.placement import plan_order
+from flagcx.selection.rules import Capabilities, choose_on_device
+from flagcx.selection.selector import TuningInfo
 from flagcx.selection.table import Candidate, Fit, Point, Table, save_table, table_path
 from flagcx.topology import preset
 
 FIT = Fit({"gpu": "H"}, 8, "nccl", {}, {})
-SCHEDULES, NATIVE = Possible(), Possible(native=True)
+SCHEDULES, NATIVE = Capabilities(), Capabilities(native=True)
 WAYS = frozenset((name, way) for name in ("one_shot", "two_shot") for way in ("peer_memory", "peer_packets"))
-PEERS = Possible(native=True, ways=WAYS)
+PEERS = Capabilities(native=True, ways=WAYS)
 
 
 class Transport:
@@ -60,7 +60,7 @@ def _table(times, nbytes=4096, collective="allreduce"):
         (("allreduce", 1 << 20, 2), SCHEDULES, "two_shot"),
         (("allreduce", 64, 8), SCHEDULES, "one_shot"),
         (("allreduce", 64, 512), SCHEDULES, "double_binary_tree"),
-        (("allreduce", 1 << 30, 8), Possible(narrow=True), "two_shot"),
+        (("allreduce", 1 << 30, 8), Capabilities(narrow=True), "two_shot"),
         (("reduce", 1 << 30, 8), SCHEDULES, "direct"),
         (("reduce", 1 << 30, 64), SCHEDULES, "binomial"),
         (("barrier", 0, 8), SCHEDULES, "dissemination"),
@@ -72,7 +72,7 @@ def test_the_rule(what, possible, algorithm):
 
 def test_nccls_own_goes_before_the_model_and_the_model_before_the_rule():
     modelled = _table({Candidate("two_shot"): 1.0, Candidate("ring"): 2.0}, 1 << 24)
-    selector = DeviceSelector(Agreed(Told(None, ""), modelled))
+    selector = DeviceSelector(SharedDecision(TuningInfo(None, ""), modelled))
     assert selector.choose("allreduce", 1 << 24, 8, False, NATIVE).algorithm == "native"
     choice = selector.choose("allreduce", 1 << 24, 8, False, SCHEDULES)
     assert (choice.algorithm, choice.reason) == ("two_shot", "by the model of this machine: about 1 us")
@@ -83,13 +83,13 @@ def test_a_rule_that_takes_a_protocol_goes_before_the_model():
     def rule(*what):
         return replace(choose_on_device(*what), protocol="peer_memory")
 
-    selector = DeviceSelector(Agreed(Told(None, ""), _table({Candidate("tree"): 1.0})), rule)
+    selector = DeviceSelector(SharedDecision(TuningInfo(None, ""), _table({Candidate("tree"): 1.0})), rule)
     assert selector.choose("allreduce", 4096, 8, False, SCHEDULES).protocol == "peer_memory"
 
 
 def test_what_was_measured_goes_before_all():
     table = _table({Candidate("native"): 9.0, Candidate("two_shot", 0, "peer_memory"): 8.0})
-    selector = DeviceSelector(Agreed(Told(table, "")))
+    selector = DeviceSelector(SharedDecision(TuningInfo(table, "")))
     choice = selector.choose("allreduce", 4096, 8, False, PEERS)
     assert (choice.algorithm, choice.protocol) == ("two_shot", "peer_memory")
     assert choice is selector.choose("allreduce", 4096, 8, False, PEERS), "answered from memory"
@@ -119,7 +119,7 @@ def test_what_was_measured_goes_before_all():
         (Candidate("bruck"), NATIVE, True, "needs blocks of one size"),
         (
             Candidate("direct", 0, "peer_memory"),
-            Possible(ways=frozenset({("direct", "peer_memory")})),
+            Capabilities(ways=frozenset({("direct", "peer_memory")})),
             True,
             "peer_memory needs blocks of one size",
         ),
@@ -128,7 +128,7 @@ def test_what_was_measured_goes_before_all():
         (Candidate("ring|telepathy"), NATIVE, False, "does not serve"),
         (Candidate("ring|"), NATIVE, False, "is no mix of two"),
         (Candidate("hierarchical|ring"), NATIVE, False, "not used for 6 ranks"),
-        (Candidate("ring"), Possible(narrow=True), False, "would round 8-bit sums at every hop"),
+        (Candidate("ring"), Capabilities(narrow=True), False, "would round 8-bit sums at every hop"),
     ],
 )
 def test_why_a_candidate_is_not_taken(candidate, possible, uneven, message):
@@ -141,7 +141,7 @@ def test_why_a_candidate_is_not_taken(candidate, possible, uneven, message):
 def _agree_on_threads(machines, bus_ids, tables):
     """What each rank has after ``agree``, where each sees another machine and has another file."""
     ranks = len(machines)
-    agreed: dict[int, Agreed] = {}
+    agreed: dict[int, SharedDecision] = {}
     with StoreServer(ranks) as server:
         stores = [RemoteStore(server.address, server.authkey, rank, ranks) for rank in range(ranks)]
 
@@ -179,7 +179,7 @@ def test_ranks_with_other_files_and_other_machines_choose_as_rank_0_says(tmp_pat
     assert reaches == {reach_over(machine, [0, 1, 2])} != {reach_over(other, [0, 1, 2])}
     for nbytes in (1 << 10, 1 << 17, 1 << 24, 1 << 30):
         possible = [replace(PEERS, reach=each.reach) for each in agreed]
-        untold = [DeviceSelector(replace(each, measured=Told(None, ""))) for each in agreed]
+        untold = [DeviceSelector(replace(each, measured=TuningInfo(None, ""))) for each in agreed]
         made = {s.choose("allreduce", nbytes, 3, False, p) for s, p in zip(untold, possible, strict=True)}
         assert len(made) == 1 and "by the model of peer memory" in made.pop().reason
     by_model = {DeviceSelector(each).choose("allreduce", 1 << 26, 3, False, SCHEDULES) for each in agreed}
@@ -226,7 +226,7 @@ def test_a_machine_that_cannot_be_read_has_no_order_and_no_model(tmp_path):
     environ = {"XDG_CACHE_HOME": str(tmp_path)}
     agreed = agree(LocalStore(), Transport(["0000:0c:00.0"] * 2), Config(), environ, broken)
     assert (agreed.order, agreed.modelled) == (None, None)
-    assert agreed.reach == Reach(one_gpu=True, sharing=2)
+    assert agreed.reach == GpuLinks(one_gpu=True, sharing=2)
     assert agreed.measured.note == "not measured on this machine; flagcx tune --gpu -n 2 would"
 
 

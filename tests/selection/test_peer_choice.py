@@ -14,21 +14,21 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 
 import peer_fit
 
-from flagcx.dtypes import OPS, dtype_of
-from flagcx.kernels.peer import PeerLayout
-from flagcx.selection.peer_model import (
+from flagcx.cost.peer_memory import (
     APART,
     NATIVE_WAY,
     NVLINK,
-    Law,
+    GpuLinks,
+    LatencyBandwidth,
     NcclLaw,
-    Reach,
     load_of,
     predict_us,
     reach_of,
     reach_over,
 )
-from flagcx.selection.selector import Possible, choose_named, choose_on_device
+from flagcx.dtypes import OPS, dtype_of
+from flagcx.kernels.peer import PeerLayout
+from flagcx.selection.rules import Capabilities, choose_named, choose_on_device
 from flagcx.topology import preset
 from flagcx.transport.peer_memory.grids import most_blocks
 from flagcx.transport.peer_memory.resource import protocols_in
@@ -40,15 +40,15 @@ FEW = 1.05
 
 
 def _possible(collective, nbytes, size, one_gpu=False, dtype="float32", reach=None):
-    """As the engine makes it where nothing else runs on the GPUs, each an H200."""
+    """As the executor makes it where nothing else runs on the GPUs, each an H200."""
     kind = dtype_of(dtype)
     op = OPS["sum"] if collective in ("allreduce", "reduce_scatter") else None
     layout = PeerLayout(size, most_blocks(132, size if one_gpu else 1, 0), one_gpu)
     ways = frozenset(
         (name, way) for name in SHOTS for way in protocols_in(layout, collective, name, nbytes, kind, op)
     )
-    reach = reach or (Reach(True, size) if one_gpu else NVLINK)
-    return Possible(True, ways, flagged=op is None or "int" in dtype, reach=reach)
+    reach = reach or (GpuLinks(True, size) if one_gpu else NVLINK)
+    return Capabilities(True, ways, flagged=op is None or "int" in dtype, reach=reach)
 
 
 def _choose(collective, nbytes, size, *place, **options):
@@ -108,7 +108,7 @@ def test_what_a_call_of_four_ranks_loads(way, collective, pushed, touched):
 
 
 def test_a_law_is_latency_and_filling_and_bandwidth():
-    law = Law(2.0, 0.5, 0.5, crowd=0.25, fill_us=4.0, ramp_nbytes=1e6)
+    law = LatencyBandwidth(2.0, 0.5, 0.5, crowd=0.25, fill_us=4.0, ramp_nbytes=1e6)
     assert law.time_us(0, 2, 100.0) == 2.5
     assert law.time_us(1e6, 2, 100.0) == pytest.approx(2.5 + 2.0 + 20.0)
     assert law.time_us(1e6, 4, 100.0) == pytest.approx(3.5 + 2.0 + 40.0)
@@ -121,7 +121,7 @@ def test_nccl_takes_the_better_of_two_ways():
 
 
 def test_flags_double_what_packets_carry_and_nothing_else():
-    costs = {False: replace(APART, packets=Law(1.0, 1.0, 0.5))}
+    costs = {False: replace(APART, packets=LatencyBandwidth(1.0, 1.0, 0.5))}
 
     def slower(way):
         plain, flagged = (
@@ -137,7 +137,7 @@ def test_flags_double_what_packets_carry_and_nothing_else():
 @pytest.mark.parametrize("one_gpu", [False, True])
 @pytest.mark.parametrize("size", [2, 3, 8, 16])
 def test_more_bytes_never_take_less_time(one_gpu, size):
-    reach = Reach(one_gpu, size if one_gpu else 1)
+    reach = GpuLinks(one_gpu, size if one_gpu else 1)
     for way in [
         NATIVE_WAY,
         *((name, kind) for name in ("one_shot", "two_shot") for kind in (PACKETS, CHUNKS)),
@@ -200,13 +200,13 @@ def test_other_collectives(collective):
 
 
 def test_without_nccl_and_without_peers():
-    possible = Possible(False, frozenset({("two_shot", CHUNKS)}))
+    possible = Capabilities(False, frozenset({("two_shot", CHUNKS)}))
     assert choose_on_device("allreduce", 4096, 4, False, possible).protocol == CHUNKS
-    assert choose_on_device("allreduce", 4096, 4, False, Possible(True)).algorithm == "native"
+    assert choose_on_device("allreduce", 4096, 4, False, Capabilities(True)).algorithm == "native"
 
 
 def test_blocks_of_different_sizes_do_not_go_through_it():
-    possible = Possible(True, frozenset({("direct", CHUNKS)}))
+    possible = Capabilities(True, frozenset({("direct", CHUNKS)}))
     assert choose_on_device("allgather", 4096, 4, True, possible).protocol == ""
     assert choose_named("direct", "allgather", 4096, 4, True, possible).protocol == ""
     assert choose_named("direct", "allgather", 4096, 4, False, possible).protocol == CHUNKS
@@ -227,10 +227,10 @@ def _identities(uuids):
 
 
 def test_ranks_that_share_gpus():
-    assert reach_of(_identities(["1", "1", "1"])) == Reach(True, 3)
-    assert reach_of(_identities(["1", "1", "2", "2"])) == Reach(False, 2)
+    assert reach_of(_identities(["1", "1", "1"])) == GpuLinks(True, 3)
+    assert reach_of(_identities(["1", "1", "2", "2"])) == GpuLinks(False, 2)
     assert reach_of(_identities(["1", "2"]), preset("dgx-a100")) == NVLINK, "it does not know these GPUs"
-    shared = predict_us(("one_shot", CHUNKS), "allreduce", 64 << 20, 4, Reach(False, 2))
+    shared = predict_us(("one_shot", CHUNKS), "allreduce", 64 << 20, 4, GpuLinks(False, 2))
     assert shared > 1.9 * predict_us(("one_shot", CHUNKS), "allreduce", 64 << 20, 4)
 
 

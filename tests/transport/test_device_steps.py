@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from flagcx.algorithms import build, entries
-from flagcx.collectives import COLLECTIVES
 from flagcx.dtypes import OPS, dtype_of, scaled_sum
+from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.schedule.compose import beside
 from flagcx.schedule.lower import levels
 from flagcx.schedule.model import Schedule

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from flagcx.communicator.hosts import groups_of
 from flagcx.config import environment
 from flagcx.errors import PeerTimeoutError
+from flagcx.executor.multi_host import groups_of
 from flagcx.selection.across_hosts import choose_across_hosts
 from flagcx.transport.mpi import Watch
 

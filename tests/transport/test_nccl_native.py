@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flagcx.collectives import COLLECTIVES
 from flagcx.dtypes import DTYPES, OPS, ReduceOp, dtype_of, scaled_sum
+from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.transport.nccl_native import NativeForm, native_form, native_schedule
 
 VERSION = 22809

@@ -28,9 +28,9 @@ from types import MappingProxyType
 import numpy as np
 
 from flagcx.arguments import host_array, result_array
-from flagcx.collectives import COLLECTIVES
 from flagcx.config import Config
 from flagcx.dtypes import check_for_host
+from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.schedule.model import Buffer
 from flagcx.transport.base import Call, Plan
 from flagcx.transport.shared_memory.arena import ONE_SHOT_NBYTES, Arena

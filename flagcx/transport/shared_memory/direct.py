@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flagcx.collectives import cut
+from flagcx.schedule.collectives import cut
 from flagcx.transport.base import Call
 from flagcx.transport.shared_memory.arena import Arena
 from flagcx.transport.shared_memory.heap import SHARED

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flagcx.collectives import cut
+from flagcx.schedule.collectives import cut
 from flagcx.transport.base import Call
 from flagcx.transport.shared_memory.arena import STAGES, Arena
 from flagcx.transport.shared_memory.reduction import accumulator_dtype, combiner

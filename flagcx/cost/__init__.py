@@ -1,0 +1,1 @@
+"""What schedules and calls cost: traffic, network, simulation and fitted models."""

@@ -1,0 +1,325 @@
+"""How long a call takes in the peers' memory, and by NCCL's own collective: what the choice on GPUs rests on.
+
+Each way has a law of a few constants:
+
+    time = latency + step (n - 1) + fill b / (b + ramp) + b / bandwidth
+
+``b`` is what the narrowest part has to carry. Between GPUs that is the link of one of them: the bytes that a
+rank pushes, all together n - 1 messages for one-shot and 2 (n - 1)/n of one for two-shot; packets with flags
+weigh twice. Where all ranks use one GPU it is that GPU's memory: all that the ranks together read and write.
+The fill is what a pipeline of chunks needs until all its stages are at work.
+
+NCCL's collectives follow the lesser of two laws: few bytes take a latency and go at a low bandwidth; many go
+through a pipeline cut as well as can be, which takes (sqrt(pipe) + sqrt(b / bandwidth))^2.
+
+The constants are fitted by ``bench/peer_fit.py`` to ``bench/results/gpu_peer_memory_*.jsonl`` (peer memory)
+and ``bench/results/gpu_replays_*.jsonl`` (NCCL 2.28.9), medians of graph replays on H200; those of NCCL for
+ranks that share a GPU to ``gpu_allreduce_nccl230_shared_gpu.jsonl``, which has plain calls. Bandwidths
+between GPUs are parts of what the links of the machine at hand give; latencies are those of NVLink
+everywhere. What was not measured (more than four GPUs, flags, other collectives than all-reduce) follows
+from the formula.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import sqrt
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from flagcx.algorithms import Algorithm
+from flagcx.errors import TopologyError
+from flagcx.transport.device import DeviceIdentity, most_on_one_gpu
+
+if TYPE_CHECKING:
+    from flagcx.topology import Topology
+
+Way = tuple[str, str]
+"""An algorithm and a protocol: "peer_packets", "peer_memory" (chunks), or none for NCCL's own."""
+
+PACKETS, CHUNKS = "peer_packets", "peer_memory"
+NATIVE_WAY: Way = (str(Algorithm.NATIVE), "")
+H200_GB_PER_S = 370.8
+"""What the NVLinks of an H200 carry each way, as NCCL counts: where nothing is known of the links."""
+FLAGGED = 2
+"""How many bytes a packet with flags has for each byte that it carries."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuLinks:
+    """How the ranks' GPUs reach each other. The same on every rank.
+
+    Attributes:
+        one_gpu: Whether all ranks use one GPU.
+        sharing: Ranks that use one GPU, the most on any.
+        push_gb_per_s: What each GPU sends if all send to all others at once.
+        ring_gb_per_s: What passes each GPU if data goes round the machine's rings, as NCCL's does.
+    """
+
+    one_gpu: bool = False
+    sharing: int = 1
+    push_gb_per_s: float = H200_GB_PER_S
+    ring_gb_per_s: float = H200_GB_PER_S
+
+
+NVLINK = GpuLinks()
+"""GPUs of H200 with all their NVLinks."""
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyBandwidth:
+    """The time of one way; see the module.
+
+    Attributes:
+        latency_us: Of the smallest message, without what each peer costs.
+        step_us: What each peer adds.
+        speed: Bandwidth as a part of the links'; on one GPU in GB/s.
+        crowd: The same with more than one peer, where it differs.
+        fill_us: What filling the pipeline takes at most.
+        ramp_nbytes: At so many bytes half of that.
+    """
+
+    latency_us: float
+    step_us: float
+    speed: float
+    crowd: float = 0.0
+    fill_us: float = 0.0
+    ramp_nbytes: float = 1.0
+
+    def time_us(self, carried: float, size: int, unit_gb_per_s: float) -> float:
+        """The time in us.
+
+        Args:
+            carried: Bytes that the narrowest part carries.
+            size: Number of ranks.
+            unit_gb_per_s: What a speed of 1 is.
+        """
+        speed = self.crowd if self.crowd and size > 2 else self.speed
+        filling = self.fill_us * carried / (carried + self.ramp_nbytes)
+        return self.latency_us + self.step_us * (size - 1) + filling + carried / (speed * unit_gb_per_s * 1e3)
+
+
+@dataclass(frozen=True, slots=True)
+class NcclLaw:
+    """The time of NCCL's own collectives; see the module.
+
+    Attributes:
+        latency_us: Of the smallest message, without what doubling the ranks costs.
+        level_us: What each doubling of the ranks adds.
+        quick: Bandwidth of few bytes, as a part of the links'; on one GPU in GB/s.
+        pipe_us: What the pipeline of many bytes takes for one step.
+        speed: Bandwidth of many bytes.
+    """
+
+    latency_us: float
+    level_us: float
+    quick: float
+    pipe_us: float
+    speed: float
+
+    def time_us(self, carried: float, size: int, unit_gb_per_s: float) -> float:
+        """The time in us; see ``LatencyBandwidth.time_us``."""
+        unit = unit_gb_per_s * 1e3
+        levels = (size - 1).bit_length()
+        few = self.latency_us + self.level_us * levels + carried / (self.quick * unit)
+        many = self.level_us * levels + (sqrt(self.pipe_us) + sqrt(carried / (self.speed * unit))) ** 2
+        return min(few, many)
+
+
+@dataclass(frozen=True, slots=True)
+class PeerCosts:
+    """The laws of one kind of place: GPUs of their own, or one GPU.
+
+    Attributes:
+        packets: One hop of packets.
+        packets_twice: Two hops of packets: two-shot.
+        chunks: One hop of chunks.
+        chunks_twice: Two hops of chunks: two-shot, broadcast.
+        nccl_pair: NCCL between two ranks.
+        nccl: NCCL between more.
+    """
+
+    packets: LatencyBandwidth
+    packets_twice: LatencyBandwidth
+    chunks: LatencyBandwidth
+    chunks_twice: LatencyBandwidth
+    nccl_pair: NcclLaw
+    nccl: NcclLaw
+
+    def law(self, way: Way, collective: str, size: int) -> LatencyBandwidth | NcclLaw:
+        """The law of a way."""
+        algorithm, protocol = way
+        if algorithm == Algorithm.NATIVE:
+            return self.nccl if size > 2 else self.nccl_pair
+        twice = algorithm == Algorithm.TWO_SHOT or collective == "broadcast"
+        if protocol == PACKETS:
+            return self.packets_twice if twice else self.packets
+        return self.chunks_twice if twice else self.chunks
+
+
+APART = PeerCosts(
+    packets=LatencyBandwidth(2.37, 0.102, 0.847, crowd=0.877, fill_us=0.568, ramp_nbytes=2620),
+    packets_twice=LatencyBandwidth(3.0, 0.411, 0.924, crowd=0.906, fill_us=0.502, ramp_nbytes=5380),
+    chunks=LatencyBandwidth(5.2, 0.553, 0.946, fill_us=7.51, ramp_nbytes=902e3),
+    chunks_twice=LatencyBandwidth(8.0, 0.465, 0.95, crowd=0.924, fill_us=4.12, ramp_nbytes=3.66e6),
+    nccl_pair=NcclLaw(2.97, 3.42, 0.391, 3.55, 0.948),
+    nccl=NcclLaw(3.76, 3.25, 0.601, 2.35, 1.0),
+)
+"""Each rank has a GPU of its own."""
+
+TOGETHER = PeerCosts(
+    packets=LatencyBandwidth(2.35, 0.441, 5460.0),
+    packets_twice=LatencyBandwidth(2.4, 1.08, 4760.0, crowd=5250.0),
+    chunks=LatencyBandwidth(3.75, 0.503, 3480.0, crowd=3850.0, fill_us=1.13, ramp_nbytes=16e3),
+    chunks_twice=LatencyBandwidth(6.66, 1.11, 5340.0),
+    nccl_pair=NcclLaw(12.1, 6.1, 2680.0, 25.0, 2680.0),
+    nccl=NcclLaw(1.4, 7.8, 3300.0, 25.0, 3300.0),
+)
+"""All ranks use one GPU, whose memory carries everything. NCCL before 2.30 goes through sockets there."""
+
+COSTS: Mapping[bool, PeerCosts] = MappingProxyType({False: APART, True: TOGETHER})
+"""The laws by ``GpuLinks.one_gpu``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a call loads.
+
+    Attributes:
+        steps: Hops that a message makes, one behind the other; 0 where that is not known.
+        pushed: Bytes that a rank sends.
+        touched: Bytes that all ranks together read and write.
+    """
+
+    steps: int
+    pushed: float
+    touched: float
+
+
+def load_of(way: Way, collective: str, nbytes: int, size: int) -> Load:
+    """What a call loads, without flags.
+
+    Args:
+        way: Algorithm and protocol.
+        collective: Name of the collective.
+        nbytes: Bytes of the message, or of one block where there is one a rank.
+        size: Number of ranks.
+
+    Example:
+        >>> load_of(("two_shot", "peer_memory"), "allreduce", 1024, 4).pushed
+        1536.0
+    """
+    twice = way[0] == Algorithm.TWO_SHOT or collective == "broadcast"
+    steps = 0 if way == NATIVE_WAY else 2 if twice else 1
+    return Load(steps, _pushed(way, collective, size) * nbytes, _touched(way, collective, size) * nbytes)
+
+
+def _pushed(way: Way, collective: str, n: int) -> float:
+    """Messages or blocks that the busiest of n ranks sends."""
+    if collective == "broadcast":
+        return 1.0 if way == NATIVE_WAY else (n - 1) / n
+    if way[0] == Algorithm.TWO_SHOT or (way == NATIVE_WAY and collective == "allreduce"):
+        return 2 * (n - 1) / n
+    return n - 1.0
+
+
+def _touched(way: Way, collective: str, n: int) -> float:
+    """Messages or blocks that n ranks read and write in the memory of one GPU.
+
+    A packet's place is written, read and emptied; a chunk's is written and read. Of NCCL's it is assumed that
+    what is sent is read, goes through a buffer, and is written. Where there are blocks, each rank copies one.
+    """
+    algorithm, protocol = way
+    if way == NATIVE_WAY:
+        copied = 0 if collective in ("allreduce", "broadcast") else 2 * n
+        return 4 * n * _pushed(way, collective, n) + copied
+    if collective == "broadcast":
+        return 3 * n + 2
+    if algorithm == Algorithm.TWO_SHOT:
+        return 8 * n - 5 if protocol == PACKETS else 5 * n + 1
+    chunks_of_a_sum = protocol == CHUNKS and collective == "allreduce"
+    return n * (2 * n + 1) if chunks_of_a_sum else 3 * n * n
+
+
+def predict_us(
+    way: Way,
+    collective: str,
+    nbytes: int,
+    size: int,
+    reach: GpuLinks = NVLINK,
+    flagged: bool = False,
+    costs: Mapping[bool, PeerCosts] = COSTS,
+) -> float:
+    """The time of a call in us, as a graph that is replayed takes it.
+
+    Args:
+        way: Algorithm and protocol; ``NATIVE_WAY`` for NCCL's own.
+        collective: Name of the collective.
+        nbytes: Bytes of the message, or of one block where there is one a rank.
+        size: Number of ranks.
+        reach: How the GPUs reach each other.
+        flagged: Whether packets have flags, as they do for all but sums of floating-point numbers.
+        costs: The laws.
+
+    Example:
+        >>> shot, halves = (predict_us((name, "peer_packets"), "allreduce", 1 << 20, 8)
+        ...                 for name in ("one_shot", "two_shot"))
+        >>> halves < shot
+        True
+    """
+    load = load_of(way, collective, nbytes, size)
+    law = costs[reach.one_gpu].law(way, collective, size)
+    weight = FLAGGED if flagged and way[1] == PACKETS else 1
+    if reach.one_gpu:
+        return law.time_us(weight * load.touched, size, 1.0)
+    native = way[0] == Algorithm.NATIVE
+    unit = reach.ring_gb_per_s if native else reach.push_gb_per_s
+    return law.time_us(weight * load.pushed * reach.sharing, size, unit)
+
+
+def reach_of(identities: Sequence[DeviceIdentity], topology: Topology | None = None) -> GpuLinks:
+    """How the ranks' GPUs reach each other.
+
+    Args:
+        identities: Every rank's GPU.
+        topology: The machine, or None where it is not known: then links as those of an H200 are assumed.
+    """
+    sharing = most_on_one_gpu(identities)
+    if sharing == len(identities):
+        return GpuLinks(True, sharing)
+    if topology is None:
+        return GpuLinks(False, sharing)
+    from flagcx.selection.placement import gpus_of
+
+    gpus = gpus_of(topology, list(dict.fromkeys(identity.pci_bus_id for identity in identities)))
+    if gpus is None:
+        return GpuLinks(False, sharing)
+    return reach_over(topology, gpus, sharing)
+
+
+def reach_over(topology: Topology, gpus: Sequence[int], sharing: int = 1) -> GpuLinks:
+    """How GPUs of a machine reach each other.
+
+    Args:
+        topology: The machine.
+        gpus: Indices of the GPUs, two or more.
+        sharing: Ranks that use one GPU, the most on any.
+
+    Example:
+        >>> from flagcx.topology import preset
+        >>> round(reach_over(preset("dgx-a100"), range(8)).push_gb_per_s)
+        240
+    """
+    from flagcx.topology import make_plan
+    from flagcx.topology.routes import Routes
+    from flagcx.topology.traffic import measure
+
+    others = len(gpus) - 1
+    try:
+        traffic = measure(topology, gpus, Routes(topology))
+        plan = make_plan(topology, gpus)
+    except TopologyError:
+        return GpuLinks(False, sharing)
+    push = others / float((traffic.load.sum(axis=(0, 1)) / traffic.capacity).max())
+    return GpuLinks(False, sharing, push, plan.rings_gb_per_s * 2 * others / len(gpus))

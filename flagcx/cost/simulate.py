@@ -1,0 +1,382 @@
+"""How long a schedule takes: every message over its links, every rank waiting for its own partners only.
+
+A message begins when both ranks have begun the step it is in. It takes its latency, and for its bytes as long
+as the busiest of its links needs for all that goes over that link on the same level: so concurrent messages
+share links. Where channels carry messages, these may take longer than the links. A rank ends a step when all
+its messages are over and what arrived is reduced; then it begins the next, wherever the others are.
+
+What is left out: messages of different levels that meet on a link because ranks have drifted apart (each
+level is charged for itself), and buffers that let a sender run ahead of its receiver.
+
+Levels that repeat are timed one by one until every rank gains the same from one to the next; from there on
+the rest follows by multiplication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from flagcx.cost.channels import Channels
+from flagcx.cost.network import Network
+from flagcx.cost.traffic import Rounds, rounds_of
+from flagcx.errors import ArgumentError
+from flagcx.schedule.collectives import COLLECTIVES
+from flagcx.schedule.model import Schedule
+
+_MOST_KEPT = 4_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What a call costs at its ranks. All zero: the network's time alone.
+
+    Attributes:
+        call_us: Once a call.
+        step_us: For a rank, once a step that has messages: a group, a launch, a flag.
+        message_us: For a rank, each peer that it sends to in a step beyond the first.
+        reduce_us: Once a step that reduces: the launch of a kernel.
+        reduce_gb_per_s: Bytes added to others a second.
+        copy_us: Once a step that copies.
+        copy_gb_per_s: Bytes copied a second.
+        launch_us: Once a step that reduces or copies, for ranks that do all such work in one launch: then
+            the four above are left at nothing, and each sum reads its operands once and is written once.
+        memory_gb_per_s: Bytes that such a launch reads and writes a second.
+        channels: What messages are cut among; None where nothing but the links limits them.
+    """
+
+    call_us: float = 0.0
+    step_us: float = 0.0
+    message_us: float = 0.0
+    reduce_us: float = 0.0
+    reduce_gb_per_s: float = np.inf
+    copy_us: float = 0.0
+    copy_gb_per_s: float = np.inf
+    launch_us: float = 0.0
+    memory_gb_per_s: float = np.inf
+    channels: Channels | None = None
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__[:-1]:
+            value = getattr(self, name)
+            if not (value > 0 if name.endswith("per_s") else value >= 0):
+                raise ArgumentError(
+                    f"{name}={value!r}; expected a number {'above' if 'per_s' in name else 'from'} 0"
+                )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Moment:
+    """The messages of one level with their times.
+
+    Attributes:
+        level: Number of the level.
+        source: Who sends, int64 of shape (messages,).
+        target: Who receives.
+        nbytes: Bytes of each.
+        begin_us: When each begins.
+        end_us: When each is over.
+        worker: Ranks that reduce or copy at the end of the level.
+        done_us: When each of them is done with that.
+    """
+
+    level: int
+    source: np.ndarray
+    target: np.ndarray
+    nbytes: np.ndarray
+    begin_us: np.ndarray
+    end_us: np.ndarray
+    worker: np.ndarray
+    done_us: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Timing:
+    """The time of a schedule for one size of message.
+
+    Attributes:
+        time_us: When the last rank is done.
+        finish_us: When each rank is done, float64 of shape (size,).
+        sent_nbytes: Bytes that each rank sends.
+        link_nbytes: Bytes that go over each link of the network.
+        link_busy: The part of the time that each link needs for them, 0 to 1.
+        steps: Levels on which there are messages.
+        nbytes: Bytes of the whole message: of all blocks, where there is one a rank.
+    """
+
+    time_us: float
+    finish_us: np.ndarray
+    sent_nbytes: np.ndarray
+    link_nbytes: np.ndarray
+    link_busy: np.ndarray
+    steps: int
+    nbytes: float
+
+    @property
+    def algbw_gb_per_s(self) -> float:
+        """Bytes of the message over time."""
+        return self.nbytes / self.time_us / 1000 if self.time_us else 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Level:
+    """Blocks that happen together, with all that does not depend on bytes.
+
+    Attributes:
+        unit_us: Time of each message for each byte of a chunk, in us.
+        load: Chunks over each link.
+        order: Puts the ends of messages (all sources, then all targets) in order of rank.
+        starts: Where each rank's begin in that order.
+        ranks: The ranks that have any.
+        sends: Peers that each of ``ranks`` sends to beyond the first.
+        pair: For each message a number that those of the same two ranks share; None where all differ.
+    """
+
+    source: np.ndarray
+    target: np.ndarray
+    chunks: np.ndarray
+    latency_us: np.ndarray
+    unit_us: np.ndarray
+    load: np.ndarray
+    order: np.ndarray
+    starts: np.ndarray
+    ranks: np.ndarray
+    sends: np.ndarray
+    pair: np.ndarray | None
+    worker: np.ndarray
+    reduced: np.ndarray
+    copied: np.ndarray
+    touched: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Timed:
+    """A schedule laid over a network, to be timed for any number of bytes.
+
+    Example:
+        >>> from flagcx.algorithms import build  # doctest: +SKIP
+        >>> from flagcx.cost.network import uniform  # doctest: +SKIP
+        >>> lay(build("allreduce", "ring", 4), uniform(4, 1.0, 10.0)).time(4000).time_us  # doctest: +SKIP
+        6.6
+    """
+
+    rounds: Rounds
+    network: Network
+    _levels: dict[tuple[int, ...], _Level] = field(default_factory=dict)
+    _flows: dict[int, tuple] = field(default_factory=dict)
+
+    def time(self, nbytes: float, costs: Costs | None = None) -> Timing:
+        """The time for a message.
+
+        Args:
+            nbytes: Bytes of the message; of one block, where the collective has one a rank.
+            costs: What a call costs at its ranks; nothing by default.
+
+        Raises:
+            ArgumentError: ``nbytes`` is negative.
+        """
+        clock = self._clock(nbytes, costs or Costs())
+        for key, count in self.rounds.runs:
+            clock.run(self._level(key), count)
+        return clock.timing()
+
+    def moments(self, nbytes: float, costs: Costs | None = None) -> Iterator[Moment]:
+        """The messages with their times, level by level; for pictures, of not too many ranks and levels."""
+        clock = self._clock(nbytes, costs or Costs())
+        number = 0
+        for key, count in self.rounds.runs:
+            for _ in range(count):
+                yield clock.moment(self._level(key), number)
+                number += 1
+
+    def _clock(self, nbytes: float, costs: Costs) -> _Clock:
+        if nbytes < 0:
+            raise ArgumentError(f"nbytes={nbytes!r}; expected 0 or more")
+        return _Clock(self, nbytes, costs)
+
+    def _level(self, key: tuple[int, ...]) -> _Level:
+        found = self._levels.get(key)
+        if found is None:
+            found = self._make_level(key)
+            if sum(len(level.source) for level in self._levels.values()) > _MOST_KEPT:
+                self._levels.clear()
+            self._levels[key] = found
+        return found
+
+    def _routed(self, number: int) -> tuple:
+        """A block's flows, and what it loads: chunks over each link."""
+        if number not in self._flows:
+            block = self.rounds.blocks[number]
+            flows = self.network.find(block.source, block.target)
+            carried = np.repeat(block.chunks, np.diff(flows.first)) * flows.share
+            self._flows[number] = flows, np.bincount(flows.link, carried, self.network.links)
+        return self._flows[number]
+
+    def _make_level(self, key: tuple[int, ...]) -> _Level:
+        blocks = [self.rounds.blocks[number] for number in key]
+        routed = [self._routed(number) for number in key]
+        load = np.zeros(self.network.links)
+        for _, part in routed:
+            load[: len(part)] += part
+        per_chunk = load / (self.network.bandwidth_gb_per_s * 1000)
+        units = [
+            np.maximum.reduceat(per_chunk[flows.link], flows.first[:-1]) if len(flows.link) else np.zeros(0)
+            for flows, _ in routed
+        ]
+        source, target = (_joined([getattr(b, name) for b in blocks]) for name in ("source", "target"))
+        order, starts, ranks = _by_rank(np.concatenate([source, target]))
+        peers, pair = source, None
+        if len(blocks) > 1:
+            codes, pair = np.unique(source * self.rounds.size + target, return_inverse=True)
+            peers = codes // self.rounds.size
+        sends = np.maximum(np.bincount(peers, minlength=self.rounds.size)[ranks] - 1, 0)
+        return _Level(
+            source,
+            target,
+            _joined([b.chunks for b in blocks]),
+            _joined([flows.latency_us for flows, _ in routed]),
+            _joined(units),
+            load,
+            order,
+            starts,
+            ranks,
+            sends,
+            pair if pair is None or len(codes) < len(pair) else None,
+            *_work(blocks),
+        )
+
+
+def lay(schedule: Schedule | Rounds, network: Network) -> Timed:
+    """Lays a schedule over a network.
+
+    Args:
+        schedule: A schedule, or its traffic where it was found already.
+        network: Of as many ranks.
+
+    Raises:
+        ArgumentError: The numbers of ranks differ.
+        ScheduleError: The schedule cannot run.
+    """
+    if schedule.size != network.size:
+        raise ArgumentError(f"a schedule for {schedule.size} ranks on a network of {network.size}")
+    return Timed(rounds_of(schedule) if isinstance(schedule, Schedule) else schedule, network)
+
+
+def chunk_nbytes(rounds: Rounds, nbytes: float) -> float:
+    """Bytes of a chunk, of a message (or of blocks, where there is one a rank) of ``nbytes``."""
+    return message_nbytes(rounds.collective, rounds.size, nbytes) / rounds.chunks
+
+
+def message_nbytes(collective: str, size: int, nbytes: float) -> float:
+    """Bytes of the whole message: ``nbytes`` of one block times the blocks, where there is one a rank."""
+    return nbytes * (size if COLLECTIVES[collective].blocks else 1)
+
+
+class _Clock:
+    """When each rank begins its next step."""
+
+    def __init__(self, timed: Timed, nbytes: float, costs: Costs) -> None:
+        self.timed, self.costs = timed, costs
+        self.chunk = chunk_nbytes(timed.rounds, nbytes)
+        self.nbytes = nbytes
+        self.now = np.full(timed.rounds.size, float(costs.call_us))
+        self.load = np.zeros(0)
+
+    def run(self, level: _Level, count: int) -> None:
+        """Moves on by ``count`` levels on which the same happens."""
+        self._charge(level, count)
+        left, spent = count, self._spent_us(level)
+        while left:
+            before = self.now
+            self.now = self._after(level, before, *self._messages(level, before, spent))
+            left -= 1
+            gained = self.now - before
+            least, most = gained.min(), gained.max()
+            if left and most - least <= 1e-12 * most + 4 * np.spacing(before.max()):
+                self.now = self.now + most * left
+                return
+
+    def moment(self, level: _Level, number: int) -> Moment:
+        """Moves on by one level, and tells of its messages."""
+        self._charge(level, 1)
+        begin, end = self._messages(level, self.now, self._spent_us(level))
+        self.now = self._after(level, self.now, begin, end)
+        nbytes = level.chunks * self.chunk
+        return Moment(
+            number, level.source, level.target, nbytes, begin, end, level.worker, self.now[level.worker]
+        )
+
+    def _charge(self, level: _Level, count: int) -> None:
+        if len(level.load) > len(self.load):
+            self.load = np.concatenate([self.load, np.zeros(len(level.load) - len(self.load))])
+        self.load[: len(level.load)] += level.load * (count * self.chunk)
+
+    def _spent_us(self, level: _Level) -> np.ndarray:
+        """How long each message takes once it has begun."""
+        channels, wire = self.costs.channels, level.unit_us * self.chunk
+        if channels is not None and len(wire):
+            nbytes = level.chunks * self.chunk
+            wire = channels.time_us(nbytes, wire, self.timed.rounds.size, level.pair)
+        return level.latency_us + wire
+
+    @staticmethod
+    def _messages(level: _Level, now: np.ndarray, spent: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        begin = np.maximum(now[level.source], now[level.target])
+        return begin, begin + spent
+
+    def _after(self, level: _Level, now: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
+        """When each rank has ended the level that it began ``now``."""
+        costs, later = self.costs, now
+        if len(level.ranks):
+            last = np.maximum.reduceat(np.concatenate([end, end])[level.order], level.starts)
+            later = now.copy()
+            later[level.ranks] = last + (costs.step_us + costs.message_us * level.sends)
+        if len(level.worker):
+            later = later.copy() if later is now else later
+            later[level.worker] += self._work_us(level)
+        return later
+
+    def _work_us(self, level: _Level) -> np.ndarray:
+        costs, scale = self.costs, self.chunk / 1000
+        spent = np.zeros(len(level.worker))
+        for chunks, once_us, speed in (
+            (level.reduced, costs.reduce_us, costs.reduce_gb_per_s),
+            (level.copied, costs.copy_us, costs.copy_gb_per_s),
+            (level.touched, costs.launch_us, costs.memory_gb_per_s),
+        ):
+            spent += (chunks > 0) * once_us + chunks * (scale / speed)
+        return spent
+
+    def timing(self) -> Timing:
+        """What was found, once all levels have run."""
+        rounds = self.timed.rounds
+        total = float(self.now.max())
+        load = np.zeros(self.timed.network.links)
+        load[: len(self.load)] = self.load
+        busy = load / (self.timed.network.bandwidth_gb_per_s * 1000)
+        whole = message_nbytes(rounds.collective, rounds.size, self.nbytes)
+        sent = rounds.sent_chunks() * self.chunk
+        return Timing(total, self.now, sent, load, busy / total if total else busy, rounds.steps, whole)
+
+
+def _joined(arrays: list[np.ndarray]) -> np.ndarray:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+def _by_rank(ranks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    order = np.argsort(ranks, kind="stable")
+    found, starts = np.unique(ranks[order], return_index=True)
+    return order, starts, found
+
+
+def _work(blocks: list) -> tuple[np.ndarray, ...]:
+    """The local work of all blocks, one entry a rank: who works; chunks reduced, copied and touched."""
+    ranks = _joined([b.worker for b in blocks])
+    found, inverse = np.unique(ranks, return_inverse=True)
+    sums = (
+        np.bincount(inverse.ravel(), _joined([getattr(b, name) for b in blocks]), len(found))
+        for name in ("reduced", "copied", "touched")
+    )
+    return found, *sums

@@ -1,0 +1,172 @@
+"""Runs calls for arrays on a GPU: calls are enqueued on streams, and started work needs no thread."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import Any
+
+from flagcx.dtypes import DType, ReduceOp
+from flagcx.errors import CommunicatorError
+from flagcx.executor.host import TWO_THREADS, Executor, nbytes_of
+from flagcx.executor.work import Work
+from flagcx.kernels.peer import may_be_bare
+from flagcx.profiler import Recorded
+from flagcx.schedule.collectives import COLLECTIVES, Counts
+from flagcx.selection.on_device import DIRECT_ALGORITHMS, DeviceSelector, SharedDecision
+from flagcx.selection.rules import Capabilities, Choice, choose_on_device, pieces_on_device
+from flagcx.selection.selector import TuningInfo
+from flagcx.transport.base import Call, Plan
+from flagcx.transport.nccl_native import NATIVE, native_form, native_schedule
+from flagcx.transport.nccl_transport import NcclTransport
+
+
+class DeviceExecutor(Executor):
+    """Plans and order of one communicator's calls on CuPy arrays.
+
+    Args:
+        transport: What carries the arrays.
+        selector: What chooses where the caller names no algorithm; by the rule alone if None.
+
+    Attributes:
+        selector: What chooses.
+    """
+
+    transport: NcclTransport
+
+    def __init__(self, transport: NcclTransport, selector: DeviceSelector | None = None) -> None:
+        super().__init__(transport.rank, transport.size, transport, choose_on_device, pieces_on_device)
+        self.selector = selector or DeviceSelector(SharedDecision(TuningInfo(None, "")))
+        self.array_class = transport.array_class
+        # CuPy makes an object for each look at ``flags``, which costs as much as all the rest.
+        quick = hasattr(transport.array_class, "_c_contiguous")
+        self.is_contiguous = attrgetter("_c_contiguous" if quick else "flags.c_contiguous")
+        self._enter, self._exit = self.turn.acquire, self.turn.release
+
+    def run(self, plan: Plan, given: Any, result: Any) -> None:
+        """Enqueues a plan on the current stream; see ``Executor.run``."""
+        if not self._enter(False):
+            raise CommunicatorError(TWO_THREADS)
+        try:
+            if self.over:
+                raise CommunicatorError(self.over)
+            plan.run(given, result)
+        except BaseException as error:
+            self.broke(error)
+            raise
+        finally:
+            self._exit()
+
+    def beside(self, plan: Plan) -> Plan:
+        """A plan that leaves room on the GPU; see ``Executor.beside`` and ``NcclTransport.beside``."""
+        if not isinstance(plan, Recorded):
+            return self.transport.beside(plan)
+        roomy = self.transport.beside(plan.plan)
+        if roomy is plan.plan or self.ring is None:
+            return plan
+        return Recorded(roomy, plan.operation, self.ring, self._progress)
+
+    def possible(self, collective: str, nbytes: int, dtype: DType, op: ReduceOp | None) -> Capabilities:
+        """What can carry a call; the same on all ranks."""
+        ways = frozenset(
+            (str(algorithm), protocol)
+            for algorithm in DIRECT_ALGORITHMS
+            for protocol in self.transport.protocols(collective, algorithm, nbytes, dtype, op)
+        )
+        reduces = COLLECTIVES[collective].reduces
+        return Capabilities(
+            native_form(collective, dtype, op, self.transport.nccl_version) is not None,
+            ways,
+            reduces and dtype.name.startswith("float8"),
+            not (reduces and may_be_bare("one_shot", dtype)),
+            self.selector.reach,
+        )
+
+    def _choice(self, collective: str, counts: Counts, dtype: DType, op: ReduceOp | None) -> Choice:
+        """What carries a call: all that can is told to one chooser; see ``Capabilities``."""
+        nbytes = nbytes_of(counts, dtype)
+        possible = self.possible(collective, nbytes, dtype, op)
+        return self.selector.choose(collective, nbytes, self.size, not isinstance(counts, int), possible)
+
+    def _named(
+        self, collective: str, counts: Counts, dtype: DType, op: ReduceOp | None, algorithm: str
+    ) -> Choice:
+        """An algorithm that the caller names goes through the peers' memory where the transport can."""
+        nbytes = nbytes_of(counts, dtype)
+        possible = self.possible(collective, nbytes, dtype, op)
+        uneven = not isinstance(counts, int)
+        return self.selector.choose_named(algorithm, collective, nbytes, self.size, uneven, possible)
+
+    def _make(self, collective, counts, dtype, op, root, in_place, choice: Choice) -> Plan:
+        """Compiles a choice; NCCL's own collective has no schedule to build."""
+        if choice.algorithm != NATIVE:
+            return super()._make(collective, counts, dtype, op, root, in_place, choice)
+        schedule = native_schedule(collective, self.size, root)
+        return self.transport.compile(Call(schedule, self.rank, counts, dtype, op, in_place))
+
+    def _serves_uneven(self, collective: str, algorithm: str) -> bool:
+        return algorithm == NATIVE or super()._serves_uneven(collective, algorithm)
+
+    def start(self, plan: Plan, given: Any, result: Any, value: Any, what: str) -> DeviceWork:
+        """Enqueues a plan on the communicator's own stream.
+
+        Returns:
+            Work whose ``wait`` returns ``value``, and makes the current stream wait, not the host.
+        """
+        self.check()
+        if not self._enter(False):
+            raise CommunicatorError(TWO_THREADS)
+        try:
+            event = self.transport.submit(plan, given, result)
+        except BaseException as error:
+            self.broke(error)
+            raise
+        finally:
+            self._exit()
+        return DeviceWork(self.transport, event, value, what)
+
+
+class DeviceWork(Work):
+    """An operation on arrays of a GPU, under way on the communicator's own stream.
+
+    Until ``wait`` has returned, the arrays of the call belong to it.
+
+    Args:
+        transport: What carries the arrays.
+        event: The end of the operation.
+        value: What ``wait`` returns.
+        what: What it is, for messages.
+
+    Example:
+        >>> work = comm.allreduce(x, async_op=True)  # doctest: +SKIP
+        >>> y = work.wait() + 1                      # doctest: +SKIP
+    """
+
+    def __init__(self, transport: NcclTransport, event: Any, value: Any, what: str) -> None:
+        self._transport, self._event, self._value, self._what = transport, event, value, what
+
+    def done(self) -> bool:
+        """Whether the operation has ended."""
+        return bool(self._event.done)
+
+    def wait(self, timeout_s: float | None = None) -> Any:
+        """Makes the current stream wait for the operation; the host goes on at once.
+
+        Args:
+            timeout_s: If given, the host waits too, for at most so many seconds.
+
+        Returns:
+            What the call without ``async_op`` would.
+
+        Raises:
+            PeerTimeoutError: It still runs after ``timeout_s``.
+            CommunicationError: A rank died or gave up.
+        """
+        if timeout_s is not None:
+            self._transport.wait(self._event, timeout_s)
+        self._transport.follow(self._event)
+        return self._value
+
+    def synchronize(self) -> Any:
+        """Waits on the host until the operation has ended; returns and raises as ``wait`` does."""
+        self._transport.wait(self._event)
+        return self._value

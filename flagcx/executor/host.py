@@ -1,0 +1,374 @@
+"""Runs calls for one kind of array: finds the plan, keeps the order, and remembers when it is over."""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from time import perf_counter_ns
+from typing import Any
+
+import numpy as np
+
+from flagcx.algorithms import entries, entry
+from flagcx.dtypes import OPS, DType, ReduceOp, dtype_of, resolve_op
+from flagcx.errors import ArgumentError, CommunicationError, CommunicatorError, MismatchError
+from flagcx.executor.progress_thread import progress_thread
+from flagcx.executor.work import Work
+from flagcx.profiler import Operation, Progress, Recorded, Ring
+from flagcx.profiler.records import Uncounted
+from flagcx.schedule.collectives import Counts
+from flagcx.selection.online_tuning import Exploration, Explored
+from flagcx.selection.placement import Order, build_along
+from flagcx.selection.rules import Choice, pieces_for
+from flagcx.selection.split_message import mix_of
+from flagcx.selection.write_back import Finding
+from flagcx.transport.base import Call, Plan, Transport
+
+_MOST_PLANS = 4096
+_MOST_EXPLORED = 1024
+_TOLD_NBYTES = 256
+TWO_THREADS = (
+    "two threads use one communicator at the same time; give each thread its own, from comm.split(), or let "
+    "one thread make all calls"
+)
+
+
+class Executor:
+    """Plans and order of one communicator's calls over one transport.
+
+    Args:
+        rank: This rank.
+        size: Number of ranks.
+        transport: What carries the arrays.
+        choose: ``choose(collective, nbytes, size, uneven)``: the algorithm where the caller names none.
+        pieces: ``pieces(collective, algorithm, nbytes)``: the pieces for an algorithm that he names.
+        alternatives: ``alternatives(collective, nbytes, size)``: the choice, then what is nearly as fast, to
+            be tried while the job runs; None where nothing is tried.
+        ring: Where runs are recorded, if they are.
+
+    Attributes:
+        order: The ranks along the machine's links, for rings and trees; None where all are equally close.
+        quick: Plans of calls that may skip all checks but those of the array itself. Empty whenever a
+            call must not go straight through: closed, broken, in a group, or behind started work.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        transport: Transport,
+        choose: Callable[[str, int, int, bool], Choice],
+        pieces: Callable[[str, str, int], int] = pieces_for,
+        alternatives: Callable[[str, int, int], Sequence[Choice]] | None = None,
+        ring: Ring | None = None,
+    ) -> None:
+        self.rank, self.size, self.transport = rank, size, transport
+        self.turn = threading.Lock()
+        self._straight: dict[tuple, Plan] = {}
+        self.quick = self._straight
+        self._choose, self._pieces, self._alternatives = choose, pieces, alternatives
+        self.ring = ring
+        self._progress: Progress = getattr(transport, "progress", None) or Uncounted()
+        self._explorations: dict[tuple, Exploration] = {}
+        self.order: Order | None = None
+        self._plans: dict[tuple, Plan] = {}
+        self.over = ""
+        self._worker: ThreadPoolExecutor | None = None
+        self._last: Future | None = None
+        self._hurried = False
+
+    # -- plans ------------------------------------------------------------------------------------
+
+    def find(
+        self,
+        collective: str,
+        counts: Counts,
+        dtype: DType,
+        op: ReduceOp | None = None,
+        root: int | None = None,
+        algorithm: str | None = None,
+        in_place: bool = False,
+    ) -> Plan:
+        """Looks up or compiles the plan of a call.
+
+        Raises:
+            ArgumentError: The algorithm does not serve the collective.
+            CommunicatorError: The communicator is closed or broken.
+        """
+        key = (collective, counts, dtype.code, op, root, algorithm, in_place)
+        plan = self._plans.get(key)
+        if plan is None:
+            self.check()
+            plan = self._compile(collective, counts, dtype, op, root, algorithm, in_place)
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
+                self._straight.clear()
+            self._plans[key] = plan
+        return plan
+
+    def _compile(self, collective, counts, dtype, op, root, algorithm, in_place) -> Plan:
+        uneven = not isinstance(counts, int)
+        nbytes = nbytes_of(counts, dtype)
+        make = partial(self._make, collective, counts, dtype, op, root, in_place)
+        describe = partial(self._describe, collective, counts, dtype)
+        if algorithm is None:
+            choice = self._choice(collective, counts, dtype, op)
+            # An operation of the user's own need not compare equal to itself on every rank.
+            known = op is None or OPS.get(op.name) == op
+            key = (collective, counts, dtype.code, op, root)
+            exploration = self._explore(key, nbytes) if known and not uneven else None
+            if exploration is not None:
+                return Explored(exploration, make, describe, self.ring or Ring(1), self._progress)
+        else:
+            choice = self._named(collective, counts, dtype, op, algorithm)
+        if uneven and not self._serves_uneven(collective, choice.algorithm):
+            serving = ", ".join(str(e.algorithm) for e in entries(collective) if e.uneven)
+            raise ArgumentError(
+                f"algorithm={str(choice.algorithm)!r} of {collective} needs blocks of one size; for blocks "
+                f"of different sizes use one of {serving}"
+            )
+        plan = make(choice)
+        return plan if self.ring is None else Recorded(plan, describe(choice), self.ring, self._progress)
+
+    def _choice(self, collective: str, counts: Counts, dtype: DType, op: ReduceOp | None) -> Choice:
+        """The choice for a call whose caller names no algorithm; the same on all ranks."""
+        return self._choose(collective, nbytes_of(counts, dtype), self.size, not isinstance(counts, int))
+
+    def _named(
+        self, collective: str, counts: Counts, dtype: DType, op: ReduceOp | None, algorithm: str
+    ) -> Choice:
+        """The choice for a call whose caller names an algorithm."""
+        return Choice(
+            algorithm, self._pieces(collective, algorithm, nbytes_of(counts, dtype)), "named by the caller"
+        )
+
+    def _make(self, collective, counts, dtype, op, root, in_place, choice: Choice) -> Plan:
+        """Builds the schedule of a choice, and compiles it."""
+        algorithm = str(choice.algorithm)
+        schedule = build_along(self.order, collective, algorithm, self.size, root, choice.pieces)
+        call = Call(schedule, self.rank, counts, dtype, op, in_place, choice.protocol)
+        return self.transport.compile(call)
+
+    def _serves_uneven(self, collective: str, algorithm: str) -> bool:
+        return mix_of(collective, algorithm) is None and entry(collective, algorithm).uneven
+
+    def _describe(self, collective: str, counts: Counts, dtype: DType, choice: Choice) -> Operation:
+        return Operation(
+            collective,
+            nbytes_of(counts, dtype),
+            dtype.name,
+            str(choice.algorithm),
+            choice.pieces,
+            choice.protocol,
+            self.transport.name,
+        )
+
+    def _explore(self, key: tuple, nbytes: int) -> Exploration | None:
+        """The trials for a kind of call; every rank makes and counts them alike."""
+        if self._alternatives is None:
+            return None
+        found = self._explorations.get(key)
+        if found is None and len(self._explorations) < _MOST_EXPLORED:
+            choices = self._alternatives(key[0], nbytes, self.size)
+            if len(choices) > 1:
+                found = self._explorations[key] = Exploration(choices, self._agree)
+        return found
+
+    def findings(self) -> list[Finding]:
+        """What trials found about calls like those that ``flagcx tune`` measures: float32, and sums of it."""
+        found = []
+        for (collective, counts, code, op, _), exploration in self._explorations.items():
+            like = code == dtype_of(np.float32).code and (op is None or op == OPS["sum"])
+            if like and exploration.typical_us:
+                nbytes = counts * np.dtype(np.float32).itemsize
+                found.append(Finding(collective, nbytes, exploration.typical_us))
+        return found
+
+    def _agree(self, values: Sequence[int]) -> list[int]:
+        """The largest of each value over the ranks; called in the middle of a call, by all of them."""
+        largest = np.array(values, np.int64)
+        whole = dtype_of(largest.dtype)
+        op = resolve_op("max", whole)
+        plan = self._make("allreduce", largest.size, whole, op, None, True, Choice("one_shot", 1, ""))
+        plan.run(largest, largest)
+        return [int(value) for value in largest]
+
+    def agree(self, what: str) -> None:
+        """Compares what the ranks are about to do, where their messages would be of one size all the same.
+
+        For arrays of the host, in the middle of a call of all ranks; nothing of it is recorded.
+
+        Args:
+            what: The call, in words, of which an error shows the first.
+
+        Raises:
+            MismatchError: Some rank does something else.
+        """
+        told = zlib.crc32(what.encode()).to_bytes(4, "little") + what.encode()
+        own = np.frombuffer(told[:_TOLD_NBYTES].ljust(_TOLD_NBYTES, b"\0"), np.uint8)
+        everybodys = np.empty((self.size, own.size), np.uint8)
+        kind = dtype_of(own.dtype)
+        plan = self._make("allgather", own.size, kind, None, None, False, Choice("direct", 1, ""))
+        plan.run(own, everybodys.reshape(-1))
+        for rank, theirs in enumerate(everybodys):
+            if (theirs != own).any():
+                mine, words = (x[4:].tobytes().rstrip(b"\0").decode(errors="replace") for x in (own, theirs))
+                raise MismatchError(
+                    f"ranks disagree: rank {self.rank} called {mine}, rank {rank} called {words}; every rank "
+                    f"must make the same calls",
+                    peer=rank,
+                )
+
+    def recorded_transfer(self, plan: Plan, nbytes: int) -> Plan:
+        """Wraps messages between some of the ranks, so that they are recorded."""
+        if self.ring is None:
+            return plan
+        what = Operation("transfer", nbytes, "bytes", "direct", 1, "", self.transport.name)
+        return Recorded(plan, what, self.ring, self._progress, shared=False)
+
+    def beside(self, plan: Plan) -> Plan:
+        """The plan for use beside a computation; the same one where there is none for that.
+
+        All ranks must run what this returns, or all the plan that is given.
+        """
+        return plan
+
+    def remember(self, key: tuple, plan: Plan) -> None:
+        """Lets calls with this key go straight to their plan from now on."""
+        self._straight[key] = plan
+
+    def take(self, array: Any, what: str, writable: bool) -> Any:
+        """Takes a caller's array without a copy, or raises ``ArrayError``."""
+        return self.transport.take(array, what, writable)
+
+    def result(self, out: Any, what: str, shape: tuple[int, ...], dtype: Any) -> Any:
+        """Takes the array given as ``out=``, or makes one of that shape and dtype."""
+        return self.transport.result(out, what, shape, dtype)
+
+    # -- running ----------------------------------------------------------------------------------
+
+    def run(self, plan: Plan, given: Any, result: Any) -> None:
+        """Runs a plan now, behind all that was started before.
+
+        Raises:
+            CommunicatorError: Closed, broken, or another thread is in a call.
+            CommunicationError: A peer died, came late, or called something else.
+        """
+        self.catch_up()
+        if not self.turn.acquire(blocking=False):
+            raise CommunicatorError(TWO_THREADS)
+        try:
+            self._run(plan.run, given, result)
+        finally:
+            self.turn.release()
+
+    def _run(self, run: Callable[[Any, Any], object], given: Any, result: Any) -> None:
+        self.check()
+        try:
+            run(given, result)
+        except BaseException as error:
+            self.broke(error)
+            raise
+
+    def start(self, plan: Plan, given: Any, result: Any, value: Any, what: str) -> Work:
+        """Runs a plan on a thread of the communicator's own, behind what was started before.
+
+        Returns:
+            Work whose ``wait`` returns ``value``.
+        """
+        self.check()
+        if self._worker is None:
+            self._worker = progress_thread()
+
+        run: Callable[[Any, Any], object] = plan.run
+        if isinstance(plan, Recorded):
+            run = partial(plan.run_queued, queued_at_ns=perf_counter_ns())
+
+        def call() -> Any:
+            with self.turn:
+                self._progress.background = not self._hurried
+                try:
+                    self._run(run, given, result)
+                finally:
+                    self._progress.background = False
+            return value
+
+        self.hold()
+        self._hurried = False
+        self._last = self._worker.submit(call)
+        return Work(self._last, what, self.hurry)
+
+    def hurry(self) -> None:
+        """Says that nothing is computed any more beside what was started: somebody waits for it."""
+        self._hurried = True
+        self._progress.background = False
+
+    def catch_up(self) -> None:
+        """Waits until all that was started has ended. Its errors belong to who waits for the work."""
+        if self._last is not None:
+            self.hurry()
+            self._last.exception()
+            self._last = None
+            self.resume()
+
+    def hold(self) -> None:
+        """Sends every call through ``run``."""
+        self.quick = {}
+
+    def resume(self) -> None:
+        """Lets calls that repeat go straight through again."""
+        if not (self.over or self._last):
+            self.quick = self._straight
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raises CommunicatorError where no further call can be made."""
+        if self.over:
+            raise CommunicatorError(self.over)
+
+    def broke(self, error: BaseException) -> None:
+        """Ends the communicator after an error that left ranks in different places, and tells the peers."""
+        if self.over or isinstance(error, ArgumentError):
+            return
+        culprit = error.peer if isinstance(error, CommunicationError) else None
+        self.end(f"this communicator cannot be used after {type(error).__name__}: {error}; make a new one")
+        self.transport.abort(str(error) or type(error).__name__, culprit)
+
+    def end(self, why: str) -> None:
+        """Refuses every further call, with ``why`` as the reason."""
+        self.over = self.over or why
+        self.hold()
+        self._straight.clear()
+        self._plans.clear()
+
+    def close(self) -> None:
+        """Waits for what was started, then gives everything back. Idempotent.
+
+        Raises:
+            MismatchError: A peer has called something else, and nothing has shown it so far.
+        """
+        self.catch_up()
+        check_end = None if self.over else getattr(self.transport, "check_end", None)
+        if self._worker is not None:
+            self._worker.shutdown()
+            self._worker = None
+        self.end("this communicator is closed")
+        try:
+            if check_end is not None:
+                check_end()
+        finally:
+            self.transport.close()
+
+
+def nbytes_of(counts: Counts, dtype: DType) -> int:
+    """Bytes of a message, or of the largest block."""
+    return (counts if isinstance(counts, int) else _largest(counts)) * dtype.numpy.itemsize
+
+
+def _largest(counts: tuple) -> int:
+    """The largest block, or 0 where each rank knows its own blocks alone: all must choose alike."""
+    return 0 if counts and isinstance(counts[0], tuple) else max(counts, default=0)

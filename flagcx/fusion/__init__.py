@@ -1,0 +1,1 @@
+"""Many small arrays in few messages."""

@@ -1,0 +1,165 @@
+"""Arrays that came before: what was worked out about them is used again.
+
+A training step brings the same arrays as the step before, or new ones in the same memory. So what is to be
+done for a list of arrays is kept twice. By the arrays themselves, which costs one look: an array is told by
+its ``id``, its own as long as it lives, and no longer. And by their memory, which costs a look at each array.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from flagcx.transport.base import Plan
+
+_MOST_LISTS = 32
+_MOST_LOSSES = 2
+
+
+class Places(Protocol):
+    """Where certain arrays lie, worked out once.
+
+    Attributes:
+        kept: Whether it is still known; else it is to be worked out anew.
+    """
+
+    kept: bool
+
+
+class PlacedPacking(Protocol):
+    """Packs arrays of which it is known where they lie.
+
+    Attributes:
+        flat: The message, an array of one dimension.
+    """
+
+    flat: Any
+
+    def places(self, arrays: Sequence[Any]) -> Places:
+        """Where these arrays lie."""
+
+    def pack_at(self, places: Any) -> None:
+        """Copies the arrays that lie there into the message."""
+
+    def unpack_at(self, places: Any) -> None:
+        """Copies the message into the arrays that lie there."""
+
+
+class BoundPart(NamedTuple):
+    """A message, or a single array without a packing.
+
+    Attributes:
+        plan: Its all-reduce.
+        number: Which of the arrays it is, if it is a single one.
+        packing: The message.
+        places: Where the arrays lie that are packed.
+    """
+
+    plan: Plan
+    number: int
+    packing: PlacedPacking | None = None
+    places: Places | None = None
+
+
+class Bound:
+    """All-reduces in place, as few, of arrays in certain memory.
+
+    Args:
+        parts: What is done, in order.
+    """
+
+    __slots__ = ("_parts",)
+
+    def __init__(self, parts: Iterable[BoundPart]) -> None:
+        self._parts = tuple(parts)
+
+    @property
+    def holds(self) -> bool:
+        """Whether all that it is made of is still there."""
+        return all([part.places is None or part.places.kept for part in self._parts])
+
+    def run(self, given: Sequence[Any], result: Sequence[Any]) -> None:
+        """Reduces the arrays that lie there; ``given`` and ``result`` are these."""
+        for plan, number, packing, places in self._parts:
+            if packing is None:
+                plan.run(given[number], given[number])
+                continue
+            packing.pack_at(places)
+            plan.run(packing.flat, packing.flat)
+            packing.unpack_at(places)
+
+
+class _Known:
+    """What is bound to memory, the arrays that were there last, and how often they were lost."""
+
+    __slots__ = ("bound", "losses", "names")
+
+    def __init__(self, bound: Bound, names: tuple) -> None:
+        self.bound, self.names, self.losses = bound, names, 0
+
+
+class BindingCache:
+    """What is bound to lists of arrays that came before.
+
+    Arrays that come a second time are remembered by their identity, unless they were lost before: arrays that
+    do not last until the next step are not worth being watched.
+    """
+
+    def __init__(self) -> None:
+        self._by_memory: OrderedDict[tuple, _Known] = OrderedDict()
+        self._by_arrays: OrderedDict[tuple, tuple[Bound, list[weakref.ref]]] = OrderedDict()
+
+    def of_arrays(self, names: tuple) -> Bound | None:
+        """What is bound to these very arrays, if it still holds.
+
+        Args:
+            names: The ``id`` of each array, and all else that matters.
+        """
+        try:
+            found = self._by_arrays.get(names)
+        except TypeError:  # something that cannot be a key was named
+            return None
+        return found[0] if found is not None and found[0].holds else None
+
+    def in_memory(self, memory: tuple, names: tuple, arrays: Sequence[Any]) -> Bound | None:
+        """What is bound to the memory of these arrays, if it still holds.
+
+        Args:
+            memory: Where each array begins and ends, and all else that matters.
+            names: See ``of_arrays``.
+            arrays: The arrays.
+        """
+        known = self._by_memory.get(memory)
+        if known is None or not known.bound.holds:
+            return None
+        self._by_memory.move_to_end(memory)
+        if known.names != names:
+            known.names = names
+        elif known.losses < _MOST_LOSSES:
+            self._watch(names, known, arrays)
+        return known.bound
+
+    def put(self, memory: tuple, names: tuple, bound: Bound) -> None:
+        """Keeps what is bound to the memory of the arrays with these names."""
+        self._by_memory[memory] = _Known(bound, names)
+        if len(self._by_memory) > _MOST_LISTS:
+            self._by_memory.popitem(last=False)
+
+    def _watch(self, names: tuple, known: _Known, arrays: Sequence[Any]) -> None:
+        """Remembers arrays by their identity, until the first of them is gone."""
+        found = self._by_arrays
+
+        def forget(_: weakref.ref) -> None:
+            if found.pop(names, None) is not None:
+                known.losses += 1
+
+        found[names] = known.bound, [weakref.ref(array, forget) for array in arrays]
+        if len(found) > _MOST_LISTS:
+            found.popitem(last=False)
+
+    def clear(self) -> None:
+        """Forgets all."""
+        self._by_memory.clear()
+        self._by_arrays.clear()

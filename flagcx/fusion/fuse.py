@@ -1,0 +1,350 @@
+"""Fusion: many small arrays packed into few messages, and the results put back into the arrays.
+
+::
+
+    arrays     [a] [b] [-- c --] [d] [--------- e ---------]
+                 \\   \\      |     /        too large to gain from company
+    message     [a|b|   c   |d]            |
+                     |                     |
+                all-reduce            all-reduce
+                     |                     |
+    arrays     [a] [b] [-- c --] [d]  [------- e ---------]
+
+The memory of a message comes from the transport's pool, where peers reach it without a copy, and is kept.
+What is fused is worked out once for arrays of the same shapes, whichever arrays they are.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, cast
+
+import numpy as np
+
+from flagcx.dtypes import DType, ReduceOp
+from flagcx.executor.host import Executor
+from flagcx.fusion.cache import BindingCache, BoundPart, PlacedPacking
+from flagcx.transport.base import Plan
+
+Shapes = tuple[tuple[int, ...], ...]
+_MOST_PLANS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What is worth fusing.
+
+    Attributes:
+        array_nbytes: A larger array travels alone.
+        message_nbytes: A message becomes no larger.
+    """
+
+    array_nbytes: int
+    message_nbytes: int
+
+
+class Packing(Protocol):
+    """Arrays end to end in one message.
+
+    Attributes:
+        flat: The message, an array of one dimension.
+    """
+
+    flat: Any
+
+    def pack(self, arrays: Sequence[Any]) -> None:
+        """Copies the arrays into the message."""
+
+    def unpack(self, arrays: Sequence[Any]) -> None:
+        """Copies the message into the arrays."""
+
+    def close(self) -> None:
+        """Gives a message of its own back."""
+
+
+class Packer(Protocol):
+    """Packs arrays of one kind.
+
+    Attributes:
+        limits: What is worth packing.
+        lasting: Whether an array of this kind keeps its place and size as long as it lives. Its packings are
+            ``flagcx.fusion.cache.PlacedPacking`` too.
+    """
+
+    limits: Limits
+    lasting: bool
+
+    def packing(self, shapes: Shapes, dtype: np.dtype, own: bool = False) -> Packing:
+        """A packing of arrays of these shapes.
+
+        Args:
+            shapes: The arrays' shapes.
+            dtype: Their dtype.
+            own: Whether the message is its own; else it is the one that packings share, up to the limits.
+        """
+
+    def memory_of(self, arrays: Sequence[Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Where each array begins, and its bytes."""
+
+    def current_stream(self) -> Any:
+        """The stream on which packings are enqueued now; None where they are done at once."""
+
+    def close(self) -> None:
+        """Gives the shared message back."""
+
+
+class HostPacking:
+    """NumPy arrays end to end in one message.
+
+    Args:
+        buffer: Memory for at least as many elements as the arrays have: an array of one dimension.
+        shapes: The arrays' shapes.
+    """
+
+    __slots__ = ("flat", "views")
+
+    def __init__(self, buffer: np.ndarray, shapes: Shapes) -> None:
+        self.views: list[np.ndarray] = []
+        at = 0
+        for shape in shapes:
+            count = _size(shape)
+            self.views.append(buffer[at : at + count].reshape(shape))
+            at += count
+        self.flat = buffer[:at]
+
+    def pack(self, arrays: Sequence[np.ndarray]) -> None:
+        """Copies the arrays into the message."""
+        for view, array in zip(self.views, arrays, strict=True):
+            view[...] = array
+
+    def unpack(self, arrays: Sequence[np.ndarray]) -> None:
+        """Copies the message into the arrays."""
+        for view, array in zip(self.views, arrays, strict=True):
+            array[...] = view
+
+    def close(self) -> None:
+        """Gives a message of its own back."""
+        self.views, self.flat = [], self.flat[:0].copy()
+
+
+class HostPacker:
+    """Packs NumPy arrays.
+
+    Args:
+        empty: Makes the memory of messages: ``empty(shape, dtype)``.
+    """
+
+    limits = Limits(512 << 10, 4 << 20)
+    lasting = False  # NumPy's arrays can be given another shape or dtype
+
+    def __init__(self, empty: Callable[[int, np.dtype], np.ndarray]) -> None:
+        self._empty = empty
+        self._buffer: np.ndarray | None = None
+
+    def packing(self, shapes: Shapes, dtype: np.dtype, own: bool = False) -> HostPacking:
+        """A packing of arrays of these shapes; see ``Packer``."""
+        if own:
+            return HostPacking(self._empty(sum(map(_size, shapes)), dtype), shapes)
+        if self._buffer is None:
+            self._buffer = self._empty(self.limits.message_nbytes, np.dtype(np.uint8))
+        return HostPacking(self._buffer.view(dtype), shapes)
+
+    def memory_of(self, arrays: Sequence[np.ndarray]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Where each array begins, and its bytes."""
+        starts = tuple([array.__array_interface__["data"][0] for array in arrays])
+        return starts, tuple([array.nbytes for array in arrays])
+
+    def current_stream(self) -> None:
+        """None: arrays of the host are packed at once."""
+
+    def close(self) -> None:
+        """Gives the shared message back."""
+        self._buffer = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Arrays ``first`` to ``last`` in one message; a single array without a packing."""
+
+    first: int
+    last: int
+    packing: Packing | None
+    plan: Plan
+
+
+class Fused:
+    """All-reduces of many arrays as few, for arrays of certain shapes.
+
+    Args:
+        parts: What is done, in order.
+        agree: Called by the first run, by all ranks; nothing if None.
+    """
+
+    __slots__ = ("_agree", "_parts")
+
+    def __init__(self, parts: Sequence[_Part], agree: Callable[[], None] | None = None) -> None:
+        self._parts, self._agree = tuple(parts), agree
+
+    @property
+    def messages(self) -> int:
+        """How many all-reduces it makes."""
+        return len(self._parts)
+
+    def run(self, given: Sequence[Any], result: Sequence[Any]) -> None:
+        """Reduces each array of ``given`` into the array at its place of ``result``.
+
+        Args:
+            given: Arrays of the plan's shapes and dtype.
+            result: Likewise; the same list where it is in place.
+
+        Raises:
+            MismatchError: The ranks have arrays of other shapes, which as many bytes do not show.
+        """
+        if self._agree is not None:
+            agree, self._agree = self._agree, None
+            agree()
+        for part in self._parts:
+            if part.packing is None:
+                part.plan.run(given[part.first], result[part.first])
+                continue
+            mine = given[part.first : part.last]
+            part.packing.pack(mine)
+            part.plan.run(part.packing.flat, part.packing.flat)
+            part.packing.unpack(mine if result is given else result[part.first : part.last])
+
+    def bind(self, given: Sequence[Any], numbers: Sequence[int]) -> Iterator[BoundPart]:
+        """What is left to do for certain arrays that keep their place, in place.
+
+        Args:
+            given: Arrays, among others those of this plan.
+            numbers: Which of them are this plan's, in order.
+        """
+        for part in self._parts:
+            if part.packing is None:
+                yield BoundPart(part.plan, numbers[part.first])
+                continue
+            packing = cast(PlacedPacking, part.packing)
+            places = packing.places([given[i] for i in numbers[part.first : part.last]])
+            yield BoundPart(part.plan, -1, packing, places)
+
+    def close(self) -> None:
+        """Gives back what its packings have for themselves."""
+        for part in self._parts:
+            if part.packing is not None:
+                part.packing.close()
+
+
+class Fusion:
+    """The fused all-reduces of one executor, kept as long as they come back.
+
+    Args:
+        executor: Makes the plans.
+        packer: Packs its arrays.
+
+    Attributes:
+        executor: Makes the plans.
+        packer: Packs its arrays.
+        bindings: What is bound to arrays that came before; None where arrays may change under way.
+    """
+
+    def __init__(self, executor: Executor, packer: Packer) -> None:
+        self.executor, self.packer = executor, packer
+        self.bindings = BindingCache() if packer.lasting else None
+        self._plans: OrderedDict[tuple, Fused] = OrderedDict()
+
+    def plan(
+        self, dtype: DType, op: ReduceOp, algorithm: str | None, shapes: Shapes, in_place: bool
+    ) -> Fused:
+        """The plan that reduces arrays of these shapes.
+
+        Args:
+            dtype: Of all arrays.
+            op: How they are combined.
+            algorithm: As the caller names it.
+            shapes: The arrays' shapes, in order.
+            in_place: Whether results replace what is reduced.
+        """
+        key = dtype.code, op, algorithm, in_place, shapes
+        found = self._plans.get(key)
+        if found is None:
+            self.executor.check()
+            parts = list(self._parts(dtype, op, algorithm, shapes, in_place))
+            # Ranks on hosts talk at little cost.
+            compares = self.bindings is None and any(part.packing is not None for part in parts)
+            what = f"allreduce of {len(shapes)} arrays of shapes {shapes}"
+            found = Fused(parts, partial(self.executor.agree, what) if compares else None)
+            self._plans[key] = found
+            if len(self._plans) > _MOST_PLANS:
+                self._forget(self._plans.popitem(last=False)[1])
+        else:
+            self._plans.move_to_end(key)
+        return found
+
+    def _forget(self, plan: Fused) -> None:
+        if self.bindings is not None:
+            self.bindings.clear()
+        plan.close()
+
+    def _parts(
+        self, dtype: DType, op: ReduceOp, algorithm: str | None, shapes: Shapes, in_place: bool
+    ) -> Iterator[_Part]:
+        for first, last in cut_into_messages(shapes, dtype.numpy.itemsize, self.packer.limits):
+            if last - first == 1:
+                count = _size(shapes[first])
+                plan = self.executor.find("allreduce", count, dtype, op, None, algorithm, in_place)
+                yield _Part(first, last, None, plan)
+                continue
+            packing = self.packer.packing(shapes[first:last], dtype.numpy)
+            count = packing.flat.size
+            plan = self.executor.find("allreduce", count, dtype, op, None, algorithm, True)
+            yield _Part(first, last, packing, plan)
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        if self.bindings is not None:
+            self.bindings.clear()
+        while self._plans:
+            self._plans.popitem()[1].close()
+        self.packer.close()
+
+
+def cut_into_messages(shapes: Shapes, itemsize: int, limits: Limits) -> list[tuple[int, int]]:
+    """Cuts a list of arrays into messages: neighbours go together as far as the limits allow.
+
+    Args:
+        shapes: The arrays' shapes.
+        itemsize: Bytes of an element.
+        limits: What is worth fusing.
+
+    Returns:
+        First and last (exclusive) array of each message.
+
+    Example:
+        >>> cut_into_messages(((2,), (3,), (100,), (4,)), 4, Limits(64, 64))
+        [(0, 2), (2, 3), (3, 4)]
+    """
+    messages: list[tuple[int, int]] = []
+    first, filled = 0, 0
+    for i, shape in enumerate(shapes):
+        nbytes = _size(shape) * itemsize
+        alone = nbytes > limits.array_nbytes
+        if i > first and (alone or filled + nbytes > limits.message_nbytes):
+            messages.append((first, i))
+            first, filled = i, 0
+        filled += nbytes
+        if alone:
+            messages.append((i, i + 1))
+            first, filled = i + 1, 0
+    if first < len(shapes):
+        messages.append((first, len(shapes)))
+    return messages
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    count = 1
+    for length in shape:
+        count *= length
+    return count

@@ -1,0 +1,171 @@
+"""What the synchronizer finds out of where it runs: how long all-reduces take, so how large buckets are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from flagcx.arguments import format_nbytes
+from flagcx.dtypes import dtype_of, resolve_op
+from flagcx.executor.host import Executor
+from flagcx.gradients.buckets import plan_beside
+from flagcx.gradients.overlap import DEVICE_CALL_US, HOST_CALL_US, best_bucket_nbytes, step_us
+from flagcx.kernels.cuda import import_cupy
+from flagcx.selection.table import Table
+
+if TYPE_CHECKING:
+    from flagcx.communicator import Communicator
+    from flagcx.transport.nccl_transport import NcclTransport
+
+_COUNTS = (1 << 10, 1 << 18)
+_DEVICE_COUNTS = (1 << 14, 1 << 18, 1 << 22)
+"""A GPU takes hardly longer for the second of these than for the first: its speed shows with the third."""
+_TRIALS = 3
+_DEVICE_CALLS = 5
+_LONG_S = 0.05
+
+
+def overlap_pays(executor: Executor, cores_of_ranks: Sequence[AbstractSet[int]]) -> bool:
+    """Whether to reduce beside a computation does not just take cores from it.
+
+    Args:
+        executor: What reduces.
+        cores_of_ranks: The cores that each rank may use; all on one host where the transport takes cores.
+    """
+    spare = len(set().union(*cores_of_ranks)) >= 2 * len(cores_of_ranks)
+    return spare or not getattr(executor.transport, "takes_cores", False)
+
+
+def choose_bucket_nbytes(
+    comm: Communicator, executor: Executor, total_nbytes: int, compute_us: float | None, overlap: bool = True
+) -> tuple[int, str]:
+    """Chooses the size of buckets. All ranks must call it; rank 0's word counts.
+
+    Args:
+        comm: The communicator.
+        executor: What reduces most of the gradients.
+        total_nbytes: Bytes of all gradients.
+        compute_us: Time in which they become ready, in us; None if it is not known.
+        overlap: Whether they are reduced meanwhile, or when all are ready.
+
+    Returns:
+        The size in bytes, and why.
+    """
+    if comm.size == 1:
+        return total_nbytes, "one rank: nothing is sent"
+    if not overlap:
+        nbytes = comm._fusion_of(executor).packer.limits.message_nbytes
+        return nbytes, "as large as messages of a group: nothing is reduced beside the computation"
+    on_device = executor is not comm._executor
+    time_us, source = _known(comm, executor)
+    if time_us is None:
+        counts, measure = (_DEVICE_COUNTS, _measure_on_device) if on_device else (_COUNTS, _measure)
+        points = [(4 * count, measure(comm, executor, count)) for count in counts]
+        time_us, source = through(points), "measured now"
+    time_us = _behind(time_us, DEVICE_CALL_US if on_device else HOST_CALL_US)
+    chosen = best_bucket_nbytes(total_nbytes, time_us, compute_us)
+    computed = time_us(total_nbytes) if compute_us is None else compute_us
+    predicted = step_us(total_nbytes, chosen, time_us, computed)
+    return chosen, (
+        f"{source}: {format_nbytes(chosen)} take {time_us(chosen) / 1e3:.3g} ms and all gradients "
+        f"{time_us(total_nbytes) / 1e3:.3g} ms; with {computed / 1e3:.3g} ms of computation a step takes "
+        f"{predicted / 1e3:.3g} ms"
+    )
+
+
+def _behind(time_us: Callable[[float], float], call_us: float) -> Callable[[float], float]:
+    return lambda nbytes: time_us(nbytes) + call_us
+
+
+def _known(comm: Communicator, executor: Executor) -> tuple[Callable[[float], float] | None, str]:
+    """Times that need no measuring, and where they come from."""
+    link = getattr(executor.transport, "link", None)
+    if link is not None:
+        share = 2 * (comm.size - 1) / comm.size
+        return (
+            lambda nbytes: link.time_ns(share * nbytes, 2) / 1e3,
+            f"on a link of {link.bandwidth_gb_per_s:g} GB/s",
+        )
+    table = comm._selector.table if executor is comm._executor else executor.selector.measured  # type: ignore[attr-defined]
+    return _from_table(table), "by measured times"
+
+
+def _from_table(table: Table | None) -> Callable[[float], float] | None:
+    """Times from a table that was measured on this machine, where there is one that reaches far enough."""
+    points = [] if table is None else table.measured.get("allreduce", ())
+    known = [(point.nbytes, min(point.times_us.values())) for point in points if point.times_us]
+    if len(known) < 2:
+        return None
+    sizes, times = np.array(known).T
+
+    def time_us(nbytes: float) -> float:
+        if nbytes > sizes[-1]:
+            return float(times[-1] * nbytes / sizes[-1])
+        return float(np.interp(nbytes, sizes, times))
+
+    return time_us
+
+
+def through(points: Sequence[tuple[float, float]]) -> Callable[[float], float]:
+    """Time by size on lines through measured times.
+
+    Args:
+        points: Sizes in bytes and times in us, by size.
+
+    Returns:
+        A function that goes on beyond the points along the lines nearest to them.
+
+    Example:
+        >>> time_us = through([(0, 5), (100, 6), (200, 16)])
+        >>> time_us(50), time_us(300)
+        (5.5, 26.0)
+    """
+    sizes, times = np.array(points, float).T
+    slopes = np.maximum(np.diff(times), 1e-3) / np.diff(sizes)
+
+    def time_us(nbytes: float) -> float:
+        line = min(max(int(np.searchsorted(sizes, nbytes)) - 1, 0), len(slopes) - 1)
+        return max(float(times[line] + (nbytes - sizes[line]) * slopes[line]), float(times[0]) / 2)
+
+    return time_us
+
+
+def _measure(comm: Communicator, executor: Executor, count: int) -> float:
+    """The time of an all-reduce of float32 in us, as the slowest rank has it: the least of some."""
+    x: Any = executor.transport.empty(count, np.dtype(np.float32))
+    x[...] = 0
+    single = dtype_of(np.float32)
+    plan = plan_beside(executor, count, single, resolve_op("sum", single))
+    best = float("inf")
+    for _ in range(_TRIALS):
+        comm.barrier()
+        start = perf_counter()
+        executor.run(plan, x, x)
+        mine = perf_counter() - start
+        best = min(best, max(comm.allgather_object(mine)))
+        if best > _LONG_S:
+            break
+    return best * 1e6
+
+
+def _measure_on_device(comm: Communicator, executor: Executor, count: int) -> float:
+    """Likewise on GPUs, by their own clock: a call returns long before its all-reduce has ended."""
+    cupy, transport = import_cupy(), cast("NcclTransport", executor.transport)
+    x = cupy.zeros(count, cupy.float32)
+    single = dtype_of(np.float32)
+    plan = plan_beside(executor, count, single, resolve_op("sum", single))
+    start, end, best = cupy.cuda.Event(), cupy.cuda.Event(), float("inf")
+    for _ in range(_TRIALS):
+        comm.barrier()
+        start.record()
+        for _ in range(_DEVICE_CALLS):
+            executor.run(plan, x, x)
+        end.record()
+        transport.synchronize()
+        mine = cupy.cuda.get_elapsed_time(start, end) / _DEVICE_CALLS
+        best = min(best, max(comm.allgather_object(mine)))
+    return best * 1e3

@@ -1,0 +1,141 @@
+"""Corrects choices while a job runs: now and then another candidate is tried, and the fastest stays.
+
+All ranks try the same candidate in the same call, since they count the same calls; and they decide on the
+same figures, since those are combined over all ranks first. A trial takes from when the last rank began to
+when the last one ended, so that ranks that come late do not count. Trials are rare (one call in 32), few (20
+at most, then rarer each time), and only of candidates that were measured to be nearly as fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from time import perf_counter_ns as now
+from typing import Any
+
+from flagcx.profiler.records import Operation, Progress, Recorded, Ring
+from flagcx.selection.rules import Choice
+from flagcx.transport.base import Plan
+
+INTERVAL = 32
+"""One call in so many is a trial."""
+TRIALS = 5
+"""Trials of each candidate; the first of them warms up and does not count."""
+PAUSE = 1 << 14
+"""Calls until all is tried again; after that twice as many, and so on."""
+GAIN = 0.9
+"""Another candidate is taken if it needs at most this share of the time."""
+
+Agree = Callable[[Sequence[int]], list[int]]
+"""Takes one list of numbers a rank, and returns the largest of each place."""
+
+
+@dataclass(slots=True)
+class Exploration:
+    """The choice for one kind of call, and the trials of its alternatives. The same on all ranks.
+
+    Attributes:
+        choices: The candidates.
+        agree: See ``Agree``.
+        current: The one in use.
+        calls: Calls so far.
+        due: The call that is the next trial.
+        times: For each trial since the last decision: which candidate, begin and end, in ns.
+        rounds: Decisions so far.
+        typical_us: What each candidate took when all decided last.
+    """
+
+    choices: Sequence[Choice]
+    agree: Agree
+    current: Choice = field(init=False)
+    calls: int = 0
+    due: int = INTERVAL
+    times: list[tuple[int, int, int]] = field(default_factory=list)
+    rounds: int = 0
+    typical_us: dict[Choice, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.current = self.choices[0]
+
+    def candidate(self) -> Choice:
+        """The one to try in this call: all in turn."""
+        return self.choices[len(self.times) % len(self.choices)]
+
+    def note(self, start_ns: int, end_ns: int) -> None:
+        """Takes down a trial; with the last one, all ranks decide."""
+        self.times.append((len(self.times) % len(self.choices), start_ns, end_ns))
+        self.due = self.calls + INTERVAL
+        if len(self.times) == TRIALS * len(self.choices):
+            self._decide()
+
+    def _decide(self) -> None:
+        latest = self.agree([value for _, start, end in self.times for value in (start, end)])
+        elapsed: dict[int, list[int]] = {i: [] for i in range(len(self.choices))}
+        for (i, _, _), start, end in zip(self.times, latest[::2], latest[1::2], strict=True):
+            elapsed[i].append(end - start)
+        typical = {i: median(times[1:]) for i, times in elapsed.items()}
+        self.typical_us = {self.choices[i]: time_ns / 1e3 for i, time_ns in typical.items()}
+        best = min(typical, key=lambda i: (typical[i], i))
+        if typical[best] < GAIN * typical[self.choices.index(self.current)]:
+            self.current = self.choices[best]
+        self.times = []
+        self.due = self.calls + (PAUSE << min(self.rounds, 20))
+        self.rounds += 1
+
+
+class Explored(Recorded):
+    """A recorded plan that tries alternatives.
+
+    Args:
+        exploration: The trials; shared by the plans in place and not.
+        compile: Makes the plan of a choice.
+        describe: Says what it does.
+        ring: Where the records go.
+        progress: What the transport counts.
+    """
+
+    __slots__ = ("_at", "_compile", "_describe", "_exploration", "_plans", "_progress", "_run")
+
+    def __init__(
+        self,
+        exploration: Exploration,
+        compile: Callable[[Choice], Plan],
+        describe: Callable[[Choice], Operation],
+        ring: Ring,
+        progress: Progress,
+    ) -> None:
+        self._exploration, self._compile, self._describe = exploration, compile, describe
+        self._plans: dict[Choice, Recorded] = {}
+        self._ring, self._progress = ring, progress
+        # What is in use may change until this plan runs, and all ranks settle that when it does.
+        self._use(exploration.choices[0])
+
+    def _use(self, choice: Choice) -> None:
+        plan = self._plan(choice)
+        self._at, self.plan, self.operation, self._run = choice, plan.plan, plan.operation, plan.run
+
+    def _plan(self, choice: Choice) -> Recorded:
+        plan = self._plans.get(choice)
+        if plan is None:
+            made = Recorded(self._compile(choice), self._describe(choice), self._ring, self._progress)
+            plan = self._plans[choice] = made
+        return plan
+
+    def run(self, given: Any, result: Any) -> None:  # type: ignore[override]
+        """See ``transport.base.Plan``."""
+        exploration = self._exploration
+        exploration.calls += 1
+        if exploration.calls >= exploration.due:
+            self._try(given, result)
+            return
+        if exploration.current is not self._at:
+            self._use(exploration.current)
+        self._run(given, result)
+
+    def _try(self, given: Any, result: Any) -> None:
+        exploration = self._exploration
+        plan = self._plan(exploration.candidate())
+        start = now()
+        plan.run(given, result)
+        exploration.note(start, now())

@@ -32,8 +32,8 @@ from flagcx.cli.started import count_gpus
 from flagcx.dtypes import OPS, dtype_of
 from flagcx.transport.base import Call
 from flagcx.transport.device import DeviceIdentity, identify_device
-from flagcx.transport.lane import Lane
 from flagcx.transport.peer_memory import PACKETS, PEER_MEMORY, connect
+from flagcx.transport.stream_order import StreamOrder
 
 WAYS = {
     "packets": ("one_shot", PACKETS, False),
@@ -62,8 +62,8 @@ class Bench:
         store = self.comm._store.scoped("bench/")
         own = identify_device(cupy, self.device, host_name(), 0).pack()
         self.identities = [DeviceIdentity.unpack(i) for i in store.exchange("devices", own, 60)]
-        self.lane = Lane(cupy, self.device, self.comm.rank)
-        self.peers, self.reason = connect(cupy, store, self.identities, self.lane, fc.Config(timeout_s=20.0))
+        self.order = StreamOrder(cupy, self.device, self.comm.rank)
+        self.peers, self.reason = connect(cupy, store, self.identities, self.order, fc.Config(timeout_s=20.0))
         self.one_gpu = len({i.uuid for i in self.identities}) == 1
         self.stream = cupy.cuda.Stream(non_blocking=True)
 

@@ -53,7 +53,7 @@ class Dispatch:
         from flagcx.executor.device import DeviceExecutor
         from flagcx.selection.on_device import DeviceSelector, agree
         from flagcx.topology import detect
-        from flagcx.transport.nccl_transport import NcclTransport
+        from flagcx.transport.nccl.transport import NcclTransport
 
         if self._store is None:
             raise CommunicatorError("this communicator was made without a store, which arrays on GPUs need")

@@ -27,7 +27,7 @@ from flagcx.errors import ArrayError, OperationError
 from flagcx.executor.host import Executor
 from flagcx.kernels.cuda import import_cupy
 from flagcx.profiler import Operation, Recorded
-from flagcx.transport.device_plans import check_alignment
+from flagcx.transport.nccl.plans import check_alignment
 from flagcx.transport.shared_memory import SharedMemoryTransport
 
 _MOST_PLANS = 256

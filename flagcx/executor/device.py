@@ -16,8 +16,8 @@ from flagcx.selection.on_device import DIRECT_ALGORITHMS, DeviceSelector, Shared
 from flagcx.selection.rules import Capabilities, Choice, choose_on_device, pieces_on_device
 from flagcx.selection.selector import TuningInfo
 from flagcx.transport.base import Call, Plan
-from flagcx.transport.nccl_native import NATIVE, native_form, native_schedule
-from flagcx.transport.nccl_transport import NcclTransport
+from flagcx.transport.nccl.native import NATIVE, native_form, native_schedule
+from flagcx.transport.nccl.transport import NcclTransport
 
 
 class DeviceExecutor(Executor):

@@ -19,7 +19,7 @@ from flagcx.selection.table import Table
 
 if TYPE_CHECKING:
     from flagcx.communicator import Communicator
-    from flagcx.transport.nccl_transport import NcclTransport
+    from flagcx.transport.nccl.transport import NcclTransport
 
 _COUNTS = (1 << 10, 1 << 18)
 _DEVICE_COUNTS = (1 << 14, 1 << 18, 1 << 22)

@@ -17,7 +17,7 @@ from flagcx.gradients.buckets import Bucket, Gradient, form_buckets, plan_beside
 
 if TYPE_CHECKING:
     from flagcx.communicator import Communicator
-    from flagcx.transport.nccl_transport import NcclTransport
+    from flagcx.transport.nccl.transport import NcclTransport
 
 
 class GradientSynchronizer:

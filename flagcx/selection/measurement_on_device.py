@@ -21,8 +21,8 @@ from flagcx.selection.predicted import mixes_for
 from flagcx.selection.rules import Choice
 from flagcx.selection.table import Candidate
 from flagcx.transport.base import Call, Plan, Transport
-from flagcx.transport.device_plans import SchedulePlan
-from flagcx.transport.nccl_native import native_form, native_schedule
+from flagcx.transport.nccl.native import native_form, native_schedule
+from flagcx.transport.nccl.plans import SchedulePlan
 
 PIECE_NBYTES = (4 << 20,)
 """The length of piece that pipelined schedules are measured with: a step costs a group and a launch."""

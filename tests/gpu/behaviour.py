@@ -117,7 +117,7 @@ def captured_on_two_streams(algorithm: str | None) -> list[str]:
         for x in arrays:
             x += 1
         graph = stream.end_capture()
-    kept = len(comm._device.transport._lane._kept)
+    kept = len(comm._device.transport._order._kept)
     for _ in range(50):
         graph.launch(stream)
     comm.allreduce(cupy.ones(5), stream=stream)

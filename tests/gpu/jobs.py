@@ -11,7 +11,7 @@ from flagcx.algorithms import entries
 from flagcx.dtypes import DTYPES, OPS, dtype_of
 from flagcx.kernels.source import has_kernel
 from flagcx.schedule.collectives import COLLECTIVES
-from flagcx.transport.nccl_native import NATIVE
+from flagcx.transport.nccl.native import NATIVE
 from tests.gpu import oracle
 
 

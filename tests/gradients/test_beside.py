@@ -15,7 +15,7 @@ from flagcx.profiler import Operation, Recorded, Ring
 from flagcx.selection.placement import build_along
 from flagcx.transport.base import Call
 from flagcx.transport.device import DeviceIdentity
-from flagcx.transport.nccl_transport import NcclTransport
+from flagcx.transport.nccl.transport import NcclTransport
 from flagcx.transport.peer_memory import resource
 from tests.transport.test_peer_memory import GPUS, Memory, joined, on_each, stores  # noqa: F401
 

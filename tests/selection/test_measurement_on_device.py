@@ -18,7 +18,7 @@ from flagcx.selection.measurement_on_device import DeviceBench
 from flagcx.selection.table import Candidate, Fit, Table
 from flagcx.selection.tuning import measure_point, tune
 from flagcx.transport.base import Call
-from flagcx.transport.device_plans import SchedulePlan
+from flagcx.transport.nccl.plans import SchedulePlan
 from tests.ranks import run_ranks
 
 

@@ -18,7 +18,7 @@ from flagcx.selection.predicted import MIXES, laid_mix
 from flagcx.selection.split_message import Mix, mix_of
 from flagcx.transport.base import Call
 from tests.ranks import run_ranks
-from tests.transport.device_machine import run_all
+from tests.transport.nccl.device_machine import run_all
 
 
 @pytest.mark.parametrize(

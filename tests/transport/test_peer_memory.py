@@ -357,8 +357,8 @@ def test_where_it_cannot_be_used_all_ranks_know_the_same_reason(stores, changed,
 def test_an_array_between_elements_is_refused_before_anything_is_enqueued():
     def plan(dtype):
         call = Call(build("allgather", "direct", 2), 0, 8, dtype_of(dtype), None, False)
-        lane, grid = SimpleNamespace(device=0, rank=0), Grid(1, 64, 4, 1, 4)
-        return PeerPlan(call, "chunks", None, None, grid, PeerArgs(), lane, None, 0)
+        order, grid = SimpleNamespace(device=0, rank=0), Grid(1, 64, 4, 1, 4)
+        return PeerPlan(call, "chunks", None, None, grid, PeerArgs(), order, None, 0)
 
     def array(at):
         return SimpleNamespace(data=SimpleNamespace(device_id=0, ptr=at))

@@ -7,9 +7,9 @@ from typing import Any, Protocol
 
 from flagcx.kernels.peer import PeerArgs
 from flagcx.transport.base import Call
-from flagcx.transport.device_plans import Description, address, check_alignment
-from flagcx.transport.lane import Lane
+from flagcx.transport.nccl.plans import Description, address, check_alignment
 from flagcx.transport.peer_memory.grids import Grid
+from flagcx.transport.stream_order import StreamOrder
 
 
 class Names(Protocol):
@@ -32,7 +32,7 @@ class PeerPlan:
         function: Address of the compiled kernel.
         grid: The shape of the launch; without blocks where there is nothing to do.
         args: The kernel's argument, but for the arrays.
-        lane: The communicator's order.
+        order: The communicator's order.
         names: Tells which arrays the peers see; None if the kernel does not ask.
         nbytes: Bytes of the arrays.
 
@@ -48,11 +48,11 @@ class PeerPlan:
         "_blocks",
         "_function",
         "_keep",
-        "_lane",
         "_launch",
         "_names",
         "_nbytes",
         "_odd",
+        "_order",
         "_params",
         "_threads",
         "_what",
@@ -70,11 +70,11 @@ class PeerPlan:
         function: Any,
         grid: Grid,
         args: PeerArgs,
-        lane: Lane,
+        order: StreamOrder,
         names: Names,
         nbytes: int,
     ) -> None:
-        self._what, self._lane, self._names = Description(call), lane, names
+        self._what, self._order, self._names = Description(call), order, names
         self.call, self.way, self.grid = call, way, grid
         self._launch, self.args, self._nbytes = launch, args, nbytes
         self._function, self._blocks, self._threads = function, grid.blocks, grid.threads
@@ -84,12 +84,12 @@ class PeerPlan:
 
     def run(self, given: Any, result: Any) -> None:
         """Enqueues the call on the current stream; see ``Plan.run``."""
-        lane, args = self._lane, self.args
-        source = address(given, lane)
-        target = source if result is given else address(result, lane)
+        order, args = self._order, self.args
+        source = address(given, order)
+        target = source if result is given else address(result, order)
         if (source | target) & self._odd:
             check_alignment(self._odd + 1, source, target)
-        stream = lane.enter(self._what)
+        stream = order.enter(self._what)
         if self._blocks:
             self._names.check()
             args.given, args.result = source, target
@@ -100,7 +100,7 @@ class PeerPlan:
             self._launch(
                 self._function.ptr, self._blocks, 1, 1, self._threads, 1, 1, 0, stream.ptr, self._params, 0
             )
-        lane.leave(stream)
+        order.leave(stream)
 
     def close(self) -> None:
         """Nothing to give back."""

@@ -23,11 +23,11 @@ from flagcx.kernels.peer import (
 from flagcx.kernels.source import base_name
 from flagcx.transport.base import Call
 from flagcx.transport.device import DeviceIdentity
-from flagcx.transport.lane import Lane
 from flagcx.transport.peer_memory.grids import Grid, blocks_beside, chunk_grid, packet_grid
 from flagcx.transport.peer_memory.plans import PeerPlan
 from flagcx.transport.peer_memory.region import PeerRegion, Unavailable
 from flagcx.transport.peer_memory.segments import Segments
+from flagcx.transport.stream_order import StreamOrder
 
 PEER_MEMORY, PACKETS = "peer_memory", "peer_packets"
 PROTOCOLS = (PACKETS, PEER_MEMORY)
@@ -41,7 +41,7 @@ def connect(
     cupy: Any,
     store: Store,
     identities: Sequence[DeviceIdentity],
-    lane: Lane,
+    order: StreamOrder,
     config: Config,
 ) -> tuple[PeerMemory | None, str]:
     """Lets the ranks see each other's memory, if they can; all ranks call it.
@@ -50,7 +50,7 @@ def connect(
         cupy: The CuPy module.
         store: The communicator's part of the store.
         identities: Every rank's process and GPU.
-        lane: The order of what the communicator enqueues.
+        order: The order of what the communicator enqueues.
         config: The settings; ``peer_memory``, ``timeout_s`` and ``init_timeout_s`` matter here.
 
     Returns:
@@ -62,7 +62,7 @@ def connect(
         region = PeerRegion(cupy, store, identities, config.init_timeout_s, config.peer_memory)
     except Unavailable as reason:
         return None, str(reason)
-    return PeerMemory(cupy, store, region, lane, config.timeout_s, config.init_timeout_s), ""
+    return PeerMemory(cupy, store, region, order, config.timeout_s, config.init_timeout_s), ""
 
 
 class PeerMemory:
@@ -72,7 +72,7 @@ class PeerMemory:
         cupy: The CuPy module.
         store: The communicator's part of the store.
         region: The shared memory.
-        lane: The order of what the communicator enqueues.
+        order: The order of what the communicator enqueues.
         timeout_s: How long a kernel waits for a peer, in seconds.
         limit_s: How long to wait for the other ranks when an array is made, in seconds.
 
@@ -82,9 +82,15 @@ class PeerMemory:
     """
 
     def __init__(
-        self, cupy: Any, store: Store, region: PeerRegion, lane: Lane, timeout_s: float, limit_s: float
+        self,
+        cupy: Any,
+        store: Store,
+        region: PeerRegion,
+        order: StreamOrder,
+        timeout_s: float,
+        limit_s: float,
     ) -> None:
-        self._cupy, self._region, self._lane = cupy, region, lane
+        self._cupy, self._region, self._order = cupy, region, order
         self.blocks = region.layout.blocks
         self._limit_ns = int(min(timeout_s, 1e9) * 1e9)
         self._launch = cupy.cuda.driver.launchKernel
@@ -150,7 +156,7 @@ class PeerMemory:
         function = self._function(kernel) if grid.blocks else None
         args = self._args(call, grid)
         args.pull = pull
-        return PeerPlan(call, way, self._launch, function, grid, args, self._lane, self, named)
+        return PeerPlan(call, way, self._launch, function, grid, args, self._order, self, named)
 
     def _args(self, call: Call, grid: Grid) -> PeerArgs:
         args = PeerArgs()
@@ -189,7 +195,7 @@ class PeerMemory:
             return None
         peer = int(words[2])
         return PeerTimeoutError(
-            f"rank {self.rank}: rank {peer} did not come to {self._lane.what} within "
+            f"rank {self.rank}: rank {peer} did not come to {self._order.what} within "
             f"{self._limit_ns / 1e9:g} s (seen on the GPU); every rank must make the same calls, and "
             f"FLAGCX_TIMEOUT_S sets the time-out",
             peer=peer,

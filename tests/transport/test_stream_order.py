@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from flagcx.errors import CommunicationError, CommunicatorError, PeerDiedError, PeerTimeoutError
-from flagcx.transport.lane import Lane
+from flagcx.transport.stream_order import StreamOrder
 
 
 class FakeEvent:
@@ -65,35 +65,35 @@ def fake() -> FakeCuda:
 
 
 @pytest.fixture
-def lane(fake) -> Lane:
-    return Lane(fake, 0, rank=3)
+def order(fake) -> StreamOrder:
+    return StreamOrder(fake, 0, rank=3)
 
 
-def operation(lane: Lane) -> None:
-    lane.leave(lane.enter("allreduce"))
+def operation(order: StreamOrder) -> None:
+    order.leave(order.enter("allreduce"))
 
 
-def test_one_stream_waits_for_nothing(fake, lane):
-    operation(lane)
-    operation(lane)
+def test_one_stream_waits_for_nothing(fake, order):
+    operation(order)
+    operation(order)
     assert fake.streams[100].waited == []
 
 
-def test_a_second_stream_waits_for_the_first_and_back(fake, lane):
-    operation(lane)
+def test_a_second_stream_waits_for_the_first_and_back(fake, order):
+    operation(order)
     fake.stream = fake.streams[200]
-    operation(lane)
+    operation(order)
     assert [e.stream.ptr for e in fake.streams[200].waited] == [100]
     fake.stream = fake.streams[100]
-    operation(lane)
+    operation(order)
     assert [e.stream.ptr for e in fake.streams[100].waited] == [200]
 
 
-def test_a_stream_that_is_captured_waits_for_nothing_outside_its_graph(fake, lane):
-    operation(lane)
+def test_a_stream_that_is_captured_waits_for_nothing_outside_its_graph(fake, order):
+    operation(order)
     fake.stream = fake.streams[200]
     fake.streams[200].capturing = True
-    operation(lane)
+    operation(order)
     assert fake.streams[200].waited == []
 
 
@@ -102,124 +102,124 @@ def captured(fake, *numbers: int) -> None:
         fake.streams[number].capturing = True
 
 
-def test_streams_of_one_graph_wait_for_each_other(fake, lane):
-    operation(lane)
+def test_streams_of_one_graph_wait_for_each_other(fake, order):
+    operation(order)
     captured(fake, 100, 200, 300)
-    operation(lane)  # on the stream that was used before
+    operation(order)  # on the stream that was used before
     for number in (200, 300, 100, 100):
         fake.stream = fake.streams[number]
-        operation(lane)
+        operation(order)
     waited = {n: [e.stream.ptr for e in fake.streams[n].waited] for n in (100, 200, 300)}
     assert waited == {100: [300], 200: [100], 300: [200]}
     for number in (100, 200, 300):
         fake.streams[number].capturing = False
     fake.stream = fake.streams[200]
-    operation(lane)
+    operation(order)
     assert [e.stream.ptr for e in fake.streams[200].waited] == [100, 100]
 
 
-def test_default_streams_of_threads_have_one_handle_and_wait_for_each_other(fake, lane):
+def test_default_streams_of_threads_have_one_handle_and_wait_for_each_other(fake, order):
     first, second = fake.streams[2], FakeStream(2)
     for stream in (first, second, first, fake.streams[100], first):
         fake.stream = stream
-        operation(lane)
+        operation(order)
     assert [e.stream is first for e in second.waited] == [True]
     assert [e.stream is second for e in first.waited[:1]] == [True]
     assert [e.stream is first for e in fake.streams[100].waited] == [True]
     assert [e.stream.ptr for e in first.waited] == [2, 100]
 
 
-def test_who_watches_records_nothing_on_a_stream_of_another_thread(fake, lane):
+def test_who_watches_records_nothing_on_a_stream_of_another_thread(fake, order):
     fake.stream = fake.streams[2]
-    operation(lane)
-    operation(lane)
-    last = lane._latest[0]
-    lane._marker[0].done = True
-    assert lane.pending_since() is None
-    assert lane._marker == (last, 2, lane._marker[2])
-    lane.enter("one that is being enqueued")
+    operation(order)
+    operation(order)
+    last = order._latest[0]
+    order._marker[0].done = True
+    assert order.pending_since() is None
+    assert order._marker == (last, 2, order._marker[2])
+    order.enter("one that is being enqueued")
     last.done = True
-    assert lane.pending_since() is None
-    assert lane._marker is None
+    assert order.pending_since() is None
+    assert order._marker is None
 
 
-def test_another_device_is_refused(fake, lane):
+def test_another_device_is_refused(fake, order):
     fake.device = 1
     with pytest.raises(CommunicatorError, match=r"current device is 1, but rank 3 uses device 0"):
-        lane.enter("allreduce")
+        order.enter("allreduce")
 
 
-def test_a_failure_is_raised_anew_by_every_call(lane):
-    lane.failure = PeerDiedError("rank 1 died", peer=1)
+def test_a_failure_is_raised_anew_by_every_call(order):
+    order.failure = PeerDiedError("rank 1 died", peer=1)
     raised = []
     for _ in range(2):
         with pytest.raises(PeerDiedError, match="rank 1 died") as caught:
-            lane.enter("allreduce")
+            order.enter("allreduce")
         assert caught.value.peer == 1
         raised.append(caught.value)
     assert raised[0] is not raised[1]
 
 
-def test_what_is_unfinished_shows_and_ends(fake, lane):
-    assert lane.pending_since() is None
-    operation(lane)
-    assert lane.pending_since() is not None
-    lane._marker[0].done = True
-    assert lane.pending_since() is None
+def test_what_is_unfinished_shows_and_ends(fake, order):
+    assert order.pending_since() is None
+    operation(order)
+    assert order.pending_since() is not None
+    order._marker[0].done = True
+    assert order.pending_since() is None
 
 
-def test_an_operation_behind_the_marker_gets_one_of_its_own(fake, lane):
-    operation(lane)
-    operation(lane)
-    lane._marker[0].done = True
-    since = lane.pending_since()
-    lane._marker[0].done = False
+def test_an_operation_behind_the_marker_gets_one_of_its_own(fake, order):
+    operation(order)
+    operation(order)
+    order._marker[0].done = True
+    since = order.pending_since()
+    order._marker[0].done = False
     assert since is None
-    assert lane._marker[1] == 2
-    assert lane.pending_since() is not None
+    assert order._marker[1] == 2
+    assert order.pending_since() is not None
 
 
-def test_arrays_are_kept_until_their_event(fake, lane):
-    first = lane.keep(fake.stream, "x", "y")
-    assert len(lane._kept) == 1
+def test_arrays_are_kept_until_their_event(fake, order):
+    first = order.keep(fake.stream, "x", "y")
+    assert len(order._kept) == 1
     first.done = True
-    second = lane.keep(fake.stream, "z")
-    assert [event for event, _ in lane._kept] == [second]
+    second = order.keep(fake.stream, "z")
+    assert [event for event, _ in order._kept] == [second]
 
 
-def test_waiting_ends_with_the_event_the_time_or_the_failure(lane):
+def test_waiting_ends_with_the_event_the_time_or_the_failure(order):
     event = FakeEvent()
     with pytest.raises(PeerTimeoutError, match=r"rank 3: nothing yet is not done after 0.01 s"):
-        lane.wait(event, 0.01)
-    lane.failure = PeerDiedError("rank 1 died", peer=1)
+        order.wait(event, 0.01)
+    order.failure = PeerDiedError("rank 1 died", peer=1)
     with pytest.raises(PeerDiedError, match="rank 1 died"):
-        lane.wait(event, 10.0)
-    assert lane.heard
-    lane.failure, event.done = None, True
-    lane.wait(event, 10.0)
+        order.wait(event, 10.0)
+    assert order.heard
+    order.failure, event.done = None, True
+    order.wait(event, 10.0)
 
 
-def test_a_fault_of_the_gpu_is_raised_at_once(lane):
+def test_a_fault_of_the_gpu_is_raised_at_once(order):
     event = FakeEvent()
     event.fault = 700
     with pytest.raises(CommunicationError, match="rank 3: the GPU failed in or before nothing yet: 700"):
-        lane.wait(event, 10.0)
+        order.wait(event, 10.0)
 
 
-def test_what_was_enqueued_is_settled_well_or_not_but_not_for_long(fake, lane):
-    lane.settle(10.0)  # nothing is under way
-    operation(lane)
+def test_what_was_enqueued_is_settled_well_or_not_but_not_for_long(fake, order):
+    order.settle(10.0)  # nothing is under way
+    operation(order)
     begin = time.monotonic()
-    lane.settle(0.05)
+    order.settle(0.05)
     assert 0.05 <= time.monotonic() - begin < 5
 
 
-def test_a_closed_lane_keeps_no_stream_alive(fake, lane):
-    operation(lane)
+def test_a_closed_lane_keeps_no_stream_alive(fake, order):
+    operation(order)
     stream = weakref.ref(fake.streams.pop(100))
-    lane.keep(stream(), "an array")
+    order.keep(stream(), "an array")
     fake.stream = fake.streams[0]
     assert stream() is not None
-    lane.close()
+    order.close()
     gc.collect()
     assert stream() is None

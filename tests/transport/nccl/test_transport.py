@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from flagcx.errors import CommunicationError, PeerDiedError
-from flagcx.transport.lane import Lane
-from flagcx.transport.nccl_transport import NcclTransport
-from tests.transport.test_lane import FakeCuda, FakeEvent, operation
+from flagcx.transport.nccl.transport import NcclTransport
+from flagcx.transport.stream_order import StreamOrder
+from tests.transport.test_stream_order import FakeCuda, FakeEvent, operation
 
 
 class Below:
@@ -36,7 +36,7 @@ def transport(fake) -> NcclTransport:
     made = object.__new__(NcclTransport)
     made.rank, made.size, made.device, made._cupy = 1, 2, 0, fake
     made._closed = made._aborted = False
-    made._lane = Lane(fake, 0, rank=1)
+    made._order = StreamOrder(fake, 0, rank=1)
     made._side = fake.streams[200]
     made._plans = set()
     made.below = Below()
@@ -45,20 +45,20 @@ def transport(fake) -> NcclTransport:
 
 
 def enqueue(transport: NcclTransport) -> FakeEvent:
-    operation(transport._lane)
-    return transport._lane._marker[0]
+    operation(transport._order)
+    return transport._order._marker[0]
 
 
 def test_after_a_fault_of_its_own_what_waits_for_peers_is_ended_before_memory_goes(transport):
     enqueue(transport).done = True
     transport.abort("out of memory", None)
-    transport._lane._last = None
+    transport._order._last = None
     transport.close()  # who was told by the fault is not told again
     assert transport.below.asked == ["tell", "close", "stop", "abort", "close", "close"]
 
 
 def test_what_the_watchdog_has_ended_is_not_ended_again(transport):
-    transport._lane._last = None
+    transport._order._last = None
     transport.fail(PeerDiedError("rank 0 died", peer=0))
     transport.abort_enqueued()
     transport.close()
@@ -68,7 +68,7 @@ def test_what_the_watchdog_has_ended_is_not_ended_again(transport):
 def test_close_tells_of_a_failure_that_nobody_has_heard_of(transport):
     enqueue(transport)
     transport.fail(PeerDiedError("rank 0 died", peer=0))
-    transport._lane._last = None
+    transport._order._last = None
     with pytest.raises(PeerDiedError, match="rank 0 died"):
         transport.close()
     assert transport.below.asked == ["close", "stop", "abort", "close", "close"]
@@ -80,14 +80,14 @@ def test_close_keeps_quiet_where_the_failure_is_known_or_no_harm(transport):
     transport.fail(PeerDiedError("rank 0 died", peer=0))
     with pytest.raises(PeerDiedError):
         enqueue(transport)
-    transport._lane._last = None
+    transport._order._last = None
     transport.close()
 
 
 def test_a_peer_that_dies_when_all_is_done_does_no_harm(transport):
     enqueue(transport).done = True
     transport.fail(PeerDiedError("rank 0 died", peer=0))
-    transport._lane._last = None
+    transport._order._last = None
     transport.close()
 
 
@@ -95,7 +95,7 @@ def test_a_wait_that_the_gpu_gave_up_is_no_end(transport):
     enqueue(transport).done = True
     transport.below.error = CommunicationError("rank 0 did not come")
     transport.fail(transport.below.error)
-    transport._lane._last = None
+    transport._order._last = None
     with pytest.raises(CommunicationError, match="rank 0 did not come"):
         transport.close()
 
@@ -104,10 +104,10 @@ def test_started_work_in_a_graph_keeps_nothing(fake, transport):
     plan = SimpleNamespace(run=lambda given, result: None)
     fake.streams[100].capturing = fake.streams[200].capturing = True
     event = transport.submit(plan, "x", "x")
-    assert event.stream is fake.streams[200] and not transport._lane._kept
+    assert event.stream is fake.streams[200] and not transport._order._kept
     fake.streams[100].capturing = fake.streams[200].capturing = False
     event = transport.submit(plan, "x", "x")
-    assert [kept for kept, _ in transport._lane._kept] == [event]
+    assert [kept for kept, _ in transport._order._kept] == [event]
 
 
 def test_a_stream_waits_for_another_unless_one_is_captured_alone(fake, transport):

@@ -9,7 +9,7 @@ import numpy as np
 from flagcx.kernels.fuse import Finish
 from flagcx.schedule.model import Buffer
 from flagcx.transport.base import Call
-from flagcx.transport.device_steps import GIVEN, RESULT, SCALED, SCRATCH, DeviceProgram, device_program
+from flagcx.transport.nccl.steps import GIVEN, RESULT, SCALED, SCRATCH, DeviceProgram, device_program
 
 
 def run_all(calls: list[Call], given: list, results: list) -> None:

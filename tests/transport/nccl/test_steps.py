@@ -16,8 +16,8 @@ from flagcx.schedule.lower import levels
 from flagcx.schedule.model import Schedule
 from flagcx.schedule.verify import verify
 from flagcx.transport.base import Call
-from flagcx.transport.device_steps import SCRATCH, device_program
-from tests.transport.device_machine import counts_of, run_all
+from flagcx.transport.nccl.steps import SCRATCH, device_program
+from tests.transport.nccl.device_machine import counts_of, run_all
 
 SCHEDULES = {
     f"{entry.collective}-{entry.algorithm}": entry

@@ -20,8 +20,8 @@ from flagcx.errors import CommunicationError, MissingDependencyError, PeerTimeou
 from flagcx.kernels.launch import Memories
 from flagcx.schedule.model import Buffer
 from flagcx.transport.base import Call
-from flagcx.transport.device_plans import GroupedMove
-from flagcx.transport.nccl_native import UINT8, NativeForm
+from flagcx.transport.nccl.native import UINT8, NativeForm
+from flagcx.transport.nccl.plans import GroupedMove
 
 logger = logging.getLogger("flagcx")
 
@@ -57,7 +57,7 @@ def _unpack_id(data: bytes, cupy: ModuleType) -> Any:
     return tuple(value - 256 if value > 127 else value for value in data)
 
 
-class Communicator:
+class NcclCommunicator:
     """One NCCL communicator, every call into which is bounded or watched.
 
     Args:

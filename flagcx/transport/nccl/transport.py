@@ -31,12 +31,12 @@ from flagcx.schedule.lower import levels
 from flagcx.transport.base import Call, Plan
 from flagcx.transport.compared import Compared
 from flagcx.transport.device import DeviceIdentity, check_devices, identify_device, most_on_one_gpu
-from flagcx.transport.device_plans import URGENT, NativePlan, SchedulePlan, Scratch, address, grouped
-from flagcx.transport.device_steps import device_program
-from flagcx.transport.lane import Lane
-from flagcx.transport.nccl import Communicator, bounded, hints, load_nccl, make_unique_id, told
-from flagcx.transport.nccl_native import NATIVE, native_form
+from flagcx.transport.nccl.binding import NcclCommunicator, bounded, hints, load_nccl, make_unique_id, told
+from flagcx.transport.nccl.native import NATIVE, native_form
+from flagcx.transport.nccl.plans import URGENT, NativePlan, SchedulePlan, Scratch, address, grouped
+from flagcx.transport.nccl.steps import device_program
 from flagcx.transport.peer_memory import PeerPlan, connect
+from flagcx.transport.stream_order import StreamOrder
 from flagcx.transport.watchdog import Watchdog
 
 logger = logging.getLogger("flagcx")
@@ -86,11 +86,11 @@ class NcclTransport:
         self._prepare_sharing()
         own = make_unique_id(cupy) if self.rank == 0 else b""
         unique_id = store.exchange("nccl/id", own, limit)[0]
-        self._communicator = Communicator(cupy, self.rank, self.size, unique_id, limit)
+        self._communicator = NcclCommunicator(cupy, self.rank, self.size, unique_id, limit)
         self.array_class = cupy.ndarray
         self._kernels = Kernels(cupy, self.device)
-        self._lane = Lane(cupy, self.device, self.rank)
-        self.peers, self.no_peers = connect(cupy, store, self.identities, self._lane, config)
+        self._order = StreamOrder(cupy, self.device, self.rank)
+        self.peers, self.no_peers = connect(cupy, store, self.identities, self._order, config)
         self._scratch = Scratch(cupy)
         self._side = cupy.cuda.Stream(non_blocking=True, priority=URGENT)
         self._plans: weakref.WeakSet[SchedulePlan] = weakref.WeakSet()
@@ -179,7 +179,7 @@ class NcclTransport:
             for step in program.steps
         ]
         plan = SchedulePlan(
-            lowered, steps, program.scratch_count * size, program.scaled_count * size, self._lane,
+            lowered, steps, program.scratch_count * size, program.scaled_count * size, self._order,
             self._communicator, self._scratch, self._guarded,
         )  # fmt: skip
         self._plans.add(plan)
@@ -193,7 +193,7 @@ class NcclTransport:
                 f"NCCL's own {call.schedule.collective} does not do {call.dtype.name} arrays{op}; expected "
                 f"another algorithm, such as algorithm='ring'"
             )
-        return NativePlan(call, self._communicator.issuer(call, form), self._lane, self._fault)
+        return NativePlan(call, self._communicator.issuer(call, form), self._order, self._fault)
 
     def submit(self, plan: Plan, given: Any, result: Any) -> Any:
         """Enqueues a plan on the communicator's own stream, behind what the current stream has so far.
@@ -202,12 +202,12 @@ class NcclTransport:
             The event that ends it, until which the arrays are kept.
         """
         stream = self._cupy.cuda.get_current_stream()
-        self._side.wait_event(stream.record(self._lane.event()))
+        self._side.wait_event(stream.record(self._order.event()))
         with self._side:
             plan.run(given, result)
-        if self._lane.is_capturing(self._side):
-            return self._side.record(self._lane.event())  # Who captures keeps what his graph uses.
-        return self._lane.keep(self._side, given, result)
+        if self._order.is_capturing(self._side):
+            return self._side.record(self._order.event())  # Who captures keeps what his graph uses.
+        return self._order.keep(self._side, given, result)
 
     def beside(self, plan: Plan) -> Plan:
         """The plan for use beside a computation, to which it leaves most of the GPU.
@@ -218,9 +218,9 @@ class NcclTransport:
 
     def order(self, before: Any, after: Any) -> None:
         """Makes a stream wait for another, unless one of the two goes into a graph alone."""
-        capturing = self._lane.is_capturing
+        capturing = self._order.is_capturing
         if before.ptr != after.ptr and capturing(before) == capturing(after):
-            after.wait_event(before.record(self._lane.event()))
+            after.wait_event(before.record(self._order.event()))
 
     def follow(self, event: Any) -> None:
         """Makes the current stream wait for an event of ``submit``; the host goes on at once."""
@@ -233,24 +233,24 @@ class NcclTransport:
             PeerTimeoutError: It was not reached in time.
             CommunicationError: A rank died, gave up or did not come within the settings' time-out.
         """
-        self._lane.wait(event, timeout_s)
+        self._order.wait(event, timeout_s)
         if self.peers is not None:
             self.peers.check()
 
     def keep(self, stream: Any, *arrays: object) -> None:
         """Keeps arrays alive until a stream has done what is enqueued on it now."""
-        if not self._lane.is_capturing(stream):
-            self._lane.keep(stream, *arrays)
+        if not self._order.is_capturing(stream):
+            self._order.keep(stream, *arrays)
 
     def transfer(self, sends: Sequence[tuple[Any, int]], receives: Sequence[tuple[Any, int]]) -> None:
         """Sends arrays to ranks and receives arrays from ranks, all at once; see ``Transport.transfer``."""
-        moves = [(True, 0, address(a, self._lane), a.nbytes, peer) for a, peer in sends]
-        moves += [(False, 0, address(a, self._lane), a.nbytes, peer) for a, peer in receives]
+        moves = [(True, 0, address(a, self._order), a.nbytes, peer) for a, peer in sends]
+        moves += [(False, 0, address(a, self._order), a.nbytes, peer) for a, peer in receives]
         wanted = [m for m in moves if m[3]]
-        stream = self._lane.enter(f"send and receive of {sum(m[3] for m in moves)} bytes")
+        stream = self._order.enter(f"send and receive of {sum(m[3] for m in moves)} bytes")
         if wanted:
             self._guarded(lambda: self._communicator.group(wanted, (0, 0, 0, 0), stream.ptr))
-        self._lane.leave(stream)
+        self._order.leave(stream)
 
     def take(self, array: Any, what: str, writable: bool) -> Any:
         """Takes a caller's array as a CuPy array, without a copy; see ``Transport.take``."""
@@ -270,24 +270,24 @@ class NcclTransport:
         return self.peers.segments.empty(shape, dtype)
 
     def _guarded(self, enqueue: Callable[[], None]) -> None:
-        lane = self._lane
-        lane.inside = True
+        order = self._order
+        order.inside = True
         try:
             enqueue()
         except BaseException as error:
             raise self._fault(error) from error
         finally:
-            lane.inside = False
+            order.inside = False
 
     def _fault(self, error: BaseException) -> BaseException:
         """What to raise for an exception that came while an operation was enqueued.
 
         Part of it may be under way, so the communicator is done for, and the other ranks are told.
         """
-        if self._lane.failure is not None:
-            return self._lane.told()
+        if self._order.failure is not None:
+            return self._order.told()
         failure = CommunicationError(
-            f"rank {self.rank}: {self._lane.what} could not be enqueued: "
+            f"rank {self.rank}: {self._order.what} could not be enqueued: "
             f"{told(error) or type(error).__name__}; {hints()}"
         )
         self._give_up(failure)
@@ -296,12 +296,12 @@ class NcclTransport:
 
     def abort(self, reason: str, culprit: int | None) -> None:
         """Tells the peers that this rank cannot go on; see ``Transport.abort``."""
-        if self._lane.failure is None:
+        if self._order.failure is None:
             self._give_up(CommunicationError(f"rank {self.rank} gave up: {reason}", peer=culprit))
 
     def _give_up(self, failure: CommunicationError) -> None:
         """Ends the communicator for an error that the caller is about to get."""
-        self._lane.failure, self._lane.heard = failure, True
+        self._order.failure, self._order.heard = failure, True
         if self._watchdog is not None:
             self._watchdog.tell(failure)
 
@@ -310,15 +310,15 @@ class NcclTransport:
     @property
     def issued(self) -> int:
         """Operations enqueued so far."""
-        return self._lane.issued
+        return self._order.issued
 
     def describe(self) -> str:
         """The last operation that was enqueued."""
-        return str(self._lane.what)
+        return str(self._order.what)
 
     def pending_since(self) -> float | None:
         """When the oldest operation that is known to be unfinished was seen first."""
-        return self._lane.pending_since()
+        return self._order.pending_since()
 
     def fault(self) -> CommunicationError | None:
         """The error of a wait that was given up on the GPU, or None."""
@@ -329,9 +329,9 @@ class NcclTransport:
 
         So does who closes the communicator, if nobody else got it and something may be unfinished.
         """
-        if self._lane.failure is None:
-            self._lane.heard = self._lane.pending_since() is None and self.fault() is None
-            self._lane.failure = error
+        if self._order.failure is None:
+            self._order.heard = self._order.pending_since() is None and self.fault() is None
+            self._order.failure = error
 
     def abort_enqueued(self) -> None:
         """Ends the operations that wait for peers, which frees their streams, once. May take long."""
@@ -345,7 +345,7 @@ class NcclTransport:
 
     def is_stuck(self) -> bool:
         """Whether a thread of the rank is inside a call into NCCL."""
-        return self._lane.inside
+        return self._order.inside
 
     def synchronize(self) -> None:
         """Waits on the host until everything that was enqueued is done.
@@ -353,7 +353,7 @@ class NcclTransport:
         Raises:
             CommunicationError: A rank died, gave up or did not come in time.
         """
-        self._lane.drain(math.inf if self._watchdog is not None else self._config.timeout_s)
+        self._order.drain(math.inf if self._watchdog is not None else self._config.timeout_s)
 
     def close(self) -> None:
         """Waits for what was enqueued and gives everything back. Idempotent; collective.
@@ -366,31 +366,31 @@ class NcclTransport:
             return
         self._closed = True
         try:
-            if self._lane.failure is None:
+            if self._order.failure is None:
                 self.synchronize()
         finally:
             if self._watchdog is not None:
                 self._watchdog.close()
-            if self._lane.failure is not None:
+            if self._order.failure is not None:
                 self._end_enqueued()
             for plan in self._plans:
                 plan.close()
             self._scratch.close()
             if self.peers is not None:
-                self.peers.close(together=self._lane.failure is None)
+                self.peers.close(together=self._order.failure is None)
             # Whoever still refers to the transport keeps no stream of it.
-            self._lane.close()
+            self._order.close()
             self._side = None
-        if self._lane.failure is None:
+        if self._order.failure is None:
             self._communicator.destroy()
-        elif not self._lane.heard:
-            raise self._lane.told()
+        elif not self._order.heard:
+            raise self._order.told()
 
     def _end_enqueued(self) -> None:
         """Ends what waits for peers, if the watchdog has not: memory that kernels use must not be freed."""
         with contextlib.suppress(CommunicationError):
             bounded(self.abort_enqueued, _ABORT_LIMIT_S, f"rank {self.rank} could not end what it enqueued")
-        self._lane.settle(_ABORT_LIMIT_S)
+        self._order.settle(_ABORT_LIMIT_S)
 
     def __enter__(self) -> NcclTransport:
         return self
@@ -399,7 +399,7 @@ class NcclTransport:
         self.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else "failed" if self._lane.failure else "open"
+        state = "closed" if self._closed else "failed" if self._order.failure else "open"
         return f"<NcclTransport rank={self.rank} size={self.size} device={self.device} {state}>"
 
 

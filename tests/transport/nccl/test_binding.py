@@ -9,8 +9,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from flagcx.errors import CommunicationError, MissingDependencyError, PeerTimeoutError
-from flagcx.transport import nccl
-from flagcx.transport.nccl import Communicator, bounded, load_nccl, make_unique_id, told
+from flagcx.transport.nccl import binding
+from flagcx.transport.nccl.binding import NcclCommunicator, bounded, load_nccl, make_unique_id, told
 
 RIGHT = (True, 0, 0, 64, 1)
 
@@ -60,7 +60,7 @@ class FakeComm:
 @pytest.fixture
 def library(monkeypatch) -> FakeNccl:
     fake = FakeNccl()
-    monkeypatch.setattr(nccl, "load_nccl", lambda cupy: fake)
+    monkeypatch.setattr(binding, "load_nccl", lambda cupy: fake)
     return fake
 
 
@@ -70,8 +70,8 @@ def cupy(version="14.2.0"):
 
 
 @pytest.fixture
-def communicator(library) -> Communicator:
-    return Communicator(cupy(), 0, 2, make_unique_id(cupy()), 5.0)
+def communicator(library) -> NcclCommunicator:
+    return NcclCommunicator(cupy(), 0, 2, make_unique_id(cupy()), 5.0)
 
 
 def test_a_group_is_enqueued_whole(library, communicator):
@@ -99,7 +99,7 @@ def test_an_interrupt_between_two_operations_drops_the_group_too(library, commun
 
 @pytest.mark.parametrize(("version", "kind"), [("13.6.0", tuple), ("14.2.0", bytes)])
 def test_the_unique_id_travels_as_bytes_and_arrives_as_the_binding_wants_it(library, version, kind):
-    made = Communicator(cupy(version), 0, 2, make_unique_id(cupy(version)), 5.0)
+    made = NcclCommunicator(cupy(version), 0, 2, make_unique_id(cupy(version)), 5.0)
     assert isinstance(made._comm.unique_id, kind)
     assert [v & 255 for v in made._comm.unique_id] == [v & 255 for v in range(-64, 64)]
 

@@ -13,7 +13,7 @@ from flagcx.kernels.launch import Launch, Memories
 from flagcx.memory import DEVICE, PoolStats, keep_figures
 from flagcx.transport.base import Call
 from flagcx.transport.device import check_home
-from flagcx.transport.lane import Lane
+from flagcx.transport.stream_order import StreamOrder
 
 CAPTURE_AT = 3
 """The call with the same arrays that is captured; the first ones also set up NCCL's connections."""
@@ -107,7 +107,7 @@ class SchedulePlan:
         steps: What to enqueue.
         scratch_nbytes: Bytes of the schedule's SCRATCH and of what waits to be reduced.
         scaled_nbytes: Bytes of a scaled copy of INPUT.
-        lane: The communicator's order.
+        order: The communicator's order.
         link: The communicator.
         scratch: The communicator's memory.
         guard: Wraps the enqueueing: turns faults of NCCL into exceptions of flagcx.
@@ -119,13 +119,13 @@ class SchedulePlan:
         steps: Sequence[PlanStep],
         scratch_nbytes: int,
         scaled_nbytes: int,
-        lane: Lane,
+        order: StreamOrder,
         link: Link,
         scratch: Scratch,
         guard: Callable[[Callable[[], None]], None],
     ) -> None:
         self._what = Description(call)
-        self._steps, self._lane, self._link = tuple(steps), lane, link
+        self._steps, self._order, self._link = tuple(steps), order, link
         self._scratch, self._guard = scratch, guard
         # Room for a shift of up to 16 bytes of either memory, see _memories.
         self._scaled_at = -(-scratch_nbytes // 16) * 16 + 16
@@ -144,18 +144,18 @@ class SchedulePlan:
 
     def run(self, given: Any, result: Any) -> None:
         """Enqueues the call on the current stream; see ``Plan.run``."""
-        lane = self._lane
-        source = address(given, lane)
-        target = source if result is given else address(result, lane)
-        stream = lane.enter(self._what)
-        if lane.is_capturing(stream):
+        order = self._order
+        source = address(given, order)
+        target = source if result is given else address(result, order)
+        stream = order.enter(self._what)
+        if order.is_capturing(stream):
             self._run_into_capture(source, target, stream)
             return
         if source == self._source and target == self._target and self._version == self._scratch.version:
             self._replay(stream)
         else:
             self._run_found(source, target, stream)
-        lane.leave(stream)
+        order.leave(stream)
 
     def _run_found(self, source: int, target: int, stream: Any) -> None:
         """Looks for the graph of these arrays, captures it if it is time to, or enqueues step by step."""
@@ -242,35 +242,35 @@ class NativePlan:
     Args:
         call: The call.
         issue: (address of INPUT, address of OUTPUT, stream) -> enqueues it.
-        lane: The communicator's order.
+        order: The communicator's order.
         guard: Called with an exception that came out of ``issue``; returns the one to raise.
     """
 
-    __slots__ = ("_guard", "_issue", "_lane", "_what")
+    __slots__ = ("_guard", "_issue", "_order", "_what")
 
     def __init__(
         self,
         call: Call,
         issue: Callable[[int, int, int], None],
-        lane: Lane,
+        order: StreamOrder,
         guard: Callable[[BaseException], BaseException],
     ) -> None:
-        self._what, self._issue, self._lane, self._guard = Description(call), issue, lane, guard
+        self._what, self._issue, self._order, self._guard = Description(call), issue, order, guard
 
     def run(self, given: Any, result: Any) -> None:
         """Enqueues the call on the current stream; see ``Plan.run``."""
-        lane = self._lane
-        source = address(given, lane)
-        target = source if result is given else address(result, lane)
-        stream = lane.enter(self._what)
-        lane.inside = True
+        order = self._order
+        source = address(given, order)
+        target = source if result is given else address(result, order)
+        stream = order.enter(self._what)
+        order.inside = True
         try:
             self._issue(source, target, stream.ptr)
         except BaseException as error:
             raise self._guard(error) from error
         finally:
-            lane.inside = False
-        lane.leave(stream)
+            order.inside = False
+        order.leave(stream)
 
     def close(self) -> None:
         """Nothing to give back."""
@@ -293,13 +293,13 @@ class Description:
         return f"{s.collective} ({s.algorithm}) of {self._call.counts} {self._call.dtype.name}{op}"
 
 
-def address(array: Any, lane: Lane) -> int:
-    """Address of an array of the lane's device; 0 for None."""
+def address(array: Any, order: StreamOrder) -> int:
+    """Address of an array of the order's device; 0 for None."""
     if array is None:
         return 0
     data = array.data
-    if data.device_id != lane.device:
-        check_home(data.device_id, lane.device, lane.rank)
+    if data.device_id != order.device:
+        check_home(data.device_id, order.device, order.rank)
     return data.ptr
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from flagcx.dtypes import DTYPES, OPS, ReduceOp, dtype_of, scaled_sum
 from flagcx.schedule.collectives import COLLECTIVES
-from flagcx.transport.nccl_native import NativeForm, native_form, native_schedule
+from flagcx.transport.nccl.native import NativeForm, native_form, native_schedule
 
 VERSION = 22809
 

@@ -2,7 +2,7 @@
 
 NCCL wants the operations of a communicator one after the other, and plans share scratch memory. So when a
 call comes on another stream than the last one, the new stream waits on the GPU for the old; the host never
-waits. The lane also knows whether all is done, keeps buffers alive until then, and carries the error of a
+waits. The order also knows whether all is done, keeps buffers alive until then, and carries the error of a
 communicator that failed.
 """
 
@@ -22,7 +22,7 @@ _SPIN_S = 100e-6
 _SLEEP_S = 200e-6
 
 
-class Lane:
+class StreamOrder:
     """What was enqueued by one communicator.
 
     Args:

@@ -10,10 +10,10 @@ from flagcx.algorithms import build
 from flagcx.dtypes import OPS, dtype_of
 from flagcx.errors import ArrayError
 from flagcx.transport.base import Call
-from flagcx.transport.device_plans import CAPTURE_AT, NativePlan, SchedulePlan, Scratch, grouped
-from flagcx.transport.device_steps import device_program
-from flagcx.transport.lane import Lane
-from tests.transport.test_lane import FakeCuda, FakeStream
+from flagcx.transport.nccl.plans import CAPTURE_AT, NativePlan, SchedulePlan, Scratch, grouped
+from flagcx.transport.nccl.steps import device_program
+from flagcx.transport.stream_order import StreamOrder
+from tests.transport.test_stream_order import FakeCuda, FakeStream
 
 
 class CapturingStream(FakeStream):
@@ -72,9 +72,9 @@ def plan_for(gpu: FakeGpu, scratch: Scratch | None = None, count: int = 64) -> S
     call = Call(build("allreduce", "ring", 4), 1, count, dtype_of("float32"), OPS["sum"], True)
     program = device_program(call)
     steps = [(grouped(step.moves, call.dtype), ()) for step in program.steps]
-    lane, nbytes = Lane(gpu, 0, 1), program.scratch_count * 4
+    order, nbytes = StreamOrder(gpu, 0, 1), program.scratch_count * 4
     memory = scratch or Scratch(gpu)
-    return SchedulePlan(call, steps, nbytes, 0, lane, gpu, memory, lambda enqueue: enqueue())
+    return SchedulePlan(call, steps, nbytes, 0, order, gpu, memory, lambda enqueue: enqueue())
 
 
 def array(at: int) -> SimpleNamespace:
@@ -185,9 +185,9 @@ def test_a_fault_of_ncclss_own_collective_goes_through_the_guard(gpu):
         raise RuntimeError("NCCL_ERROR_SYSTEM_ERROR")
 
     call = Call(build("allreduce", "ring", 4), 1, 8, dtype_of("float32"), OPS["sum"], True)
-    lane = Lane(gpu, 0, 1)
-    plan = NativePlan(call, issue, lane, lambda error: ValueError(f"told: {error}"))
+    order = StreamOrder(gpu, 0, 1)
+    plan = NativePlan(call, issue, order, lambda error: ValueError(f"told: {error}"))
     with pytest.raises(ValueError, match="told: NCCL_ERROR_SYSTEM_ERROR"):
         plan.run(array(4096), array(4096))
-    assert not lane.inside
-    assert str(lane.what) == "allreduce (ring) of 8 float32, sum"
+    assert not order.inside
+    assert str(order.what) == "allreduce (ring) of 8 float32, sum"

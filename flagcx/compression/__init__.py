@@ -11,7 +11,7 @@
 "randomk"                      ``RandomK``: some, drawn alike everywhere   density         needed
 "powersgd"                     ``PowerSGD``: two thin factors              r (m + n) / mn  needed
 "sparse"                       ``Sparse``: what isn't zero; lossless       by the data     nothing to feed
-"auto"                         ``Auto``: what pays here; nothing lossy     by the scene    where it is lossy
+"auto"                         ``Auto``: what pays here; nothing lossy     by the link     where it is lossy
                                unless it is allowed
 =============================  ==========================================  ==============  ================
 
@@ -23,7 +23,7 @@ Example:
 
 from __future__ import annotations
 
-from flagcx.compression.auto import Auto, Decision, Scene
+from flagcx.compression.auto import Auto, Decision, LinkProfile
 from flagcx.compression.cast import Cast
 from flagcx.compression.catalogue import Entry, as_feedback, catalogue, codec_of
 from flagcx.compression.codec import Codec, Payload
@@ -39,11 +39,11 @@ __all__ = [
     "Decision",
     "Entry",
     "Feedback",
+    "LinkProfile",
     "Payload",
     "PowerSGD",
     "Quantized",
     "RandomK",
-    "Scene",
     "Slot",
     "Sparse",
     "TopK",

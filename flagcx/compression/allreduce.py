@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from flagcx.compression.auto import Auto, AutoReduce, Decision, Scene, measure_speed
+from flagcx.compression.auto import Auto, AutoReduce, Decision, LinkProfile, measure_speed
 from flagcx.compression.catalogue import codec_of
 from flagcx.compression.codec import FixedRate, Scratch
 from flagcx.compression.feedback import Feedback, Slot
@@ -49,7 +49,7 @@ class Compressor:
         self.peers = ExecutorPeers(executor, device)
         self._plans: dict[tuple, CompressedPlan] = {}
         self._slots: weakref.WeakSet[Slot] = weakref.WeakSet()
-        self._scene: Scene | None = None
+        self._link: LinkProfile | None = None
 
     def find(self, compression: Any, x: Any, op: Op) -> CompressedPlan:
         """Looks up or makes the plan of a call."""
@@ -98,13 +98,13 @@ class Compressor:
         allowed = [codec_of(one) for one in codec.allowed]
         make = partial(self._reduce, slot=slot, count=count, factor=factor)
         by_name, speed = {c.name: c for c in allowed}, partial(measure_speed, device=self._device)
-        return AutoReduce(peers, by_name, self.scene, speed, make, slot, factor, count)
+        return AutoReduce(peers, by_name, self.link, speed, make, slot, factor, count)
 
-    def scene(self) -> Scene:
+    def link(self) -> LinkProfile:
         """The link that the ranks have; measured once, by all of them together."""
-        if self._scene is None:
-            self._scene = _look(self._executor, self.peers, self._device)
-        return self._scene
+        if self._link is None:
+            self._link = _look(self._executor, self.peers, self._device)
+        return self._link
 
     def close(self) -> None:
         """Ends the thread, and lets go of what slots remember of this communicator. Idempotent."""
@@ -304,7 +304,7 @@ def _check(dtype: DType, op: ReduceOp, device: bool) -> ReduceOp:
     return op
 
 
-def _look(executor: Executor, peers: ExecutorPeers, device: bool) -> Scene:
+def _look(executor: Executor, peers: ExecutorPeers, device: bool) -> LinkProfile:
     """Measures all-reduces, small and of 1 MiB; what the slowest rank needs counts."""
     cores = len(os.sched_getaffinity(0))
     crowd = max(1.0, executor.size / cores) if not device else 1.0
@@ -325,7 +325,9 @@ def _look(executor: Executor, peers: ExecutorPeers, device: bool) -> Scene:
         (copied,) = peers.numbers([int(1e6 * _copy_speed())]).min(axis=0)
         measured, busy_ppm = max(measured, copied / 1e6 / _COPIES / crowd), 1_000_000
     busy = 1.0 if device else min(busy_ppm / 1e6, 1.0)  # a stream codes and sends one after the other
-    return Scene(executor.size, float(measured), float(small) / 2e3, float(busy), crowd, link is not None)
+    return LinkProfile(
+        executor.size, float(measured), float(small) / 2e3, float(busy), crowd, link is not None
+    )
 
 
 def _copy_speed() -> float:

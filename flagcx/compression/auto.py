@@ -56,7 +56,7 @@ _WITHOUT_FEEDBACK = ("bf16", "int8")
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class LinkProfile:
     """What a decision stands on; the same on every rank.
 
     Attributes:
@@ -145,7 +145,7 @@ class Decision:
 
 def decide(
     count: int,
-    scene: Scene,
+    link: LinkProfile,
     codecs: Mapping[str, Any],
     speeds_gb_per_s: Mapping[str, float],
     itemsize: int = 4,
@@ -154,80 +154,80 @@ def decide(
 
     Args:
         count: Elements.
-        scene: The link and the ranks.
+        link: The link and the ranks.
         codecs: The lossy codecs that are allowed, by name.
         speeds_gb_per_s: For each of them, the bytes of float32 in a second that a core codes and decodes.
         itemsize: Bytes of an element.
 
     Example:
-        >>> slow = Scene(ranks=4, bandwidth_gb_per_s=0.0125, latency_us=100)
+        >>> slow = LinkProfile(ranks=4, bandwidth_gb_per_s=0.0125, latency_us=100)
         >>> decide(1 << 24, slow, {}, {}).chosen
         'dense'
     """
     nbytes = itemsize * count
-    dense = dense_us(nbytes, scene)
+    dense = dense_us(nbytes, link)
     times = {DENSE: dense}
     for name, codec in codecs.items():
-        times[name] = coded_us(nbytes, scene, codec.ratio(count, scene.ranks), speeds_gb_per_s[name])
+        times[name] = coded_us(nbytes, link, codec.ratio(count, link.ranks), speeds_gb_per_s[name])
     best = min(times, key=lambda name: (times[name], name))
     chosen = best if times[best] < _GAIN * dense else DENSE
-    below = _sparse_below(nbytes, scene, times[chosen])
-    return Decision(chosen, _reason(chosen, times, scene, nbytes, codecs, below), times, below)
+    below = _sparse_below(nbytes, link, times[chosen])
+    return Decision(chosen, _reason(chosen, times, link, nbytes, codecs, below), times, below)
 
 
-def dense_us(nbytes: int, scene: Scene) -> float:
+def dense_us(nbytes: int, link: LinkProfile) -> float:
     """Predicted time of the dense all-reduce, in us."""
-    n = scene.ranks
+    n = link.ranks
     if n == 1:
         return 0.0
-    return 2 * scene.latency_us + 2 * (n - 1) / n * nbytes / scene.bandwidth_gb_per_s / 1e3
+    return 2 * link.latency_us + 2 * (n - 1) / n * nbytes / link.bandwidth_gb_per_s / 1e3
 
 
-def coded_us(nbytes: int, scene: Scene, ratio: float, speed_gb_per_s: float) -> float:
+def coded_us(nbytes: int, link: LinkProfile, ratio: float, speed_gb_per_s: float) -> float:
     """Predicted time of a compressed all-reduce, in us: coding goes on while the link sends by itself."""
-    n = scene.ranks
-    sending = 2 * (n - 1) / n * nbytes * ratio / scene.bandwidth_gb_per_s / 1e3
-    coding = nbytes / speed_gb_per_s / 1e3 * scene.crowd
-    return 4 * scene.latency_us + max(sending, coding) + scene.busy * min(sending, coding)
+    n = link.ranks
+    sending = 2 * (n - 1) / n * nbytes * ratio / link.bandwidth_gb_per_s / 1e3
+    coding = nbytes / speed_gb_per_s / 1e3 * link.crowd
+    return 4 * link.latency_us + max(sending, coding) + link.busy * min(sending, coding)
 
 
-def _sparse_below(nbytes: int, scene: Scene, rival_us: float) -> float:
+def _sparse_below(nbytes: int, link: LinkProfile, rival_us: float) -> float:
     """The density at which a sparse all-reduce takes as long as its rival: both are linear in it."""
-    n = scene.ranks
+    n = link.ranks
     if n == 1:
         return 0.0
-    fixed = _SPARSE_STEPS * scene.latency_us + nbytes / _SCAN_GB_PER_S / 1e3 * scene.crowd
+    fixed = _SPARSE_STEPS * link.latency_us + nbytes / _SCAN_GB_PER_S / 1e3 * link.crowd
     # Two words for each element that isn't zero, to its owner; and at worst those of all ranks back.
-    full = 2 * (1 + n) * (n - 1) / n * nbytes / scene.bandwidth_gb_per_s / 1e3
-    gather_us = nbytes / 1e3 * scene.crowd  # placing elements one by one: about 1 GB/s
+    full = 2 * (1 + n) * (n - 1) / n * nbytes / link.bandwidth_gb_per_s / 1e3
+    gather_us = nbytes / 1e3 * link.crowd  # placing elements one by one: about 1 GB/s
     below = (_GAIN * rival_us - fixed) / (full + gather_us)
-    looks = rival_us >= _WORTH_LOOKING * scene.latency_us
+    looks = rival_us >= _WORTH_LOOKING * link.latency_us
     return min(below, 0.5) if looks and below > 1e-3 else 0.0
 
 
 def _reason(
     chosen: str,
     times: Mapping[str, float],
-    scene: Scene,
+    link: LinkProfile,
     nbytes: int,
     codecs: Mapping[str, Any],
     below: float,
 ) -> str:
-    link = f"the link {'has' if scene.known else 'was measured at'} {scene.bandwidth_gb_per_s:.3g} GB/s"
-    head = f"{format_nbytes(nbytes)} over {scene.ranks} rank{'s' * (scene.ranks > 1)}: "
+    since = f"the link {'has' if link.known else 'was measured at'} {link.bandwidth_gb_per_s:.3g} GB/s"
+    head = f"{format_nbytes(nbytes)} over {link.ranks} rank{'s' * (link.ranks > 1)}: "
     said = ", ".join(
         f"{name} {time / 1e3:.4g} ms" for name, time in sorted(times.items(), key=lambda t: t[1])
     )
     sparse = (
         f"; arrays with under {below:.1%} of elements that aren't zero go as sparse ones" if below else ""
     )
-    if scene.ranks == 1:
+    if link.ranks == 1:
         return head + "there is nothing to send"
     if chosen != DENSE:
-        return f"{head}{chosen}, since {link}: {said}{sparse}"
+        return f"{head}{chosen}, since {since}: {said}{sparse}"
     if not codecs:
-        return f"{head}no lossy codec, since none is allowed (Auto(lossy=...)), and {link}: {said}{sparse}"
-    return f"{head}no codec, since {link}, and coding takes longer than it saves: {said}{sparse}"
+        return f"{head}no lossy codec, since none is allowed (Auto(lossy=...)), and {since}: {said}{sparse}"
+    return f"{head}no codec, since {since}, and coding takes longer than it saves: {said}{sparse}"
 
 
 @lru_cache(maxsize=32)
@@ -277,7 +277,7 @@ class AutoReduce:
     Args:
         peers: The ranks.
         codecs: The lossy codecs that are allowed, by name.
-        scene: Tells the scene; asked at the first call, by all ranks together.
+        link: Tells the link; asked at the first call, by all ranks together.
         speed: ``speed(codec)``: GB/s of float32 that it codes and decodes here.
         make: ``make(codec)``: the plan of a codec over the same slot.
         slot: Memory between calls.
@@ -289,14 +289,14 @@ class AutoReduce:
         self,
         peers: Peers,
         codecs: Mapping[str, Any],
-        scene: Callable[[], Scene],
+        link: Callable[[], LinkProfile],
         speed: Callable[[Any], float],
         make: Callable[[Any], Any],
         slot: Slot,
         factor: float,
         count: int,
     ) -> None:
-        self._peers, self._codecs, self._scene, self._make = peers, codecs, scene, make
+        self._peers, self._codecs, self._link, self._make = peers, codecs, link, make
         self._speed = speed
         self._slot, self._factor, self._count = slot, factor, count
         self._plans: dict[str, Any] = {}
@@ -305,11 +305,11 @@ class AutoReduce:
     def settle(self, itemsize: int = 4) -> Decision:
         """Decides, once; all ranks must call it."""
         if self.decision is None:
-            scene = self._scene()
+            link = self._link()
             own = [int(1e6 * self._speed(codec)) for codec in self._codecs.values()]
             speeds = self._peers.numbers(own).min(axis=0) / 1e6 if own else []
             by_name = dict(zip(self._codecs, (float(s) for s in speeds), strict=True))
-            self.decision = decide(self._count, scene, self._codecs, by_name, itemsize)
+            self.decision = decide(self._count, link, self._codecs, by_name, itemsize)
             if self._peers.rank == 0:
                 _log.info("compression='auto': %s", self.decision.reason)
         return self.decision

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flagcx.arguments import format_nbytes
-from flagcx.compression.auto import Scene, coded_us
+from flagcx.compression.auto import LinkProfile, coded_us
 from flagcx.compression.catalogue import catalogue
 from flagcx.errors import ArgumentError
 from flagcx.gradients.overlap import DEVICE_CALL_US, HOST_CALL_US, NEAR, best_bucket_nbytes, step_us
@@ -202,20 +202,20 @@ def advise(
     """
     _check(model_bytes, ranks, step_time, density, link_gb_per_s, latency_us, topology)
     allowed = _allowed(lossy)
-    scene, plain, on_device, where = _look(model_bytes, topology, ranks, link_gb_per_s, latency_us)
+    link, plain, on_device, where = _look(model_bytes, topology, ranks, link_gb_per_s, latency_us)
     compute_us = plain[0][1](model_bytes) if step_time is None else step_time * 1e6
     call_us = DEVICE_CALL_US if on_device else HOST_CALL_US
     options = [_option(name, "", time, model_bytes, compute_us, call_us) for name, time in plain]
-    if scene.ranks > 1:
-        options += _coded(scene, model_bytes, compute_us, density, on_device)
+    if link.ranks > 1:
+        options += _coded(link, model_bytes, compute_us, density, on_device)
     options.sort(key=lambda one: (one.step_us, not one.lossless, one.name))
     chosen = _choose(options, allowed)
     title = (
-        f"gradients of {format_nbytes(model_bytes)}, {scene.ranks} rank{'s' * (scene.ranks > 1)} {where}, "
+        f"gradients of {format_nbytes(model_bytes)}, {link.ranks} rank{'s' * (link.ranks > 1)} {where}, "
         f"{_time(compute_us)} of computation"
     )
-    reason = _reason(options, chosen, compute_us, scene.ranks)
-    return Advice(title, model_bytes, scene.ranks, compute_us, tuple(options), chosen, reason)
+    reason = _reason(options, chosen, compute_us, link.ranks)
+    return Advice(title, model_bytes, link.ranks, compute_us, tuple(options), chosen, reason)
 
 
 def _check(model_bytes, ranks, step_time, density, link_gb_per_s, latency_us, topology) -> None:
@@ -267,15 +267,15 @@ def _look(
     ranks: int | None,
     link_gb_per_s: float | None,
     latency_us: float,
-) -> tuple[Scene, list[tuple[str, TimeUs]], bool, str]:
-    """The scene, the algorithms with their times (the fastest first), whether on GPUs, and where in words."""
+) -> tuple[LinkProfile, list[tuple[str, TimeUs]], bool, str]:
+    """The link, the algorithms with their times (the fastest first), whether on GPUs, and where in words."""
     if topology is not None:
         return _on_device(model_bytes, topology, ranks)
     size = ranks or 2
     busy = 0.0 if link_gb_per_s is not None else 1.0
     speed = HOST_GB_PER_S if link_gb_per_s is None else link_gb_per_s
     latency = HOST_LATENCY_US if link_gb_per_s is None else latency_us
-    scene = Scene(size, speed, latency, busy, 1.0, True)
+    link = LinkProfile(size, speed, latency, busy, 1.0, True)
     where = f"over a link of {speed:g} GB/s"
     if link_gb_per_s is None:
         where = "of one host, through shared memory"
@@ -283,12 +283,12 @@ def _look(
     times: list[tuple[str, TimeUs]] = [
         ("two_shot", lambda n: 2 * latency * (size > 1) + share * n / speed / 1e3)
     ]
-    return scene, times, False, where
+    return link, times, False, where
 
 
 def _on_device(
     model_bytes: int, topology: Topology | str, ranks: int | None
-) -> tuple[Scene, list[tuple[str, TimeUs]], bool, str]:
+) -> tuple[LinkProfile, list[tuple[str, TimeUs]], bool, str]:
     from flagcx.cost.model import model_of
 
     machine = preset(topology) if isinstance(topology, str) else topology
@@ -302,8 +302,8 @@ def _on_device(
     share = 2 * (size - 1) / size
     slope = (best(model_bytes) - best(1)) / 1e-3
     bandwidth = share * model_bytes / slope if slope > 0 else 1e6
-    scene = Scene(size, max(bandwidth, 1e-6), best(1) / 2, 0.0, 1.0, True)
-    return scene, times, True, f"on {machine.name}"
+    link = LinkProfile(size, max(bandwidth, 1e-6), best(1) / 2, 0.0, 1.0, True)
+    return link, times, True, f"on {machine.name}"
 
 
 def _algorithms(model: Model, model_bytes: int) -> list[tuple[str, TimeUs]]:
@@ -358,7 +358,7 @@ def _option(
 
 
 def _coded(
-    scene: Scene, model_bytes: int, compute_us: float, density: float, on_device: bool
+    link: LinkProfile, model_bytes: int, compute_us: float, density: float, on_device: bool
 ) -> Iterator[Option]:
     """An option for each codec; the sparse one where there are zeros to leave out."""
     call_us = DEVICE_CALL_US if on_device else HOST_CALL_US
@@ -366,13 +366,13 @@ def _coded(
         speed = DEVICE_CODEC_GB_PER_S if on_device else entry.host_gb_per_s
         if name == "sparse":
             if density < 1:
-                time_us, ratio = _sparse(scene, density, speed)
+                time_us, ratio = _sparse(link, density, speed)
                 yield _option("compressed", name, time_us, model_bytes, compute_us, call_us, ratio)
             continue
         ratio = entry.ratio
 
         def time_us(nbytes: float, ratio: float = ratio, speed: float = speed) -> float:
-            return coded_us(int(nbytes), scene, ratio, speed)
+            return coded_us(int(nbytes), link, ratio, speed)
 
         feedback = entry.needs_feedback
         yield _option(
@@ -380,18 +380,18 @@ def _coded(
         )
 
 
-def _sparse(scene: Scene, density: float, speed_gb_per_s: float) -> tuple[TimeUs, float]:
+def _sparse(link: LinkProfile, density: float, speed_gb_per_s: float) -> tuple[TimeUs, float]:
     """Time of the lossless sparse all-reduce, and what it sends over the dense one.
 
     An element that isn't zero goes with its index to its owner, and at worst those of all ranks come back.
     """
-    n = scene.ranks
+    n = link.ranks
     ratio = min(2 * density * (1 + n) / 2, 2.0)
 
     def time_us(nbytes: float) -> float:
-        sending = 2 * (n - 1) / n * nbytes * ratio / scene.bandwidth_gb_per_s / 1e3
+        sending = 2 * (n - 1) / n * nbytes * ratio / link.bandwidth_gb_per_s / 1e3
         coding = nbytes * (1 / speed_gb_per_s + density) / 1e3
-        return _SPARSE_STEPS * scene.latency_us + sending + coding
+        return _SPARSE_STEPS * link.latency_us + sending + coding
 
     return time_us, ratio
 

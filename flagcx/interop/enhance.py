@@ -23,7 +23,7 @@ def enhance_process_group(group: Any = None, **options: Any) -> Any:
     if group is dist.GroupMember.NON_GROUP_MEMBER or isinstance(group, FlagcxProcessGroup):
         return group
     made = FlagcxProcessGroup(group, c10d._world.pg_map[group][1], config_of(_timeout(group), options))
-    made.membership.host_lane()
+    made.membership.host_queue()
     _swap(group, made)
     made.route()
     return made

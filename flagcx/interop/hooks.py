@@ -10,9 +10,9 @@ from torch.distributed import distributed_c10d as c10d
 
 from flagcx.errors import ArgumentError
 from flagcx.interop.enhance import config_of, current
+from flagcx.interop.no_dynamo import no_dynamo
 from flagcx.interop.process_group import FlagcxProcessGroup
 from flagcx.interop.tensors import is_plain
-from flagcx.interop.untraced import mark
 
 
 def ddp_hook(
@@ -58,7 +58,7 @@ def ddp_hook(
     def flagcx_hook(state, bucket):  # type: ignore[no-untyped-def]
         return _average(lines.group_for(state), buckets, bucket)
 
-    return mark(flagcx_hook)
+    return no_dynamo(flagcx_hook)
 
 
 def _feedback(compression: Any, residual: bool, momentum: float, clip: float | None) -> Any:
@@ -115,14 +115,14 @@ class _Lines:
 def _average(group: FlagcxProcessGroup, buckets: _Buckets, bucket: Any) -> Any:
     """Averages a bucket's gradients over the ranks; the future has the buffer."""
     buffer = bucket.buffer()
-    lane = group.lane_of([buffer])
+    queue = group.queue_of([buffer])
     slot = buckets.slot(bucket)
-    if lane is None or not is_plain(buffer):
+    if queue is None or not is_plain(buffer):
         return _averaged_by_torch(group, buffer)
-    comm, array = lane.comm, lane.views.elements(buffer)
+    comm, array = queue.comm, queue.views.elements(buffer)
     if slot is None:
-        return lane.run(lambda: comm.allreduce(array, "avg"), [buffer], False, buffer).get_future()
-    call = lane.run(lambda: comm.allreduce(array, "avg", compression=slot), [buffer], False, buffer)
+        return queue.run(lambda: comm.allreduce(array, "avg"), [buffer], False, buffer).get_future()
+    call = queue.run(lambda: comm.allreduce(array, "avg", compression=slot), [buffer], False, buffer)
     return call.get_future()
 
 

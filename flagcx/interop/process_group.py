@@ -13,12 +13,12 @@ from torch.distributed import distributed_c10d as c10d
 from flagcx.config import Config
 from flagcx.interop import collectives
 from flagcx.interop.batches import route_batches, unroute_batches
-from flagcx.interop.forms import listed, lists, match, options, split_nbytes
-from flagcx.interop.lanes import Lane
+from flagcx.interop.call_queue import CallQueue
 from flagcx.interop.membership import Membership, dispatch_modes
+from flagcx.interop.no_dynamo import no_dynamo
+from flagcx.interop.normalize import as_list, as_lists, as_options, one_per_rank, split_nbytes
 from flagcx.interop.tensors import operation_of
-from flagcx.interop.untraced import untraced
-from flagcx.interop.works import CallWork, Works
+from flagcx.interop.work import CallWork, CoalescedWork
 
 logger = logging.getLogger("flagcx")
 
@@ -32,7 +32,7 @@ _BEFORE = {
 """Methods that older versions of torch call by other names."""
 
 
-@untraced
+@no_dynamo
 class FlagcxProcessGroup(ProcessGroup):
     """A process group whose collectives are flagcx's; what flagcx does not do is the original's.
 
@@ -93,17 +93,19 @@ class FlagcxProcessGroup(ProcessGroup):
     @property
     def communicator(self) -> Any:
         """flagcx's communicator of these ranks, or None where it could not join them."""
-        lane = self.membership.host_lane()
-        return None if lane is None else lane.comm
+        queue = self.membership.host_queue()
+        return None if queue is None else queue.comm
 
-    def lane_of(self, tensors: Sequence[Any]) -> Lane | None:
+    def queue_of(self, tensors: Sequence[Any]) -> CallQueue | None:
         """Where a call on these tensors runs; None where it is the original's."""
-        return None if self._originals_block else self.membership.lane_of(tensors)
+        return None if self._originals_block else self.membership.queue_of(tensors)
 
-    def _run(self, lane: Lane, call: Any, tensors: Sequence[Any], opts: Any, value: Any = None) -> CallWork:
+    def _run(
+        self, queue: CallQueue, call: Any, tensors: Sequence[Any], opts: Any, value: Any = None
+    ) -> CallWork:
         block = self._block
         waits = block is None and not getattr(opts, "asyncOp", True)
-        work = lane.run(call, tensors, waits, value)
+        work = queue.run(call, tensors, waits, value)
         if block is not None:
             block.append(work)
         return work
@@ -127,142 +129,142 @@ class FlagcxProcessGroup(ProcessGroup):
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None, **named: Any) -> Any:
         """See ``torch.distributed.all_reduce``."""
-        tensors, opts = listed(tensors), options(c10d.AllreduceOptions, opts, **named)
-        lane = self.lane_of(tensors) if len(tensors) == 1 else None
-        op = None if lane is None else operation_of(opts.reduceOp, tensors[0].dtype)
-        if lane is None or op is None:
+        tensors, opts = as_list(tensors), as_options(c10d.AllreduceOptions, opts, **named)
+        queue = self.queue_of(tensors) if len(tensors) == 1 else None
+        op = None if queue is None else operation_of(opts.reduceOp, tensors[0].dtype)
+        if queue is None or op is None:
             return self._originally("allreduce", tensors, opts)
-        return self._run(lane, collectives.allreduce(lane, tensors[0], op), tensors, opts)
+        return self._run(queue, collectives.allreduce(queue, tensors[0], op), tensors, opts)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
         """See ``torch.distributed.all_reduce_coalesced``."""
-        opts = options(c10d.AllreduceCoalescedOptions, opts)
-        lane = self.lane_of(tensors)
-        ops = [] if lane is None else [operation_of(opts.reduceOp, t.dtype) for t in tensors]
-        if lane is None or ops[0] is None or None in ops:
+        opts = as_options(c10d.AllreduceCoalescedOptions, opts)
+        queue = self.queue_of(tensors)
+        ops = [] if queue is None else [operation_of(opts.reduceOp, t.dtype) for t in tensors]
+        if queue is None or ops[0] is None or None in ops:
             return self._originally("allreduce_coalesced", tensors, opts)
-        return self._run(lane, collectives.allreduce_all(lane, tensors, ops[0]), tensors, opts)
+        return self._run(queue, collectives.allreduce_all(queue, tensors, ops[0]), tensors, opts)
 
     def reduce(
         self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None, **named: Any
     ) -> Any:
         """See ``torch.distributed.reduce``."""
-        tensors, opts = listed(tensors), options(c10d.ReduceOptions, opts, op=op, **named)
-        lane = self.lane_of(tensors) if len(tensors) == 1 else None
-        ours = None if lane is None else operation_of(opts.reduceOp, tensors[0].dtype)
-        if lane is None or ours is None:
+        tensors, opts = as_list(tensors), as_options(c10d.ReduceOptions, opts, op=op, **named)
+        queue = self.queue_of(tensors) if len(tensors) == 1 else None
+        ours = None if queue is None else operation_of(opts.reduceOp, tensors[0].dtype)
+        if queue is None or ours is None:
             return self._originally("reduce", tensors, opts)
-        return self._run(lane, collectives.reduce(lane, tensors[0], ours, opts.rootRank), tensors, opts)
+        return self._run(queue, collectives.reduce(queue, tensors[0], ours, opts.rootRank), tensors, opts)
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None, **named: Any) -> Any:
         """See ``torch.distributed.broadcast``."""
-        tensors, opts = listed(tensors), options(c10d.BroadcastOptions, opts, **named)
-        lane = self.lane_of(tensors) if len(tensors) == 1 else None
-        if lane is None:
+        tensors, opts = as_list(tensors), as_options(c10d.BroadcastOptions, opts, **named)
+        queue = self.queue_of(tensors) if len(tensors) == 1 else None
+        if queue is None:
             return self._originally("broadcast", tensors, opts)
-        return self._run(lane, collectives.broadcast(lane, tensors[0], opts.rootRank), tensors, opts)
+        return self._run(queue, collectives.broadcast(queue, tensors[0], opts.rootRank), tensors, opts)
 
     def allgather(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None
     ) -> Any:
         """See ``torch.distributed.all_gather``."""
-        inputs, opts = listed(input_tensors), options(c10d.AllgatherOptions, opts)
+        inputs, opts = as_list(input_tensors), as_options(c10d.AllgatherOptions, opts)
         outputs = [list(output_tensors)] if isinstance(output_tensors[0], torch.Tensor) else output_tensors
-        lane = None
-        if len(inputs) == len(outputs) == 1 and match(outputs[0], inputs[0], self.size()):
-            lane = self.lane_of([*inputs, *outputs[0]])
-        if lane is None or outputs[0][self.rank()].numel() != inputs[0].numel():
+        queue = None
+        if len(inputs) == len(outputs) == 1 and one_per_rank(outputs[0], inputs[0], self.size()):
+            queue = self.queue_of([*inputs, *outputs[0]])
+        if queue is None or outputs[0][self.rank()].numel() != inputs[0].numel():
             return self._originally("allgather", outputs, inputs, opts)
-        call = collectives.allgather(lane, outputs[0], inputs[0])
-        return self._run(lane, call, [*inputs, *outputs[0]], opts, outputs)
+        call = collectives.allgather(queue, outputs[0], inputs[0])
+        return self._run(queue, call, [*inputs, *outputs[0]], opts, outputs)
 
     def allgather_coalesced(self, output_lists: Any, input_list: Any, opts: Any = None) -> Any:
         """See ``torch.distributed.all_gather_coalesced``: a list of tensors from each rank."""
-        opts = options(c10d.AllgatherOptions, opts)
+        opts = as_options(c10d.AllgatherOptions, opts)
         outputs = list(zip(*output_lists, strict=True))
-        lane = None
-        if all(match(each, x, self.size()) for each, x in zip(outputs, input_list, strict=True)):
-            lane = self.lane_of([*input_list, *(t for each in outputs for t in each)])
-        if lane is None:
+        queue = None
+        if all(one_per_rank(each, x, self.size()) for each, x in zip(outputs, input_list, strict=True)):
+            queue = self.queue_of([*input_list, *(t for each in outputs for t in each)])
+        if queue is None:
             return self._originally("allgather_coalesced", output_lists, input_list, opts)
-        calls = [collectives.allgather(lane, each, x) for each, x in zip(outputs, input_list, strict=True)]
+        calls = [collectives.allgather(queue, each, x) for each, x in zip(outputs, input_list, strict=True)]
         used = [*input_list, *(t for each in outputs for t in each)]
-        return self._run(lane, collectives.in_turn(calls), used, opts, output_lists)
+        return self._run(queue, collectives.in_turn(calls), used, opts, output_lists)
 
     def all_gather_single(self, output: Any, given: Any, opts: Any = None) -> Any:
         """See ``torch.distributed.all_gather_into_tensor``."""
-        opts = options(c10d.AllgatherOptions, opts)
-        lane = self._gathering_lane([output], [given])
-        if lane is None:
+        opts = as_options(c10d.AllgatherOptions, opts)
+        queue = self._gathering_queue([output], [given])
+        if queue is None:
             return self._originally("all_gather_single", output, given, opts)
-        call = collectives.allgather_single(lane, output, given)
-        return self._run(lane, call, [output, given], opts, [output])
+        call = collectives.allgather_single(queue, output, given)
+        return self._run(queue, call, [output, given], opts, [output])
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Several calls of ``all_gather_single``."""
-        opts = options(c10d.AllgatherOptions, opts)
-        lane = self._gathering_lane(outputs, inputs)
-        if lane is None:
+        opts = as_options(c10d.AllgatherOptions, opts)
+        queue = self._gathering_queue(outputs, inputs)
+        if queue is None:
             return self._originally("all_gather_single_coalesced", outputs, inputs, opts)
-        calls = [collectives.allgather_single(lane, o, x) for o, x in zip(outputs, inputs, strict=True)]
-        return self._run(lane, collectives.in_turn(calls), [*outputs, *inputs], opts, outputs)
+        calls = [collectives.allgather_single(queue, o, x) for o, x in zip(outputs, inputs, strict=True)]
+        return self._run(queue, collectives.in_turn(calls), [*outputs, *inputs], opts, outputs)
 
-    def _gathering_lane(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> Lane | None:
+    def _gathering_queue(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> CallQueue | None:
         size = self.size()
         if len(outputs) != len(inputs) or any(
             o.numel() != size * x.numel() or o.dtype != x.dtype for o, x in zip(outputs, inputs, strict=True)
         ):
             return None
-        return self.lane_of([*outputs, *inputs])
+        return self.queue_of([*outputs, *inputs])
 
     def reduce_scatter(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None, **named: Any
     ) -> Any:
         """See ``torch.distributed.reduce_scatter``."""
-        outputs, opts = listed(output_tensors), options(c10d.ReduceScatterOptions, opts, **named)
+        outputs, opts = as_list(output_tensors), as_options(c10d.ReduceScatterOptions, opts, **named)
         inputs = [list(input_tensors)] if isinstance(input_tensors[0], torch.Tensor) else input_tensors
-        lane = op = None
-        if len(outputs) == len(inputs) == 1 and match(inputs[0], outputs[0], self.size()):
-            lane = self.lane_of([*outputs, *inputs[0]])
+        queue = op = None
+        if len(outputs) == len(inputs) == 1 and one_per_rank(inputs[0], outputs[0], self.size()):
+            queue = self.queue_of([*outputs, *inputs[0]])
             op = operation_of(opts.reduceOp, outputs[0].dtype)
-        if lane is None or op is None or inputs[0][self.rank()].numel() != outputs[0].numel():
+        if queue is None or op is None or inputs[0][self.rank()].numel() != outputs[0].numel():
             return self._originally("reduce_scatter", outputs, inputs, opts)
-        call = collectives.reduce_scatter(lane, outputs[0], inputs[0], op)
-        return self._run(lane, call, [*outputs, *inputs[0]], opts, outputs)
+        call = collectives.reduce_scatter(queue, outputs[0], inputs[0], op)
+        return self._run(queue, call, [*outputs, *inputs[0]], opts, outputs)
 
     def reduce_scatter_single(self, output: Any, given: Any, opts: Any = None) -> Any:
         """See ``torch.distributed.reduce_scatter_tensor``."""
-        opts = options(c10d.ReduceScatterOptions, opts)
-        lane = self._gathering_lane([given], [output])
-        op = None if lane is None else operation_of(opts.reduceOp, given.dtype)
-        if lane is None or op is None:
+        opts = as_options(c10d.ReduceScatterOptions, opts)
+        queue = self._gathering_queue([given], [output])
+        op = None if queue is None else operation_of(opts.reduceOp, given.dtype)
+        if queue is None or op is None:
             return self._originally("reduce_scatter_single", output, given, opts)
-        call = collectives.reduce_scatter_single(lane, output, given, op)
-        return self._run(lane, call, [output, given], opts, [output])
+        call = collectives.reduce_scatter_single(queue, output, given, op)
+        return self._run(queue, call, [output, given], opts, [output])
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Several calls of ``reduce_scatter_single``."""
-        opts = options(c10d.ReduceScatterOptions, opts)
-        lane = self._gathering_lane(inputs, outputs)
-        ops = [] if lane is None else [operation_of(opts.reduceOp, x.dtype) for x in inputs]
-        if lane is None or None in ops:
+        opts = as_options(c10d.ReduceScatterOptions, opts)
+        queue = self._gathering_queue(inputs, outputs)
+        ops = [] if queue is None else [operation_of(opts.reduceOp, x.dtype) for x in inputs]
+        if queue is None or None in ops:
             return self._originally("reduce_scatter_single_coalesced", outputs, inputs, opts)
         calls = [
-            collectives.reduce_scatter_single(lane, o, x, op)  # type: ignore[arg-type]
+            collectives.reduce_scatter_single(queue, o, x, op)  # type: ignore[arg-type]
             for o, x, op in zip(outputs, inputs, ops, strict=True)
         ]
-        return self._run(lane, collectives.in_turn(calls), [*outputs, *inputs], opts, outputs)
+        return self._run(queue, collectives.in_turn(calls), [*outputs, *inputs], opts, outputs)
 
     def alltoall(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Any:
         """See ``torch.distributed.all_to_all``."""
-        opts = options(c10d.AllToAllOptions, opts)
-        lane = None
+        opts = as_options(c10d.AllToAllOptions, opts)
+        queue = None
         if len(output_tensors) == len(input_tensors) == self.size():
-            lane = self.lane_of([*output_tensors, *input_tensors])
-        if lane is None or len({t.dtype for t in (*output_tensors, *input_tensors)}) > 1:
+            queue = self.queue_of([*output_tensors, *input_tensors])
+        if queue is None or len({t.dtype for t in (*output_tensors, *input_tensors)}) > 1:
             return self._originally("alltoall", output_tensors, input_tensors, opts)
-        call = collectives.alltoall(lane, output_tensors, input_tensors)
-        return self._run(lane, call, [*output_tensors, *input_tensors], opts, output_tensors)
+        call = collectives.alltoall(queue, output_tensors, input_tensors)
+        return self._run(queue, call, [*output_tensors, *input_tensors], opts, output_tensors)
 
     def all_to_all_single(
         self,
@@ -274,53 +276,53 @@ class FlagcxProcessGroup(ProcessGroup):
         timeout: Any = None,
     ) -> Any:
         """See ``torch.distributed.all_to_all_single``."""
-        opts = options(c10d.AllToAllOptions, opts)
-        lane = self.lane_of([output, given]) if output.dtype == given.dtype else None
+        opts = as_options(c10d.AllToAllOptions, opts)
+        queue = self.queue_of([output, given]) if output.dtype == given.dtype else None
         received = split_nbytes(output, output_split_sizes, self.size())
         sent = split_nbytes(given, input_split_sizes, self.size())
-        if lane is None or received is None or sent is None:
+        if queue is None or received is None or sent is None:
             splits = list(output_split_sizes), list(input_split_sizes)
             return self._originally("all_to_all_single", output, given, *splits, opts)
-        call = collectives.alltoall_single(lane, output, given, received, sent)
-        return self._run(lane, call, [output, given], opts, [output])
+        call = collectives.alltoall_single(queue, output, given, received, sent)
+        return self._run(queue, call, [output, given], opts, [output])
 
     def gather(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None, **named: Any
     ) -> Any:
         """See ``torch.distributed.gather``."""
-        inputs, opts = listed(input_tensors), options(c10d.GatherOptions, opts, **named)
-        outputs = lists(output_tensors)
-        lane = None
+        inputs, opts = as_list(input_tensors), as_options(c10d.GatherOptions, opts, **named)
+        outputs = as_lists(output_tensors)
+        queue = None
         at_root = self.rank() == opts.rootRank
-        if not at_root or match(outputs[0], inputs[0], self.size(), even=True):
-            lane = self.lane_of([*inputs, *(outputs[0] if at_root else ())])
-        if lane is None:
+        if not at_root or one_per_rank(outputs[0], inputs[0], self.size(), even=True):
+            queue = self.queue_of([*inputs, *(outputs[0] if at_root else ())])
+        if queue is None:
             return self._originally("gather", outputs, inputs, opts)
-        call = collectives.gather(lane, outputs[0] if at_root else (), inputs[0], opts.rootRank)
-        return self._run(lane, call, [*inputs, *(outputs[0] if at_root else ())], opts, outputs)
+        call = collectives.gather(queue, outputs[0] if at_root else (), inputs[0], opts.rootRank)
+        return self._run(queue, call, [*inputs, *(outputs[0] if at_root else ())], opts, outputs)
 
     def scatter(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None, **named: Any
     ) -> Any:
         """See ``torch.distributed.scatter``."""
-        outputs, opts = listed(output_tensors), options(c10d.ScatterOptions, opts, **named)
-        inputs = lists(input_tensors)
-        lane = None
+        outputs, opts = as_list(output_tensors), as_options(c10d.ScatterOptions, opts, **named)
+        inputs = as_lists(input_tensors)
+        queue = None
         at_root = self.rank() == opts.rootRank
-        if not at_root or match(inputs[0], outputs[0], self.size(), even=True):
-            lane = self.lane_of([*outputs, *(inputs[0] if at_root else ())])
-        if lane is None:
+        if not at_root or one_per_rank(inputs[0], outputs[0], self.size(), even=True):
+            queue = self.queue_of([*outputs, *(inputs[0] if at_root else ())])
+        if queue is None:
             return self._originally("scatter", outputs, inputs, opts)
-        call = collectives.scatter(lane, outputs[0], inputs[0] if at_root else (), opts.rootRank)
-        return self._run(lane, call, [*outputs, *(inputs[0] if at_root else ())], opts, outputs)
+        call = collectives.scatter(queue, outputs[0], inputs[0] if at_root else (), opts.rootRank)
+        return self._run(queue, call, [*outputs, *(inputs[0] if at_root else ())], opts, outputs)
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
         """See ``torch.distributed.barrier``. Where the group is NCCL's, the host waits for its stream too."""
-        opts = options(c10d.BarrierOptions, opts)
-        lane = None if dispatch_modes() else self.membership.host_lane()
-        if lane is None or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+        opts = as_options(c10d.BarrierOptions, opts)
+        queue = None if dispatch_modes() else self.membership.host_queue()
+        if queue is None or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
             return self._originally("barrier", opts)
-        comm, stream = lane.comm, None
+        comm, stream = queue.comm, None
         if self._has_nccl and torch.cuda.is_initialized():
             stream = torch.cuda.current_stream()
 
@@ -329,7 +331,7 @@ class FlagcxProcessGroup(ProcessGroup):
                 stream.synchronize()
             comm.barrier()
 
-        return self._run(lane, call, (), opts, [])
+        return self._run(queue, call, (), opts, [])
 
     # The names that these have in other versions of torch.
     _allgather_base = all_gather_single
@@ -365,7 +367,7 @@ class FlagcxProcessGroup(ProcessGroup):
             self._originals_block = False
             last = self.original._end_coalescing(device)
             works += [] if last is None else [last]
-        return Works(works)
+        return CoalescedWork(works)
 
     start_coalescing, end_coalescing = _start_coalescing, _end_coalescing
 

@@ -1,4 +1,4 @@
-"""The decision of "auto": a pure function of the scene; and the plan that follows it."""
+"""The decision of "auto": a pure function of the link; and the plan that follows it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import numpy as np
 import pytest
 
-from flagcx.compression import Auto, Feedback, Quantized, Scene, catalogue
+from flagcx.compression import Auto, Feedback, LinkProfile, Quantized, catalogue
 from flagcx.compression.auto import AutoReduce, coded_us, decide, dense_us, measure_speed
 from flagcx.compression.feedback import Slot
 from flagcx.compression.sparse_reduce import SparseReduce
@@ -15,13 +15,13 @@ from flagcx.compression.two_step import TwoStep
 from flagcx.errors import ArgumentError
 from tests.compression.peers import on_ranks
 
-SLOW = Scene(ranks=4, bandwidth_gb_per_s=0.0125, latency_us=100, known=True)
-FAST = Scene(ranks=4, bandwidth_gb_per_s=20, latency_us=10, busy=1.0)
+SLOW = LinkProfile(ranks=4, bandwidth_gb_per_s=0.0125, latency_us=100, known=True)
+FAST = LinkProfile(ranks=4, bandwidth_gb_per_s=20, latency_us=10, busy=1.0)
 INT8 = {"int8": Quantized("int8")}
 
 
 def test_a_slow_link_pays_for_coding_and_a_fast_one_does_not():
-    slow, fast = (decide(1 << 24, scene, INT8, {"int8": 1.0}) for scene in (SLOW, FAST))
+    slow, fast = (decide(1 << 24, link, INT8, {"int8": 1.0}) for link in (SLOW, FAST))
     assert (slow.chosen, fast.chosen) == ("int8", "dense")
     assert "int8, since the link has 0.0125 GB/s: int8 2045 ms, dense 8053 ms" in slow.reason
     assert "no codec, since the link was measured at 20 GB/s, and coding takes longer" in fast.reason
@@ -41,7 +41,7 @@ def test_the_slower_the_codec_the_later_it_pays():
         next(
             b
             for b in np.geomspace(10, 0.01, 50)
-            if decide(1 << 22, Scene(2, b, 20), INT8, {"int8": s}).chosen != "dense"
+            if decide(1 << 22, LinkProfile(2, b, 20), INT8, {"int8": s}).chosen != "dense"
         )
         for s in (0.25, 1.0, 4.0)
     ]
@@ -49,8 +49,8 @@ def test_the_slower_the_codec_the_later_it_pays():
 
 
 def test_coding_and_sending_overlap_unless_the_core_sends():
-    apart = Scene(2, 0.1, 0)
-    together = Scene(2, 0.1, 0, busy=1.0)
+    apart = LinkProfile(2, 0.1, 0)
+    together = LinkProfile(2, 0.1, 0, busy=1.0)
     sending, coding = 250.0, 200.0
     assert coded_us(100_000, apart, 0.25, 0.5) == pytest.approx(max(sending, coding))
     assert coded_us(100_000, together, 0.25, 0.5) == pytest.approx(sending + coding)
@@ -58,18 +58,18 @@ def test_coding_and_sending_overlap_unless_the_core_sends():
 
 def test_sparse_arrays_pay_on_slow_links_below_some_density():
     assert 0.1 < decide(1 << 24, SLOW, {}, {}).sparse_below < 0.5
-    assert decide(1 << 24, Scene(2, 20, 10, busy=1.0), {}, {}).sparse_below == 0
+    assert decide(1 << 24, LinkProfile(2, 20, 10, busy=1.0), {}, {}).sparse_below == 0
     assert decide(100, SLOW, {}, {}).sparse_below == 0
 
 
 def test_alone_there_is_nothing_to_send():
-    decision = decide(1000, Scene(1, 1, 1), INT8, {"int8": 1.0})
+    decision = decide(1000, LinkProfile(1, 1, 1), INT8, {"int8": 1.0})
     assert decision.chosen == "dense" and decision.reason.endswith("there is nothing to send")
 
 
-@pytest.mark.parametrize("scene", [SLOW, FAST])
+@pytest.mark.parametrize("link", [SLOW, FAST])
 @pytest.mark.parametrize("density", [0.01, 1.0])
-def test_the_plan_does_what_was_decided(scene, density, caplog):
+def test_the_plan_does_what_was_decided(link, density, caplog):
     count = 1 << 16
 
     def rank(peers):
@@ -82,7 +82,7 @@ def test_the_plan_does_what_was_decided(scene, density, caplog):
                 return SparseReduce(peers, codec, 1.0, slot)
             return TwoStep(peers, codec, count, 1.0, slot, False)
 
-        plan = AutoReduce(peers, INT8, lambda: scene, lambda codec: 1.0, make, slot, 1.0, count)
+        plan = AutoReduce(peers, INT8, lambda: link, lambda codec: 1.0, make, slot, 1.0, count)
         slot.begin(x)
         out = np.empty_like(x)
         plan.run(x, out)
@@ -92,10 +92,10 @@ def test_the_plan_does_what_was_decided(scene, density, caplog):
         done = on_ranks(4, rank)
     exact = np.sum([x for x, *_ in done], axis=0)
     _, out, dense_calls = done[0]
-    lossless = scene is FAST or density < 1
+    lossless = link is FAST or density < 1
     assert np.linalg.norm(out - exact) <= (1e-6 if lossless else 0.02) * np.linalg.norm(exact)
     assert np.array_equal(out, exact) or not lossless or np.allclose(out, exact, atol=1e-5)
-    assert dense_calls == (scene is FAST)
+    assert dense_calls == (link is FAST)
     assert sum("compression='auto'" in r.getMessage() for r in caplog.records) == 1
 
 
@@ -137,6 +137,6 @@ def test_every_codec_may_be_allowed():
 
 
 def test_sizes_are_told_as_everywhere():
-    slow = Scene(ranks=2, bandwidth_gb_per_s=0.0125, latency_us=100)
+    slow = LinkProfile(ranks=2, bandwidth_gb_per_s=0.0125, latency_us=100)
     assert decide(6, slow, {}, {}).reason.startswith("24 B over 2 ranks: ")
     assert decide(1000, slow, {}, {}).reason.startswith("3.906 KiB over 2 ranks: ")

@@ -8,7 +8,7 @@ import numpy as np
 
 import flagcx as fc
 from flagcx.dtypes import OPS, dtype_of
-from flagcx.gradients import bucket_size as scene
+from flagcx.gradients import bucket_size
 from flagcx.gradients.buckets import ALONE_NBYTES, plan_beside
 
 LARGE = ALONE_NBYTES["device"] // 2 + 1003
@@ -113,8 +113,8 @@ def measured(nbytes: int) -> list[str]:
     comm.allreduce(x)
     executor = comm._device
     plan = plan_beside(executor, x.size, dtype_of(x.dtype), OPS["sum"])
-    points = [(4 * n, scene._measure_on_device(comm, executor, n)) for n in scene._DEVICE_COUNTS]
-    predicted_us = scene.through(points)(nbytes)
+    points = [(4 * n, bucket_size._measure_on_device(comm, executor, n)) for n in bucket_size._DEVICE_COUNTS]
+    predicted_us = bucket_size.through(points)(nbytes)
     start, end, took = cupy.cuda.Event(), cupy.cuda.Event(), []
     for _ in range(5):
         cupy.cuda.Device().synchronize()

@@ -1,4 +1,4 @@
-"""Advice for a training: what is chosen in which scene, and that nothing is lost unless it may be."""
+"""Advice for a training: what is chosen on which link, and that nothing is lost unless it may be."""
 
 from __future__ import annotations
 

@@ -8,17 +8,17 @@ from typing import Any
 import torch
 
 
-def listed(tensors: Any) -> list:
+def as_list(tensors: Any) -> list:
     """A list of tensors, of which one may come alone."""
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
-def lists(tensors: Any) -> list:
+def as_lists(tensors: Any) -> list:
     """A list of lists, where a list of tensors may stand for its only list."""
     return [list(tensors)] if len(tensors) and isinstance(tensors[0], torch.Tensor) else list(tensors)
 
 
-def options(kind: type, opts: Any, op: Any = None, root: int | None = None) -> Any:
+def as_options(kind: type, opts: Any, op: Any = None, root: int | None = None) -> Any:
     """A call's options, made of the single ones where the caller gives those."""
     if isinstance(opts, kind):
         return opts
@@ -34,7 +34,7 @@ def options(kind: type, opts: Any, op: Any = None, root: int | None = None) -> A
     return made
 
 
-def match(tensors: Sequence[Any], one: Any, size: int, even: bool = False) -> bool:
+def one_per_rank(tensors: Sequence[Any], one: Any, size: int, even: bool = False) -> bool:
     """Whether a list has a tensor for each rank, all of one dtype; and with ``even`` all of one size."""
     return len(tensors) == size and all(
         t.dtype == one.dtype and not (even and t.numel() != one.numel()) for t in tensors

@@ -15,16 +15,16 @@ pytest.importorskip("torch", reason="PyTorch is not installed (pip install torch
 import torch
 
 import flagcx as fc
-from flagcx.interop import lanes, works
-from flagcx.interop.lanes import DeviceLane, HostLane
-from flagcx.interop.works import CallWork, Works
+from flagcx.interop import call_queue, work
+from flagcx.interop.call_queue import DeviceQueue, HostQueue
+from flagcx.interop.work import CallWork, CoalescedWork
 
 
 @pytest.fixture
 def host():
-    lane = HostLane(comm=None)  # type: ignore[arg-type]
-    yield lane
-    lane.close()
+    queue = HostQueue(comm=None)  # type: ignore[arg-type]
+    yield queue
+    queue.close()
 
 
 def test_calls_run_in_the_order_in_which_they_were_made(host):
@@ -90,8 +90,8 @@ def test_scratch_is_used_again_and_grows(host):
 
 
 def test_several_works_are_one():
-    assert Works([CallWork([1]), CallWork([2])]).result() == [[1], [2]]
-    assert Works([]).wait() and Works([CallWork([1])]).is_completed()
+    assert CoalescedWork([CallWork([1]), CallWork([2])]).result() == [[1], [2]]
+    assert CoalescedWork([]).wait() and CoalescedWork([CallWork([1])]).is_completed()
 
 
 # -- streams ------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ class Tensor:
 
 @pytest.fixture
 def device(monkeypatch):
-    """A lane over streams that keep a log, with the means to change the current stream and to capture."""
+    """A queue over streams that keep a log, with the means to change the current stream and to capture."""
     log: list[str] = []
     made = SimpleNamespace(log=log, captures=False, current=Stream(log, "current", 7))
 
@@ -138,7 +138,7 @@ def device(monkeypatch):
 
     @contextlib.contextmanager
     def mode(kind: int):
-        log.append("relaxed" if kind == lanes.RELAXED else "?")
+        log.append("relaxed" if kind == call_queue.RELAXED else "?")
         yield
 
     cuda = torch.cuda
@@ -146,7 +146,7 @@ def device(monkeypatch):
     monkeypatch.setattr(cuda, "current_stream", lambda device=None: made.current)
     monkeypatch.setattr(cuda, "is_current_stream_capturing", lambda: made.captures)
     monkeypatch.setattr(cuda, "stream", use)
-    monkeypatch.setattr(lanes, "capture_mode", mode)
+    monkeypatch.setattr(call_queue, "capture_mode", mode)
     runtime = SimpleNamespace(getDevice=lambda: 0)
 
     class External:
@@ -161,12 +161,12 @@ def device(monkeypatch):
 
     streams = SimpleNamespace(null=External(0, 0))
     cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime, ExternalStream=External, Stream=streams))
-    made.lane = DeviceLane(comm=None, cupy=cupy, device=0)  # type: ignore[arg-type]
+    made.queue = DeviceQueue(comm=None, cupy=cupy, device=0)  # type: ignore[arg-type]
     return made
 
 
 def test_a_call_that_is_waited_for_goes_onto_the_current_stream(device):
-    work = device.lane.run(lambda: device.log.append("call"), [Tensor(device.log)], True)
+    work = device.queue.run(lambda: device.log.append("call"), [Tensor(device.log)], True)
     work.wait()
     assert device.log == ["CuPy on 7", "call"], "what follows on that stream is behind it anyway"
     device.current = Stream(device.log, "other", 9)
@@ -175,7 +175,7 @@ def test_a_call_that_is_waited_for_goes_onto_the_current_stream(device):
 
 
 def test_an_asynchronous_call_has_a_stream_of_its_own(device):
-    work = device.lane.run(lambda: device.log.append("call"), [Tensor(device.log)], False)
+    work = device.queue.run(lambda: device.log.append("call"), [Tensor(device.log)], False)
     assert device.log == [
         "side waits for current",
         "CuPy on 8",
@@ -192,7 +192,7 @@ def test_a_capture_gets_everything_on_its_stream(device):
     device.captures = True
     for waits in (False, True):
         device.log.clear()
-        work = device.lane.run(lambda: device.log.append("call"), [Tensor(device.log)], waits)
+        work = device.queue.run(lambda: device.log.append("call"), [Tensor(device.log)], waits)
         work.wait()
         assert device.log == ["relaxed", "CuPy on 7", "call"]
 
@@ -205,6 +205,6 @@ def test_a_future_is_set_on_the_stream_of_its_call(device, monkeypatch):
         def set_result(self, value: Any) -> None:
             self.value, self.stream = value, device.current.name
 
-    monkeypatch.setattr(works.torch.futures, "Future", Future)
-    future = device.lane.run(lambda: None, [Tensor(device.log)], False, "value").get_future()
+    monkeypatch.setattr(work.torch.futures, "Future", Future)
+    future = device.queue.run(lambda: None, [Tensor(device.log)], False, "value").get_future()
     assert (future.stream, future.value, future.devices) == ("side", "value", ["cuda:0"])

@@ -12,14 +12,14 @@ import torch
 from flagcx.communicator import Communicator
 from flagcx.errors import CommunicationError
 from flagcx.interop.tensors import DeviceViews, HostViews
-from flagcx.interop.works import CallWork, DeviceWork, HostWork
+from flagcx.interop.work import CallWork, StreamWork, ThreadWork
 from flagcx.kernels.cuda import RELAXED, capture_mode
 
 Call = Callable[[], object]
 _MOST_CALLBACKS = 64
 
 
-class HostLane:
+class HostQueue:
     """Calls on tensors of the CPU: on the caller's thread if he waits, else on a thread of the group's own.
 
     Args:
@@ -63,14 +63,14 @@ class HostLane:
             if self._last is last:
                 self._last = None
 
-    def _start(self, call: Call, tensors: Sequence[Any], value: Any) -> HostWork:
+    def _start(self, call: Call, tensors: Sequence[Any], value: Any) -> ThreadWork:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="flagcx-torch")
             self._callbacks = ThreadPoolExecutor(_MOST_CALLBACKS, thread_name_prefix="flagcx-callback")
         assert self._callbacks is not None
         # The thread keeps the tensors: a view of them does not, and the caller may drop them.
         self._last = self._thread.submit(self._in_turn, call, tensors)
-        return HostWork(self._last, value, self._callbacks)
+        return ThreadWork(self._last, value, self._callbacks)
 
     def _in_turn(self, call: Call, _: Sequence[Any]) -> None:
         with self._turn:
@@ -98,7 +98,7 @@ class HostLane:
         self._scratch.clear()
 
 
-class DeviceLane:
+class DeviceQueue:
     """Calls on tensors of one GPU: on the current stream if the caller waits, else on a stream of their own.
 
     Args:
@@ -120,7 +120,7 @@ class DeviceLane:
         self._turn = threading.RLock()
 
     def run(self, call: Call, tensors: Sequence[Any], waits: bool, value: Any = None) -> CallWork:
-        """Enqueues a call, behind all that came before it. See ``HostLane.run``.
+        """Enqueues a call, behind all that came before it. See ``HostQueue.run``.
 
         While a graph is captured everything goes into it on the stream that is captured.
         """
@@ -132,20 +132,20 @@ class DeviceLane:
                 # A plan may need scratch memory, which torch's rule for captures forbids to allocate.
                 with capture_mode(RELAXED):
                     self._enqueue(call, current)
-                return DeviceWork(current, value)
+                return StreamWork(current, value)
             if waits:
                 self._enqueue(call, current)
-                return DeviceWork(current, value)
+                return StreamWork(current, value)
             return self._start(call, tensors, value, current)
 
-    def _start(self, call: Call, tensors: Sequence[Any], value: Any, current: Any) -> DeviceWork:
+    def _start(self, call: Call, tensors: Sequence[Any], value: Any, current: Any) -> StreamWork:
         side = self._side
         side.wait_stream(current)
         with torch.cuda.stream(side):
             self._enqueue(call, side)
         for tensor in tensors:
             tensor.record_stream(side)
-        return DeviceWork(side, value, side.record_event())
+        return StreamWork(side, value, side.record_event())
 
     def probe(self) -> None:
         """Makes a first call, for which all ranks join, and checks its result.
@@ -179,11 +179,11 @@ class DeviceLane:
         return found
 
     def scratch(self, name: str, like: Any, count: int) -> Any:
-        """A flat tensor for one call. See ``HostLane.scratch``."""
+        """A flat tensor for one call. See ``HostQueue.scratch``."""
         return torch.empty(count, dtype=like.dtype, device=like.device)
 
     def close(self) -> None:
         """Nothing to give back: torch keeps its streams."""
 
 
-Lane = HostLane | DeviceLane
+CallQueue = HostQueue | DeviceQueue

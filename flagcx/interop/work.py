@@ -12,10 +12,10 @@ import torch
 from torch._C._distributed_c10d import Work
 
 from flagcx.errors import PeerTimeoutError
-from flagcx.interop.untraced import untraced
+from flagcx.interop.no_dynamo import no_dynamo
 
 
-@untraced
+@no_dynamo
 class CallWork(Work):
     """Base of what the calls of a process group return.
 
@@ -64,8 +64,8 @@ class CallWork(Work):
         return True
 
 
-@untraced
-class HostWork(CallWork):
+@no_dynamo
+class ThreadWork(CallWork):
     """A call on tensors of the host, under way on the process group's thread.
 
     Args:
@@ -121,8 +121,8 @@ class HostWork(CallWork):
             self._future.set_exception(error if isinstance(error, Exception) else RuntimeError(str(error)))
 
 
-@untraced
-class DeviceWork(CallWork):
+@no_dynamo
+class StreamWork(CallWork):
     """A call on tensors of a GPU, enqueued on a stream.
 
     Args:
@@ -162,8 +162,8 @@ class DeviceWork(CallWork):
         return self._event
 
 
-@untraced
-class Works(CallWork):
+@no_dynamo
+class CoalescedWork(CallWork):
     """Several calls as one.
 
     Args:

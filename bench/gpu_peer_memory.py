@@ -30,14 +30,15 @@ from flagcx.algorithms import build
 from flagcx.bootstrap.environment import host_name
 from flagcx.cli.started import count_gpus
 from flagcx.dtypes import OPS, dtype_of
+from flagcx.kernels.peer import PEER_MEMORY, PEER_PACKETS
 from flagcx.transport.base import Call
 from flagcx.transport.device import DeviceIdentity, identify_device
-from flagcx.transport.peer_memory import PACKETS, PEER_MEMORY, connect
+from flagcx.transport.peer_memory import connect
 from flagcx.transport.stream_order import StreamOrder
 
 WAYS = {
-    "packets": ("one_shot", PACKETS, False),
-    "two_shot_packets": ("two_shot", PACKETS, False),
+    "packets": ("one_shot", PEER_PACKETS, False),
+    "two_shot_packets": ("two_shot", PEER_PACKETS, False),
     "one_shot": ("one_shot", PEER_MEMORY, False),
     "two_shot": ("two_shot", PEER_MEMORY, False),
     "in_place": ("two_shot", PEER_MEMORY, True),
@@ -112,7 +113,7 @@ class Bench:
         cupy, size = self.cupy, self.comm.size
         count = nbytes // self.dtype.numpy.itemsize
         plan = self.plan(way, count, blocks, chunk)
-        if plan is None or (WAYS[way][1] == PACKETS and plan.way == "chunks"):
+        if plan is None or (WAYS[way][1] == PEER_PACKETS and plan.way == "chunks"):
             return None
         make = self.peers.segments.empty if WAYS[way][2] else cupy.empty
         x = make(count, self.dtype.numpy)

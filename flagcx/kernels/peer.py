@@ -16,6 +16,10 @@ from flagcx.kernels.peer_exchange import EXCHANGE
 from flagcx.kernels.peer_packets import PACKETS
 from flagcx.kernels.source import conversions, element_source, float16_conversions, has_kernel
 
+PEER_PACKETS, PEER_MEMORY = "peer_packets", "peer_memory"
+"""The protocols by which these kernels move data, as ``Call.protocol`` names them: packets with a flag inside
+each, for small messages, and chunks, for all."""
+
 MOST_RANKS = 16
 """Ranks that one communicator may have."""
 

@@ -15,25 +15,25 @@ from flagcx.algorithms import build
 from flagcx.config import environment
 from flagcx.dtypes import DTYPES, OPS, DType, ReduceOp, dtype_of
 from flagcx.errors import CommunicationError, FlagcxError
+from flagcx.kernels.peer import PEER_MEMORY, PEER_PACKETS
 from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.transport.base import Call
-from flagcx.transport.peer_memory import PACKETS, PEER_MEMORY
 from tests.gpu import oracle
 from tests.gpu.jobs import compare
 
 ALLREDUCES = (
-    ("allreduce", "one_shot", PACKETS),
-    ("allreduce", "two_shot", PACKETS),
+    ("allreduce", "one_shot", PEER_PACKETS),
+    ("allreduce", "two_shot", PEER_PACKETS),
     ("allreduce", "two_shot", PEER_MEMORY),
 )
 FORMS = (
     *ALLREDUCES,
     ("allreduce", "one_shot", PEER_MEMORY),
-    ("reduce_scatter", "direct", PACKETS),
+    ("reduce_scatter", "direct", PEER_PACKETS),
     ("reduce_scatter", "direct", PEER_MEMORY),
-    ("allgather", "direct", PACKETS),
+    ("allgather", "direct", PEER_PACKETS),
     ("allgather", "direct", PEER_MEMORY),
-    ("alltoall", "direct", PACKETS),
+    ("alltoall", "direct", PEER_PACKETS),
     ("alltoall", "direct", PEER_MEMORY),
     ("broadcast", "direct", PEER_MEMORY),
 )

@@ -15,6 +15,6 @@ carries its own flags, and ``peer_memory`` for all others.
 from __future__ import annotations
 
 from flagcx.transport.peer_memory.plans import PeerPlan
-from flagcx.transport.peer_memory.resource import PACKETS, PEER_MEMORY, PROTOCOLS, PeerMemory, connect
+from flagcx.transport.peer_memory.resource import PeerMemory, connect
 
-__all__ = ["PACKETS", "PEER_MEMORY", "PROTOCOLS", "PeerMemory", "PeerPlan", "connect"]
+__all__ = ["PeerMemory", "PeerPlan", "connect"]

@@ -13,6 +13,8 @@ from flagcx.kernels.compile import load_kernel
 from flagcx.kernels.fuse import Finish
 from flagcx.kernels.peer import (
     PACKET_FORMS,
+    PEER_MEMORY,
+    PEER_PACKETS,
     REDUCING,
     PeerArgs,
     PeerKernel,
@@ -29,8 +31,7 @@ from flagcx.transport.peer_memory.region import PeerRegion, Unavailable
 from flagcx.transport.peer_memory.segments import Segments
 from flagcx.transport.stream_order import StreamOrder
 
-PEER_MEMORY, PACKETS = "peer_memory", "peer_packets"
-PROTOCOLS = (PACKETS, PEER_MEMORY)
+PROTOCOLS = (PEER_PACKETS, PEER_MEMORY)
 _DIRECT = "direct"
 # What a rank may push in one hop to all peers together as packets; beyond, chunks are faster.
 _FLAGGED_NBYTES = 1 << 20
@@ -145,7 +146,7 @@ class PeerMemory:
         assert isinstance(call.counts, int)
         count, itemsize, layout = call.counts, call.dtype.numpy.itemsize, self._region.layout
         bare = may_be_bare(form, call.dtype)
-        packets = call.protocol == PACKETS
+        packets = call.protocol == PEER_PACKETS
         grid = _packet_grid(form, count, call.dtype, layout, bare, blocks) if packets else None
         way = "chunks" if grid is None else "bare packets" if bare else "flagged packets"
         kernel = PeerKernel(

@@ -13,7 +13,7 @@ from collections import deque
 
 import numpy as np
 
-from flagcx.schedule.collectives import COLLECTIVES, layout
+from flagcx.schedule.collectives import COLLECTIVES, chunk_layout
 from flagcx.schedule.model import Buffer, Copy, Recv, RecvReduce, Schedule, Send, Span
 
 
@@ -81,7 +81,7 @@ class _Rank:
         self.waiting: set[int] = set()
         self.arrived: dict[int, np.ndarray] = {}
         facts = (rank, schedule.size, schedule.chunks, schedule.root)
-        self.place = layout(
+        self.place = chunk_layout(
             schedule.collective, rank, schedule.size, schedule.chunks, schedule.root, counts,
             self.program.scratch_used(),
         )  # fmt: skip

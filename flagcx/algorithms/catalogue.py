@@ -33,7 +33,7 @@ from flagcx.schedule.model import Schedule
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class AlgorithmEntry:
     """One algorithm for one collective.
 
     Attributes:
@@ -108,11 +108,11 @@ class Entry:
         return self.function(size, **given)
 
 
-def builtin_entries() -> Iterator[Entry]:
+def builtin_entries() -> Iterator[AlgorithmEntry]:
     """The entries that come with flagcx, by collective, in the order of ``Algorithm``."""
     for collective, rows in _rows().items():
         for algorithm, function, steps, sent, *traits in rows:
-            yield Entry(
+            yield AlgorithmEntry(
                 algorithm,
                 collective,
                 function,

@@ -9,7 +9,7 @@ from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache
 
-from flagcx.algorithms.catalogue import Entry, builtin_entries
+from flagcx.algorithms.catalogue import AlgorithmEntry, builtin_entries
 from flagcx.algorithms.counts import count_sent, count_steps
 from flagcx.algorithms.names import Algorithm
 from flagcx.errors import ArgumentError
@@ -27,24 +27,24 @@ class Registry:
     This is state of the process that ``register`` and ``unregister`` change; a lock guards it.
     """
 
-    def __init__(self, entries: Iterable[Entry]) -> None:
+    def __init__(self, entries: Iterable[AlgorithmEntry]) -> None:
         self._lock = threading.Lock()
         self._entries = {(entry.collective, str(entry.algorithm)): entry for entry in entries}
         self.build = lru_cache(maxsize=1024)(self._build)
 
-    def all(self) -> tuple[Entry, ...]:
+    def all(self) -> tuple[AlgorithmEntry, ...]:
         """Every entry."""
         with self._lock:
             return tuple(self._entries.values())
 
-    def of(self, collective: str) -> tuple[Entry, ...]:
+    def of(self, collective: str) -> tuple[AlgorithmEntry, ...]:
         """The entries that serve a collective."""
         if collective not in COLLECTIVES:
             known = ", ".join(COLLECTIVES)
             raise ArgumentError(f"collective={collective!r} is not known; expected one of {known}")
         return tuple(entry for entry in self.all() if entry.collective == collective)
 
-    def entry(self, collective: str, algorithm: str) -> Entry:
+    def entry(self, collective: str, algorithm: str) -> AlgorithmEntry:
         """The entry of an algorithm."""
         found = self._entries.get((collective, str(algorithm)))
         if found is None:
@@ -55,7 +55,7 @@ class Registry:
             )
         return found
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: AlgorithmEntry) -> None:
         """Adds an entry under a name that is still free for its collective."""
         key = (entry.collective, str(entry.algorithm))
         with self._lock:
@@ -91,12 +91,12 @@ def _registry() -> Registry:
     return Registry(builtin_entries())
 
 
-def catalogue() -> tuple[Entry, ...]:
+def catalogue() -> tuple[AlgorithmEntry, ...]:
     """Every algorithm for every collective, those registered by the user last."""
     return _registry().all()
 
 
-def entries(collective: str) -> tuple[Entry, ...]:
+def entries(collective: str) -> tuple[AlgorithmEntry, ...]:
     """The algorithms that serve a collective.
 
     Raises:
@@ -109,7 +109,7 @@ def entries(collective: str) -> tuple[Entry, ...]:
     return _registry().of(collective)
 
 
-def entry(collective: str, algorithm: str | Algorithm) -> Entry:
+def entry(collective: str, algorithm: str | Algorithm) -> AlgorithmEntry:
     """One algorithm of a collective.
 
     Raises:
@@ -210,7 +210,7 @@ def register(
     def sent(size: int, pieces: int) -> Fraction:
         return count_sent(example(size, pieces))
 
-    made = Entry(
+    made = AlgorithmEntry(
         str(name),
         collective,
         build,
@@ -242,7 +242,7 @@ def _check_function(build: Callable[..., Schedule], name: str, collective: str) 
         ) from None
 
 
-def _matching(entry: Entry, schedule: Schedule, size: int, root: int | None) -> Schedule:
+def _matching(entry: AlgorithmEntry, schedule: Schedule, size: int, root: int | None) -> Schedule:
     if not isinstance(schedule, Schedule):
         raise ArgumentError(
             f"the function of algorithm {entry.algorithm!r} returned {schedule!r} for size={size}; it must "

@@ -19,8 +19,8 @@ import numpy as np
 from flagcx.algorithms import build
 from flagcx.cost.network import Flows, Network
 from flagcx.cost.simulate import Costs, Timing, lay, message_nbytes
-from flagcx.cost.traffic import Rounds, rounds_of
 from flagcx.schedule.collectives import COLLECTIVES
+from flagcx.schedule.traffic import Rounds, rounds_of
 from flagcx.selection.table import Candidate
 
 MOST_RANKS = 64

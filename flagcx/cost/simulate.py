@@ -21,10 +21,10 @@ import numpy as np
 
 from flagcx.cost.channels import Channels
 from flagcx.cost.network import Network
-from flagcx.cost.traffic import Rounds, rounds_of
 from flagcx.errors import ArgumentError
 from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.schedule.model import Schedule
+from flagcx.schedule.traffic import Rounds, rounds_of
 
 _MOST_KEPT = 4_000_000
 

@@ -156,7 +156,7 @@ COLLECTIVES: dict[str, Collective] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ChunkLayout:
     """Where each chunk of one rank's buffers lies, in elements.
 
     Attributes:
@@ -175,7 +175,7 @@ class Layout:
         return self.bounds[buffer][-1]
 
 
-def layout(
+def chunk_layout(
     collective: str,
     rank: int,
     size: int,
@@ -183,7 +183,7 @@ def layout(
     root: int | None,
     counts: Counts,
     scratch: Collection[int],
-) -> Layout:
+) -> ChunkLayout:
     """Settles how many elements each chunk of ``rank``'s buffers has.
 
     Args:
@@ -212,7 +212,7 @@ def layout(
         result = result if kind.has_output(rank, root) else (0,)
     sizes = [message[i + 1] - message[i] for i in range(chunks)]
     needed = (sizes[i % chunks] if i in scratch else 0 for i in range(max(scratch, default=-1) + 1))
-    return Layout((given, result, tuple(accumulate(needed, initial=0))))
+    return ChunkLayout((given, result, tuple(accumulate(needed, initial=0))))
 
 
 def _block_counts(counts: Counts, size: int) -> tuple[Sequence[int], Sequence[int]]:

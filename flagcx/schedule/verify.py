@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flagcx.errors import ScheduleError
-from flagcx.schedule.collectives import COLLECTIVES, Counts, Layout, layout
+from flagcx.schedule.collectives import COLLECTIVES, ChunkLayout, Counts, chunk_layout
 from flagcx.schedule.hazards import check_hazards
 from flagcx.schedule.memory import Cells, cells
 from flagcx.schedule.messages import Wiring, completion_order, fault, wire
@@ -205,7 +205,7 @@ def check_aligned(wiring: Wiring) -> None:
 
 def _check_uneven(schedule: Schedule, wiring: Wiring) -> None:
     layouts = [
-        layout(
+        chunk_layout(
             schedule.collective,
             program.rank,
             schedule.size,
@@ -235,7 +235,7 @@ def _check_uneven(schedule: Schedule, wiring: Wiring) -> None:
 _UNEVEN = "these are chunks of different blocks, which differ in size when blocks are uneven"
 
 
-def _elements(place: Layout, span: Span) -> list[int]:
+def _elements(place: ChunkLayout, span: Span) -> list[int]:
     bounds = place.bounds[span.buffer]
     return [bounds[i + 1] - bounds[i] for i in range(span.start, span.stop)]
 

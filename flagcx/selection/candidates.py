@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import isqrt
 
-from flagcx.algorithms import Entry, build, entries, entry
-from flagcx.cost.traffic import Rounds, rounds_of, staggered
+from flagcx.algorithms import AlgorithmEntry, build, entries, entry
 from flagcx.schedule.compose import beside, relabel
 from flagcx.schedule.model import Schedule
+from flagcx.schedule.traffic import Rounds, rounds_of, staggered
 from flagcx.topology.graph import Topology
 from flagcx.topology.plan import best_order
 
@@ -125,7 +125,7 @@ def candidates(
     return tuple(found)
 
 
-def _forms(one: Entry, size: int, order, groups) -> Iterator[Candidate]:
+def _forms(one: AlgorithmEntry, size: int, order, groups) -> Iterator[Candidate]:
     plain = Candidate(one.collective, str(one.algorithm))
     if not one.grouped:
         yield plain

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from flagcx.dtypes import DType, ReduceOp
-from flagcx.schedule.collectives import COLLECTIVES, Counts, Layout, layout
+from flagcx.schedule.collectives import COLLECTIVES, ChunkLayout, Counts, chunk_layout
 from flagcx.schedule.model import Program, Schedule
 
 
@@ -52,10 +52,12 @@ class Call:
         """This rank's program."""
         return self.schedule.program(self.rank)
 
-    def layout(self, program: Program) -> Layout:
+    def layout(self, program: Program) -> ChunkLayout:
         """Where each chunk of this rank's buffers lies."""
         s = self.schedule
-        return layout(s.collective, self.rank, s.size, s.chunks, s.root, self.counts, program.scratch_used())
+        return chunk_layout(
+            s.collective, self.rank, s.size, s.chunks, s.root, self.counts, program.scratch_used()
+        )
 
 
 class Plan(Protocol):

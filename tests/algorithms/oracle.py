@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from flagcx.algorithms import Entry
+from flagcx.algorithms import AlgorithmEntry
 from flagcx.dtypes import OPS
 from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.schedule.model import Schedule
@@ -18,7 +18,7 @@ Sizes = Sequence[Sequence[int]]
 """``sizes[source][target]``: elements that a source has for a target. Rows are alike but for alltoall."""
 
 
-def roots_of(entry: Entry, size: int) -> Sequence[int | None]:
+def roots_of(entry: AlgorithmEntry, size: int) -> Sequence[int | None]:
     """The roots to try: all of few ranks, the first, second and last of many."""
     if not entry.rooted:
         return (None,)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flagcx.algorithms import Entry, catalogue
+from flagcx.algorithms import AlgorithmEntry, catalogue
 from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.schedule.verify import verify
 from tests.algorithms.oracle import roots_of
@@ -12,7 +12,7 @@ from tests.algorithms.oracle import roots_of
 SIZES = (*range(1, 34), 64)
 
 
-def names(entry: Entry) -> str:
+def names(entry: AlgorithmEntry) -> str:
     return f"{entry.collective}-{entry.algorithm}"
 
 

@@ -11,8 +11,8 @@ from flagcx.algorithms import build
 from flagcx.cost.channels import Channels
 from flagcx.cost.network import uniform
 from flagcx.cost.simulate import Costs, lay
-from flagcx.cost.traffic import rounds_of, staggered
 from flagcx.errors import ArgumentError
+from flagcx.schedule.traffic import rounds_of, staggered
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 PLAIN = Channels(gb_per_s=10.0, start_nbytes=1)

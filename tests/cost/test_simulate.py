@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from flagcx.algorithms import build, catalogue
-from flagcx.cost import traffic as rounds_module
 from flagcx.cost.network import over, uniform
 from flagcx.cost.simulate import Costs, lay
-from flagcx.cost.traffic import rounds_of, staggered
 from flagcx.errors import ArgumentError, ScheduleError, TopologyError
+from flagcx.schedule import traffic as rounds_module
 from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.schedule.messages import wire
 from flagcx.schedule.model import Buffer, Program, Recv, RecvReduce, Reduce, Schedule, Send, Step, span_of
+from flagcx.schedule.traffic import rounds_of, staggered
 from flagcx.topology import LinkKind, cluster, preset
 from flagcx.topology.routes import Routes
 

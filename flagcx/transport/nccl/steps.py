@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from flagcx.kernels.fuse import Chain, Finish, Phase, Place, Work, forward, fuse, overlap
-from flagcx.schedule.collectives import COLLECTIVES, Layout
+from flagcx.schedule.collectives import COLLECTIVES, ChunkLayout
 from flagcx.schedule.model import Buffer, Copy, RecvReduce, Send, Span, Step
 from flagcx.transport.base import Call
 
@@ -58,7 +58,7 @@ class DeviceProgram:
 class _Map:
     """Where the chunks of the schedule's buffers lie in the plan's memories."""
 
-    layout: Layout
+    layout: ChunkLayout
     starts: tuple[Place, Place, Place]
 
     def place(self, span: Span) -> tuple[Place, int]:
@@ -119,7 +119,7 @@ def _factor(call: Call) -> float:
     return call.op.scale
 
 
-def _starts(call: Call, layout: Layout, scales: bool) -> tuple[Place, Place, Place]:
+def _starts(call: Call, layout: ChunkLayout, scales: bool) -> tuple[Place, Place, Place]:
     s = call.schedule
     shift = COLLECTIVES[s.collective].in_place_shift(call.rank, s.size, s.chunks, s.root)
     if not call.in_place or shift is None:

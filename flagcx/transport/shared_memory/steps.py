@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flagcx.dtypes import DType, ReduceOp
-from flagcx.schedule.collectives import Layout
+from flagcx.schedule.collectives import ChunkLayout
 from flagcx.schedule.model import Buffer, Copy, Local, Program, Recv, Send, Span, Step
 from flagcx.transport.shared_memory.arena import PIECE_NBYTES, PIECES, Arena
 from flagcx.transport.shared_memory.channel import (
@@ -45,7 +45,7 @@ class Steps:
         self,
         arena: Arena,
         program: Program,
-        layout: Layout,
+        layout: ChunkLayout,
         dtype: DType,
         op: ReduceOp | None,
         overlay: int | None,

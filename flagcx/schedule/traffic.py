@@ -1,4 +1,4 @@
-"""Who sends how much to whom at the same time: a schedule with all but its traffic left out.
+"""The traffic of a schedule: which rank sends how much to which other rank on the same level.
 
 The steps of an aligned schedule are levels that all ranks count alike. What happens on a level is kept as
 arrays, and levels on which the same happens share one of them: a ring of 16,384 ranks has 32,766 levels of

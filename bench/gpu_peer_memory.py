@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import flagcx as fc
 from flagcx.algorithms import build
 from flagcx.bootstrap.environment import host_name
-from flagcx.cli.started import count_gpus
+from flagcx.cli.start_ranks import count_gpus
 from flagcx.dtypes import OPS, dtype_of
 from flagcx.kernels.peer import PEER_MEMORY, PEER_PACKETS
 from flagcx.transport.base import Call

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from targets import judge_gpus
 
-from flagcx.cli.started import count_gpus
+from flagcx.cli.start_ranks import count_gpus
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = "1K,4K,64K,1M,4M,16M,64M,256M,1G,4G"

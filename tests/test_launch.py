@@ -66,7 +66,7 @@ def test_the_first_error_is_raised_with_its_rank_traceback_and_cause():
     assert isinstance(caught.value.__cause__, KeyError)
     assert 'raise KeyError("the cause")' in caught.value.traceback
     assert __file__ in caught.value.traceback
-    assert "entry.py" not in caught.value.traceback
+    assert "rank_main.py" not in caught.value.traceback
 
 
 def test_a_rank_that_blames_another_is_not_blamed_itself():

@@ -55,11 +55,11 @@ def launch(
         raise ArgumentError(f"ranks must be an integer from 1 up, got {ranks!r}")
     if timeout_s is not None and not timeout_s > 0:
         raise ArgumentError(f"timeout_s must be above 0 seconds or None, got {timeout_s!r}")
-    from flagcx._launch.calls import Call  # Not needed by those who only import flagcx.
+    from flagcx._launch.remote_call import RemoteCall  # Not needed by those who only import flagcx.
     from flagcx._launch.share_gpu import sharing
 
     with (
         sharing(environment(), share_gpu) as environ,
-        Call(function, tuple(args), dict(kwargs or {}), ranks, environ) as call,
+        RemoteCall(function, tuple(args), dict(kwargs or {}), ranks, environ) as call,
     ):
         return call.results(timeout_s)

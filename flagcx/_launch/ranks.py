@@ -14,10 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flagcx._launch.alike import laid_out_alike
-from flagcx._launch.groups import sweep
-from flagcx._launch.guard import guard
+from flagcx._launch.no_aslr import without_aslr
 from flagcx._launch.output import Tail, is_consequence
+from flagcx._launch.process_groups import end_with_launcher, sweep
 from flagcx.bootstrap.store_server import StoreServer
 from flagcx.errors import LaunchError
 
@@ -34,9 +33,9 @@ class Command:
     Attributes:
         arguments: The command line.
         pass_fds: Descriptors that the process inherits.
-        guards_itself: The program calls ``guard`` itself, on the descriptor whose number is appended to the
-            command line. (Otherwise it is done for it between fork and exec, which wants a launcher that
-            has no second thread.)
+        guards_itself: The program calls ``end_with_launcher`` itself, on the descriptor whose number is
+            appended to the command line. (Otherwise the launcher calls it between fork and exec, for which
+            it must have no second thread.)
     """
 
     arguments: tuple[str, ...]
@@ -225,7 +224,7 @@ class Ranks:
         pipe, held = os.pipe()
         self._guards.append(held)
         try:
-            with laid_out_alike(self.size):
+            with without_aslr(self.size):
                 process = subprocess.Popen(
                     [*command.arguments, str(pipe)] if command.guards_itself else command.arguments,
                     env=environ,
@@ -234,7 +233,7 @@ class Ranks:
                     stderr=streams.stderr,
                     pass_fds=[pipe, *command.pass_fds],
                     **_apart(rank),
-                    preexec_fn=None if command.guards_itself else lambda: guard(pipe),
+                    preexec_fn=None if command.guards_itself else lambda: end_with_launcher(pipe),
                 )
         except OSError as error:
             raise LaunchError(f"rank {rank} of {self.size} cannot be started: {error}", rank=rank) from error

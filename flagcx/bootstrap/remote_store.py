@@ -14,9 +14,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from flagcx.bootstrap import wire
-from flagcx.bootstrap.ledger import Answer, Request
 from flagcx.bootstrap.sockets import close_in_forked_child, parse_address, tune
 from flagcx.bootstrap.store import Store
+from flagcx.bootstrap.store_state import Answer, Request
 from flagcx.errors import (
     BootstrapError,
     CommunicationError,

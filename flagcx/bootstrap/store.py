@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NoReturn
 
-from flagcx.bootstrap.ledger import Answer, Ledger, Request
 from flagcx.bootstrap.store_server import StoreServer
+from flagcx.bootstrap.store_state import Answer, Request, StoreState
 from flagcx.errors import (
     ArgumentError,
     BootstrapError,
@@ -198,14 +198,14 @@ class LocalStore(Store):
 
     def __init__(self) -> None:
         self.rank, self.size = 0, 1
-        self._ledger = Ledger(1)
-        self._ledger.join(0)
+        self._state = StoreState(1)
+        self._state.join(0)
         self._lock = threading.Lock()
 
     def _submit(self, request: Request) -> Answer:
         with self._lock:
             # Nobody else could set a missing key, so waiting for it is pointless.
-            answers = self._ledger.submit(0, request, None, 0.0) or self._ledger.expire(math.inf)
+            answers = self._state.submit(0, request, None, 0.0) or self._state.expire(math.inf)
         return answers[0][1]
 
 

@@ -15,7 +15,7 @@ died: its kernel closes the socket within microseconds of a kill -9. All who wai
 is everyone else by a notice.
 
 A rank may leave and come back (``init``, ``close``, ``init``): its n-th stay meets the others' n-th stays,
-in a ledger of their own, so that a rank which is ahead is not confused with one which is behind.
+in a state of their own, so that a rank which is ahead is not confused with one which is behind.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from collections.abc import Callable
 from typing import Any
 
 from flagcx.bootstrap import wire
-from flagcx.bootstrap.ledger import Answers, Ledger
 from flagcx.bootstrap.sockets import close_in_forked_child, format_address, is_own_user, listen, tune
+from flagcx.bootstrap.store_state import Answers, StoreState
 
 _MAX_STRANGERS = 256
 
@@ -50,7 +50,7 @@ class _Peer:
         self.outbox = bytearray()
         self.rank = -1
         self.pid = 0
-        self.ledger: Ledger | None = None  # From the rank's coming to its leaving.
+        self.state: StoreState | None = None  # From the rank's coming to its leaving.
 
 
 class StoreServer:
@@ -96,7 +96,7 @@ class StoreServer:
         self._waker, self._woken = socket.socketpair()
         self._calls: deque[Callable[[], None]] = deque()
         self._peers: dict[_Peer, None] = {}
-        self._ledgers: dict[int, Ledger] = {}
+        self._states: dict[int, StoreState] = {}
         self._stays = [0] * size
         self._connected: dict[int, _Peer] = {}
         self._lost: dict[int, str] = {}
@@ -185,14 +185,14 @@ class StoreServer:
             self._release()
 
     def _patience(self) -> float | None:
-        deadlines = [ledger.next_deadline() for ledger in self._ledgers.values()]
+        deadlines = [state.next_deadline() for state in self._states.values()]
         deadlines += [peer.deadline for peer in self._peers if peer.rank < 0]
         first = min(deadlines, default=math.inf)
         return None if first == math.inf else max(0.0, first - time.monotonic())
 
     def _expire(self, now: float) -> None:
-        for ledger in self._ledgers.values():
-            self._deliver(ledger.expire(now))
+        for state in self._states.values():
+            self._deliver(state.expire(now))
         for peer in [peer for peer in self._peers if peer.rank < 0 and peer.deadline <= now]:
             self._drop(peer)
 
@@ -261,18 +261,18 @@ class StoreServer:
             self._greet(peer, payload)
             return
         header, body = wire.unpack(payload)
-        ledger = peer.ledger
-        if ledger is None:
+        state = peer.state
+        if state is None:
             raise wire.MalformedError("a request after it had left")
         if header.get("kind") == "leave":
-            self._leave(peer, ledger)
+            self._leave(peer, state)
             return
         if header.get("kind") == "abort":
             self._drop(peer, str(header.get("detail")))
             return
         request = wire.read_request(header, body, peer.rank, self.size)
         ticket = (peer, header["number"])
-        self._deliver(ledger.submit(peer.rank, request, ticket, time.monotonic()))
+        self._deliver(state.submit(peer.rank, request, ticket, time.monotonic()))
 
     # A rank comes.
 
@@ -293,8 +293,8 @@ class StoreServer:
             return
         peer.rank, peer.pid = header["rank"], header["pid"]
         peer.reader.limit = wire.MAX_MESSAGE_NBYTES
-        peer.ledger = self._ledger(self._stays[peer.rank])
-        peer.ledger.join(peer.rank)
+        peer.state = self._state(self._stays[peer.rank])
+        peer.state.join(peer.rank)
         self._connected[peer.rank] = peer
         self._send(peer, own_proof + answer)
         if len(self._connected) == self.size and self._on_complete is not None:
@@ -317,24 +317,24 @@ class StoreServer:
             return f"rank {rank} was lost before ({self._lost[rank]}) and cannot come back"
         return ""
 
-    def _ledger(self, stay: int) -> Ledger:
-        """The ledger of everyone's ``stay``-th stay."""
-        if stay not in self._ledgers:
-            ledger = self._ledgers[stay] = Ledger(self.size)
+    def _state(self, stay: int) -> StoreState:
+        """The state of everyone's ``stay``-th stay."""
+        if stay not in self._states:
+            state = self._states[stay] = StoreState(self.size)
             for rank, how in self._lost.items():
-                ledger.lose(rank, how)
+                state.lose(rank, how)
             for rank in self._finished - self._connected.keys():
-                ledger.leave(rank)
-        return self._ledgers[stay]
+                state.leave(rank)
+        return self._states[stay]
 
     # A rank goes.
 
-    def _leave(self, peer: _Peer, ledger: Ledger) -> None:
+    def _leave(self, peer: _Peer, state: StoreState) -> None:
         stay = self._stays[peer.rank]
         self._forget(peer)
-        self._deliver(ledger.leave(peer.rank))
-        if len(ledger.left) == self.size:
-            del self._ledgers[stay]
+        self._deliver(state.leave(peer.rank))
+        if len(state.left) == self.size:
+            del self._states[stay]
         if peer.rank in self._finished:
             self._write_off(peer.rank)
 
@@ -348,7 +348,7 @@ class StoreServer:
     def _forget(self, peer: _Peer) -> None:
         del self._connected[peer.rank]
         self._stays[peer.rank] += 1
-        peer.ledger = None
+        peer.state = None
 
     def _discard(self, peer: _Peer) -> None:
         if peer in self._peers:
@@ -366,16 +366,16 @@ class StoreServer:
 
     def _write_off(self, rank: int) -> None:
         """It ended well and will not come (again): nobody need wait for it."""
-        for stay, ledger in self._ledgers.items():
+        for stay, state in self._states.items():
             if stay >= self._stays[rank]:
-                self._deliver(ledger.leave(rank))
+                self._deliver(state.leave(rank))
 
     def _lose(self, rank: int, how: str) -> None:
         if rank in self._lost:
             return
         self._lost[rank] = how
-        for ledger in self._ledgers.values():
-            self._deliver(ledger.lose(rank, how))
+        for state in self._states.values():
+            self._deliver(state.lose(rank, how))
         self._notify({"notice": "died", "rank": rank, "detail": how})
 
     # Sending.

@@ -14,7 +14,7 @@ import json
 import struct
 from typing import Any
 
-from flagcx.bootstrap.ledger import Answer, Request
+from flagcx.bootstrap.store_state import Answer, Request
 
 MAGIC = b"flagcx store 1\n"
 MAX_GREETING_NBYTES = 4096

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flagcx.cli.started import count_ranks, launch_quietly, told
+from flagcx.cli.start_ranks import count_ranks, launch_quietly, reporting_errors
 
 if TYPE_CHECKING:
-    from flagcx.cli.bench_ranks import Task
-    from flagcx.cli.bench_table import Row
+    from flagcx.cli.bench_ranks import BenchTask
+    from flagcx.cli.bench_table import BenchRow
 
 Tell = Callable[[str, Any], object]
 
@@ -45,11 +45,11 @@ def bench(
     Under mpirun, srun or flagcx run the ranks that there are take part. Each time is the median of several
     rounds, and a round counts with its slowest rank. The exit code is 1 where a result was wrong.
     """
-    from flagcx.cli.bench_ranks import Task
+    from flagcx.cli.bench_ranks import BenchTask
     from flagcx.cli.sizes import parse_nbytes
 
-    with told("bench"):
-        task = Task(
+    with reporting_errors("bench"):
+        task = BenchTask(
             collective,
             parse_nbytes(begin),
             parse_nbytes(end),
@@ -67,7 +67,7 @@ def bench(
     raise typer.Exit(int(wrong > 0))
 
 
-def _run(task: Task, ranks: int, share_gpu: bool, tell: Tell) -> int:
+def _run(task: BenchTask, ranks: int, share_gpu: bool, tell: Tell) -> int:
     """Lets the ranks measure; returns how many elements were wrong."""
     from flagcx.bootstrap.environment import identify
     from flagcx.cli.progress import heard
@@ -83,7 +83,7 @@ def _run(task: Task, ranks: int, share_gpu: bool, tell: Tell) -> int:
         return launch_quietly(_measure_and_tell, count, (task, address), share_gpu)[0]
 
 
-def measure(task: Task, tell: Tell) -> int:
+def measure(task: BenchTask, tell: Tell) -> int:
     """What every rank does; rank 0 tells of each row, before them of the job, and of all at the end.
 
     Returns:
@@ -92,10 +92,10 @@ def measure(task: Task, tell: Tell) -> int:
     import numpy as np
 
     import flagcx
-    from flagcx.cli.bench_ranks import Memory, rows
+    from flagcx.cli.bench_ranks import ArraySource, rows
 
     with flagcx.init() as comm:
-        memory = Memory(comm, task)
+        memory = ArraySource(comm, task)
         if comm.rank:
             return sum(timing.wrong for row in rows(comm, task, memory) for timing in row.timings)
         chosen = task.algorithm or "chosen by flagcx"
@@ -107,7 +107,7 @@ def measure(task: Task, tell: Tell) -> int:
         }
         further = {"algorithm": task.algorithm, "symmetric": task.symmetric, "gpu": task.gpu}
         tell("head", (title, {**further, "versions": versions}))
-        found: list[Row] = []
+        found: list[BenchRow] = []
         for row in rows(comm, task, memory):
             found.append(row)
             tell("row", row)
@@ -115,7 +115,7 @@ def measure(task: Task, tell: Tell) -> int:
         return sum(timing.wrong for row in found for timing in row.timings)
 
 
-def _measure_and_tell(task: Task, address: str) -> int:
+def _measure_and_tell(task: BenchTask, address: str) -> int:
     """A rank that the command started."""
     from flagcx.cli.progress import telling
 

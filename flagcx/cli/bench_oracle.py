@@ -26,7 +26,7 @@ _WHOLE_UP_TO = {"float16": 2**11, "bfloat16": 2**8, "float8_e4m3fn": 2**4, "floa
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class BenchMessage:
     """What is carried, and how: the same on every rank.
 
     Attributes:
@@ -59,7 +59,7 @@ class Message:
         return most * self.count * self.dtype.numpy.itemsize
 
 
-def data(message: Message, rank: int, block: int) -> np.ndarray:
+def data(message: BenchMessage, rank: int, block: int) -> np.ndarray:
     """The first ``PERIOD`` elements of a block that ``rank`` gives; then they repeat.
 
     Raises:
@@ -77,7 +77,7 @@ def data(message: Message, rank: int, block: int) -> np.ndarray:
     return np.roll(values, block * SHIFT).astype(dtype.numpy)
 
 
-def _values_below(message: Message) -> int:
+def _values_below(message: BenchMessage) -> int:
     """The limit of the values, such that sums stay exact."""
     dtype, op = message.dtype, message.op
     whole = int(np.iinfo(dtype.numpy).max) if dtype.kind == "int" else _WHOLE_UP_TO.get(dtype.name, 1 << 18)
@@ -91,7 +91,7 @@ def _values_below(message: Message) -> int:
     return limit
 
 
-def expected(message: Message, rank: int, block: int) -> np.ndarray:
+def expected(message: BenchMessage, rank: int, block: int) -> np.ndarray:
     """The first ``PERIOD`` elements that a block of ``rank``'s result must have; then they repeat."""
     kind = COLLECTIVES[message.collective]
     sources = kind.expected(rank, block, message.size, 1, message.root)
@@ -120,7 +120,9 @@ class Buffers:
         got: Where its result goes, or None; it overlaps ``given`` in a call in place.
     """
 
-    def __init__(self, message: Message, rank: int, storage: Any, in_place: bool, module: Any = np) -> None:
+    def __init__(
+        self, message: BenchMessage, rank: int, storage: Any, in_place: bool, module: Any = np
+    ) -> None:
         self._message, self._rank, self._module = message, rank, module
         inputs, outputs = (blocks * message.count for blocks in message.blocks(rank))
         start_in, start_out = (0, inputs) if not in_place else _overlap(message, rank)
@@ -156,17 +158,17 @@ def repeated(values: np.ndarray, count: int) -> np.ndarray:
     return np.resize(values, count)
 
 
-def storage_count(message: Message, rank: int) -> int:
+def storage_count(message: BenchMessage, rank: int) -> int:
     """How many elements the buffers of ``rank`` take, out of place."""
     return sum(message.blocks(rank)) * message.count
 
 
-def has_place(message: Message) -> tuple[bool, bool]:
+def has_place(message: BenchMessage) -> tuple[bool, bool]:
     """Whether the collective has a form out of place, and one in place."""
     return message.collective != "broadcast", message.collective != "alltoall"
 
 
-def _overlap(message: Message, rank: int) -> tuple[int, int]:
+def _overlap(message: BenchMessage, rank: int) -> tuple[int, int]:
     """Where input and output begin, in elements, in a call in place."""
     kind = COLLECTIVES[message.collective]
     chunks = message.size if kind.blocks else 1

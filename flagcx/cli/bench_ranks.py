@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flagcx.algorithms import Algorithm
-from flagcx.cli.bench_oracle import Buffers, Message, has_place, storage_count
-from flagcx.cli.bench_table import Row, Timing, sizes
+from flagcx.cli.bench_oracle import BenchMessage, Buffers, has_place, storage_count
+from flagcx.cli.bench_table import BenchRow, BenchTiming, sizes
 from flagcx.dtypes import OPS, dtype_of, resolve_op
 from flagcx.errors import ArgumentError, RankError
 from flagcx.schedule.collectives import COLLECTIVES
@@ -36,7 +36,7 @@ _LEAST_WARM_UP = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class BenchTask:
     """What is measured.
 
     Attributes:
@@ -98,15 +98,15 @@ class Task:
             raise RankError(f"root {self.root} is no rank; expected 0 to {size - 1}")
         return self.root
 
-    def message(self, comm: Communicator, nbytes: int) -> Message:
+    def message(self, comm: Communicator, nbytes: int) -> BenchMessage:
         """What is carried at one size."""
         kind, dtype = COLLECTIVES[self.collective], dtype_of(self.dtype)
         count = nbytes // dtype.numpy.itemsize // (comm.size if kind.blocks else 1)
         op = resolve_op(self.op, dtype) if kind.reduces else None
-        return Message(self.collective, comm.size, self._root(comm.size), count, dtype, op)
+        return BenchMessage(self.collective, comm.size, self._root(comm.size), count, dtype, op)
 
 
-class Memory:
+class ArraySource:
     """Where arrays come from, and how to wait until calls on them are over.
 
     Args:
@@ -117,7 +117,7 @@ class Memory:
         module: NumPy or CuPy.
     """
 
-    def __init__(self, comm: Communicator, task: Task) -> None:
+    def __init__(self, comm: Communicator, task: BenchTask) -> None:
         self._comm, self._symmetric, self._gpu = comm, task.symmetric, task.gpu
         self.module: Any = np
         if task.gpu:
@@ -143,7 +143,9 @@ class Memory:
         return f"{kind} arrays of comm.empty" if self._symmetric else f"{kind} arrays"
 
 
-def bind(comm: Any, message: Message, buffers: Buffers, in_place: bool, algorithm: str | None) -> Callable:
+def bind(
+    comm: Any, message: BenchMessage, buffers: Buffers, in_place: bool, algorithm: str | None
+) -> Callable:
     """One call of the collective on the given buffers, without arguments."""
     name, given, got = message.collective, buffers.given, buffers.got
     options: dict[str, Any] = {"algorithm": algorithm}
@@ -159,7 +161,7 @@ def bind(comm: Any, message: Message, buffers: Buffers, in_place: bool, algorith
     return lambda: method(first, **options)
 
 
-def time_calls(comm: Any, memory: Memory, call: Callable, rounds: int) -> float:
+def time_calls(comm: Any, memory: ArraySource, call: Callable, rounds: int) -> float:
     """The time of a call in us: the median over the rounds, each with its slowest rank."""
 
     def batch(calls: int) -> float:
@@ -181,7 +183,9 @@ def time_calls(comm: Any, memory: Memory, call: Callable, rounds: int) -> float:
     return 1e6 * statistics.median(batch(calls) for _ in range(rounds))
 
 
-def measure(comm: Any, memory: Memory, message: Message, storage: Any, in_place: bool, task: Task) -> Timing:
+def measure(
+    comm: Any, memory: ArraySource, message: BenchMessage, storage: Any, in_place: bool, task: BenchTask
+) -> BenchTiming:
     """Verifies one call on fresh data, then times calls on zeros, which never overflow."""
     buffers = Buffers(message, comm.rank, storage, in_place, memory.module)
     call = bind(comm, message, buffers, in_place, task.algorithm)
@@ -190,10 +194,10 @@ def measure(comm: Any, memory: Memory, message: Message, storage: Any, in_place:
     memory.settle()
     wrong = comm.allreduce(np.array([buffers.count_wrong()]))
     storage.view(np.uint8)[:] = 0
-    return Timing(time_calls(comm, memory, call, task.rounds), int(wrong[0]))
+    return BenchTiming(time_calls(comm, memory, call, task.rounds), int(wrong[0]))
 
 
-def rows(comm: Communicator, task: Task, memory: Memory) -> Iterator[Row]:
+def rows(comm: Communicator, task: BenchTask, memory: ArraySource) -> Iterator[BenchRow]:
     """Measures every size, smallest first. All ranks must call it."""
     for nbytes in sizes(task.begin, task.end, task.factor):
         message = task.message(comm, nbytes)
@@ -202,7 +206,7 @@ def rows(comm: Communicator, task: Task, memory: Memory) -> Iterator[Row]:
             measure(comm, memory, message, storage, place, task) if has else None
             for place, has in zip((False, True), has_place(message), strict=True)
         )
-        yield Row(
+        yield BenchRow(
             collective=task.collective,
             size=comm.size,
             nbytes=message.nbytes,

@@ -43,7 +43,7 @@ def bus_share(collective: str, size: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
+class BenchTiming:
     """One half of a row.
 
     Attributes:
@@ -56,7 +56,7 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class BenchRow:
     """One line of the table.
 
     Attributes:
@@ -78,19 +78,19 @@ class Row:
     dtype: str
     op: str
     root: int
-    out_of_place: Timing | None
-    in_place: Timing | None
+    out_of_place: BenchTiming | None
+    in_place: BenchTiming | None
 
-    def algorithm_gb_per_s(self, timing: Timing) -> float:
+    def algorithm_gb_per_s(self, timing: BenchTiming) -> float:
         """Algorithm bandwidth, in 10^9 bytes per second."""
         return self.nbytes / timing.time_us / 1e3 if timing.time_us else 0.0
 
-    def bus_gb_per_s(self, timing: Timing) -> float:
+    def bus_gb_per_s(self, timing: BenchTiming) -> float:
         """Bus bandwidth, in 10^9 bytes per second."""
         return self.algorithm_gb_per_s(timing) * bus_share(self.collective, self.size)
 
     @property
-    def timings(self) -> Sequence[Timing]:
+    def timings(self) -> Sequence[BenchTiming]:
         """The halves that there are."""
         return [timing for timing in (self.out_of_place, self.in_place) if timing]
 
@@ -122,13 +122,13 @@ def header() -> str:
     return "\n".join(f"#{line[1:]}".rstrip() for line in lines)
 
 
-def format_row(row: Row) -> str:
+def format_row(row: BenchRow) -> str:
     """One line of the table; a form that a collective doesn't have shows as dashes."""
     left = _LEFT.format(row.nbytes, row.count, row.dtype, row.op, row.root)
     return left + "".join(_half(row, timing) for timing in (row.out_of_place, row.in_place))
 
 
-def _half(row: Row, timing: Timing | None) -> str:
+def _half(row: BenchRow, timing: BenchTiming | None) -> str:
     if timing is None:
         return _HALF.format("-", "-", "-", "-")
     time_us = f"{timing.time_us:.2f}" if timing.time_us < 1e4 else f"{timing.time_us:.0f}"
@@ -136,7 +136,7 @@ def _half(row: Row, timing: Timing | None) -> str:
     return _HALF.format(time_us, *(f"{bandwidth:.2f}" for bandwidth in bandwidths), timing.wrong)
 
 
-def footer(rows: Sequence[Row]) -> str:
+def footer(rows: Sequence[BenchRow]) -> str:
     """The lines below the rows: wrong elements, and bus bandwidth on average over all timings."""
     timings = [(row, timing) for row in rows for timing in row.timings]
     wrong = sum(timing.wrong for _, timing in timings)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flagcx.cli.started import count_ranks, launch_quietly, told
+from flagcx.cli.start_ranks import count_ranks, launch_quietly, reporting_errors
 from flagcx.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def explain(
     from flagcx.cli.sizes import machine_for, parse_nbytes
     from flagcx.selection import explain as explaining
 
-    with told("explain"):
+    with reporting_errors("explain"):
         count = parse_nbytes(nbytes)
         if topology is None:
             found = _here(collective, count, ranks, gpu, share_gpu)

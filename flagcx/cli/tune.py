@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flagcx.cli.started import count_ranks, launch_quietly, told
+from flagcx.cli.start_ranks import count_ranks, launch_quietly, reporting_errors
 from flagcx.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def tune(
     from flagcx.selection.table import read_table
     from flagcx.selection.tuning import unsteady
 
-    with told("tune"):
+    with reporting_errors("tune"):
         what = Task(tuple(collective or _COMMON), quick, output and output.absolute(), gpu)
         path = _tune(ranks, what, share_gpu)
     if path is not None:

@@ -26,7 +26,7 @@ from flagcx.dtypes import DType, Op, ReduceOp, dtype_of, resolve_op
 from flagcx.errors import ArrayError, OperationError
 from flagcx.executor.host import Executor
 from flagcx.kernels.cuda import import_cupy
-from flagcx.profiler import Operation, Recorded
+from flagcx.profiler import OperationInfo, RecordedPlan
 from flagcx.transport.nccl.plans import check_alignment
 from flagcx.transport.shared_memory import SharedMemoryTransport
 
@@ -149,8 +149,10 @@ class CompressedPlan:
         progress = getattr(executor.transport, "progress", None)
         if executor.ring is not None and progress is not None:
             nbytes, transport = count * dtype.numpy.itemsize, executor.transport.name
-            what = Operation("allreduce", nbytes, dtype.name, "compressed", 1, codec.name, transport)
-            self._call = Recorded(FunctionPlan(self._run), what, executor.ring, progress, shared=False).run
+            what = OperationInfo("allreduce", nbytes, dtype.name, "compressed", 1, codec.name, transport)
+            self._call = RecordedPlan(
+                FunctionPlan(self._run), what, executor.ring, progress, shared=False
+            ).run
 
     def run(self, given: Any, result: Any) -> None:
         """See ``transport.base.Plan``."""

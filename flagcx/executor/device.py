@@ -10,7 +10,7 @@ from flagcx.errors import CommunicatorError
 from flagcx.executor.host import TWO_THREADS, Executor, nbytes_of
 from flagcx.executor.work import Work
 from flagcx.kernels.peer import may_be_bare
-from flagcx.profiler import Recorded
+from flagcx.profiler import RecordedPlan
 from flagcx.schedule.collectives import COLLECTIVES, Counts
 from flagcx.selection.on_device import DIRECT_ALGORITHMS, DeviceSelector, SharedDecision
 from flagcx.selection.rules import Capabilities, Choice, choose_on_device, pieces_on_device
@@ -58,12 +58,12 @@ class DeviceExecutor(Executor):
 
     def beside(self, plan: Plan) -> Plan:
         """A plan that leaves room on the GPU; see ``Executor.beside`` and ``NcclTransport.beside``."""
-        if not isinstance(plan, Recorded):
+        if not isinstance(plan, RecordedPlan):
             return self.transport.beside(plan)
         roomy = self.transport.beside(plan.plan)
         if roomy is plan.plan or self.ring is None:
             return plan
-        return Recorded(roomy, plan.operation, self.ring, self._progress)
+        return RecordedPlan(roomy, plan.operation, self.ring, self._progress)
 
     def possible(self, collective: str, nbytes: int, dtype: DType, op: ReduceOp | None) -> Capabilities:
         """What can carry a call; the same on all ranks."""

@@ -17,7 +17,7 @@ from flagcx.dtypes import OPS, DType, ReduceOp, dtype_of, resolve_op
 from flagcx.errors import ArgumentError, CommunicationError, CommunicatorError, MismatchError
 from flagcx.executor.progress_thread import progress_thread
 from flagcx.executor.work import Work
-from flagcx.profiler import Operation, Progress, Recorded, Ring
+from flagcx.profiler import OperationInfo, Progress, RecordBuffer, RecordedPlan
 from flagcx.profiler.records import Uncounted
 from flagcx.schedule.collectives import Counts
 from flagcx.selection.online_tuning import Exploration, Explored
@@ -63,7 +63,7 @@ class Executor:
         choose: Callable[[str, int, int, bool], Choice],
         pieces: Callable[[str, str, int], int] = pieces_for,
         alternatives: Callable[[str, int, int], Sequence[Choice]] | None = None,
-        ring: Ring | None = None,
+        ring: RecordBuffer | None = None,
     ) -> None:
         self.rank, self.size, self.transport = rank, size, transport
         self.turn = threading.Lock()
@@ -121,7 +121,7 @@ class Executor:
             key = (collective, counts, dtype.code, op, root)
             exploration = self._explore(key, nbytes) if known and not uneven else None
             if exploration is not None:
-                return Explored(exploration, make, describe, self.ring or Ring(1), self._progress)
+                return Explored(exploration, make, describe, self.ring or RecordBuffer(1), self._progress)
         else:
             choice = self._named(collective, counts, dtype, op, algorithm)
         if uneven and not self._serves_uneven(collective, choice.algorithm):
@@ -131,7 +131,7 @@ class Executor:
                 f"of different sizes use one of {serving}"
             )
         plan = make(choice)
-        return plan if self.ring is None else Recorded(plan, describe(choice), self.ring, self._progress)
+        return plan if self.ring is None else RecordedPlan(plan, describe(choice), self.ring, self._progress)
 
     def _choice(self, collective: str, counts: Counts, dtype: DType, op: ReduceOp | None) -> Choice:
         """The choice for a call whose caller names no algorithm; the same on all ranks."""
@@ -155,8 +155,8 @@ class Executor:
     def _serves_uneven(self, collective: str, algorithm: str) -> bool:
         return mix_of(collective, algorithm) is None and entry(collective, algorithm).uneven
 
-    def _describe(self, collective: str, counts: Counts, dtype: DType, choice: Choice) -> Operation:
-        return Operation(
+    def _describe(self, collective: str, counts: Counts, dtype: DType, choice: Choice) -> OperationInfo:
+        return OperationInfo(
             collective,
             nbytes_of(counts, dtype),
             dtype.name,
@@ -226,8 +226,8 @@ class Executor:
         """Wraps messages between some of the ranks, so that they are recorded."""
         if self.ring is None:
             return plan
-        what = Operation("transfer", nbytes, "bytes", "direct", 1, "", self.transport.name)
-        return Recorded(plan, what, self.ring, self._progress, shared=False)
+        what = OperationInfo("transfer", nbytes, "bytes", "direct", 1, "", self.transport.name)
+        return RecordedPlan(plan, what, self.ring, self._progress, shared=False)
 
     def beside(self, plan: Plan) -> Plan:
         """The plan for use beside a computation; the same one where there is none for that.
@@ -284,7 +284,7 @@ class Executor:
             self._worker = progress_thread()
 
         run: Callable[[Any, Any], object] = plan.run
-        if isinstance(plan, Recorded):
+        if isinstance(plan, RecordedPlan):
             run = partial(plan.run_queued, queued_at_ns=perf_counter_ns())
 
         def call() -> Any:

@@ -11,7 +11,7 @@ from flagcx.config import Config
 from flagcx.dtypes import DType, ReduceOp
 from flagcx.errors import BootstrapError, CommunicatorError, FlagcxError, MissingDependencyError
 from flagcx.executor.host import Executor
-from flagcx.profiler import Ring
+from flagcx.profiler import RecordBuffer
 from flagcx.schedule.collectives import Counts
 from flagcx.selection.across_hosts import choose_across_hosts
 from flagcx.selection.rules import Choice
@@ -82,7 +82,7 @@ class MultiHostExecutor(Executor):
         exchange: Callable[[bytes], list[bytes]],
         config: Config,
         store: Store | None,
-        ring: Ring | None,
+        ring: RecordBuffer | None,
     ) -> None:
         if store is None:
             raise CommunicatorError(

@@ -10,13 +10,13 @@ from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
 from flagcx.errors import ArgumentError
-from flagcx.profiler.records import CAPACITY, Operation, Progress, Record, Recorded, Ring
+from flagcx.profiler.records import CAPACITY, OperationInfo, Progress, Record, RecordBuffer, RecordedPlan
 
 if TYPE_CHECKING:
     from flagcx.profiler.stragglers import StragglerReport
     from flagcx.profiler.summary import Summary
 
-__all__ = ["CAPACITY", "Operation", "Profiler", "Progress", "Record", "Recorded", "Ring"]
+__all__ = ["CAPACITY", "OperationInfo", "Profiler", "Progress", "Record", "RecordBuffer", "RecordedPlan"]
 _CLOCK_ROUNDS = 9
 
 
@@ -49,7 +49,7 @@ class Profiler:
         gather: Callable[[Any], list[Any]],
         barrier: Callable[[], None],
     ) -> None:
-        self.rank, self.size, self.ring = rank, size, Ring()
+        self.rank, self.size, self.ring = rank, size, RecordBuffer()
         self._gather, self._barrier = gather, barrier
 
     def records(self) -> list[Record]:

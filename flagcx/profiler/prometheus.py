@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from flagcx.profiler.summary import Row, Summary
+from flagcx.profiler.summary import Summary, SummaryRow
 
-_METRICS: Sequence[tuple[str, str, Callable[[Row], float]]] = (
+_METRICS: Sequence[tuple[str, str, Callable[[SummaryRow], float]]] = (
     ("calls", "Operations in the records.", lambda row: row.calls),
     ("seconds", "Time of all of them, waiting included.", lambda row: row.total_us / 1e6),
     ("waiting_seconds", "The part of it spent waiting for peers.", lambda row: row.waiting_us / 1e6),
@@ -27,7 +27,7 @@ def format_metrics(summary: Summary) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _labels(rank: int, row: Row) -> str:
+def _labels(rank: int, row: SummaryRow) -> str:
     labels = {
         "rank": rank,
         "collective": row.collective,

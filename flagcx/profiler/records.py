@@ -19,8 +19,8 @@ CAPACITY = 1024
 NO_CALL = -1
 """The sequence number of an operation that not all ranks take part in."""
 
-Raw = tuple["Operation", int, int, int, int, int]
-"""Operation, sequence, start, end, waited, queued: times in ns."""
+Raw = tuple["OperationInfo", int, int, int, int, int]
+"""OperationInfo, sequence, start, end, waited, queued: times in ns."""
 
 
 class Progress(Protocol):
@@ -47,7 +47,7 @@ class Uncounted:
 
 
 @dataclass(frozen=True, slots=True)
-class Operation:
+class OperationInfo:
     """What a plan does; shared by the records of all its runs.
 
     Attributes:
@@ -82,7 +82,7 @@ class Record:
         queued_ns: Time that it waited behind other work of this rank before it began.
     """
 
-    operation: Operation
+    operation: OperationInfo
     sequence: int
     start_ns: int
     end_ns: int
@@ -100,7 +100,7 @@ class Record:
         return self.elapsed_ns - self.waiting_ns
 
 
-class Ring:
+class RecordBuffer:
     """The last records of one communicator.
 
     Attributes:
@@ -126,7 +126,7 @@ class Ring:
         self._records.clear()
 
 
-class Recorded:
+class RecordedPlan:
     """A plan whose runs are recorded.
 
     Args:
@@ -143,7 +143,12 @@ class Recorded:
     __slots__ = ("_ring", "operation", "plan", "run")
 
     def __init__(
-        self, plan: Plan, operation: Operation, ring: Ring, progress: Progress, shared: bool = True
+        self,
+        plan: Plan,
+        operation: OperationInfo,
+        ring: RecordBuffer,
+        progress: Progress,
+        shared: bool = True,
     ) -> None:
         self.plan, self.operation, self._ring = plan, operation, ring
         self.run = _recording(plan.run, operation, ring, progress if shared else _Apart(progress))
@@ -169,7 +174,7 @@ class _Apart:
 
 
 def _recording(
-    run: Callable[[Any, Any], object], operation: Operation, ring: Ring, progress: Any
+    run: Callable[[Any, Any], object], operation: OperationInfo, ring: RecordBuffer, progress: Any
 ) -> Callable[[Any, Any], None]:
     """A function that does what ``run`` does, and adds a record."""
     append, clock = ring.append, now

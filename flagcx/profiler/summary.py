@@ -25,7 +25,7 @@ _HEADINGS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SummaryRow:
     """The runs of one operation with one algorithm at one size.
 
     Attributes:
@@ -55,7 +55,7 @@ class Row:
     gb_per_s: float
 
     @classmethod
-    def of(cls, key: tuple[str, int, str], records: Sequence[Record]) -> Row:
+    def of(cls, key: tuple[str, int, str], records: Sequence[Record]) -> SummaryRow:
         """Sums up the records of one operation."""
         times = sorted(r.elapsed_ns for r in records)
         middle = median(times) / 1e3
@@ -102,7 +102,7 @@ class Summary:
     """
 
     rank: int
-    rows: tuple[Row, ...]
+    rows: tuple[SummaryRow, ...]
 
     @classmethod
     def of(cls, rank: int, records: Iterable[Record]) -> Summary:
@@ -110,7 +110,7 @@ class Summary:
         groups: dict[tuple[str, int, str], list[Record]] = defaultdict(list)
         for record in records:
             groups[key_of(record)].append(record)
-        rows = (Row.of(key, members) for key, members in groups.items())
+        rows = (SummaryRow.of(key, members) for key, members in groups.items())
         return cls(rank, tuple(sorted(rows, key=lambda row: -row.total_us)))
 
     def as_dict(self) -> dict[str, Any]:

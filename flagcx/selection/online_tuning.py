@@ -14,7 +14,7 @@ from statistics import median
 from time import perf_counter_ns as now
 from typing import Any
 
-from flagcx.profiler.records import Operation, Progress, Recorded, Ring
+from flagcx.profiler.records import OperationInfo, Progress, RecordBuffer, RecordedPlan
 from flagcx.selection.rules import Choice
 from flagcx.transport.base import Plan
 
@@ -84,7 +84,7 @@ class Exploration:
         self.rounds += 1
 
 
-class Explored(Recorded):
+class Explored(RecordedPlan):
     """A recorded plan that tries alternatives.
 
     Args:
@@ -101,12 +101,12 @@ class Explored(Recorded):
         self,
         exploration: Exploration,
         compile: Callable[[Choice], Plan],
-        describe: Callable[[Choice], Operation],
-        ring: Ring,
+        describe: Callable[[Choice], OperationInfo],
+        ring: RecordBuffer,
         progress: Progress,
     ) -> None:
         self._exploration, self._compile, self._describe = exploration, compile, describe
-        self._plans: dict[Choice, Recorded] = {}
+        self._plans: dict[Choice, RecordedPlan] = {}
         self._ring, self._progress = ring, progress
         # What is in use may change until this plan runs, and all ranks settle that when it does.
         self._use(exploration.choices[0])
@@ -115,10 +115,10 @@ class Explored(Recorded):
         plan = self._plan(choice)
         self._at, self.plan, self.operation, self._run = choice, plan.plan, plan.operation, plan.run
 
-    def _plan(self, choice: Choice) -> Recorded:
+    def _plan(self, choice: Choice) -> RecordedPlan:
         plan = self._plans.get(choice)
         if plan is None:
-            made = Recorded(self._compile(choice), self._describe(choice), self._ring, self._progress)
+            made = RecordedPlan(self._compile(choice), self._describe(choice), self._ring, self._progress)
             plan = self._plans[choice] = made
         return plan
 

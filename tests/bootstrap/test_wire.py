@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flagcx.bootstrap import wire
-from flagcx.bootstrap.ledger import Request
 from flagcx.bootstrap.sockets import format_address, listen, parse_address
+from flagcx.bootstrap.store_state import Request
 from flagcx.errors import BootstrapError
 
 

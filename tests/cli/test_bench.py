@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 import flagcx as fc
 from flagcx.cli import bench, bench_table
 from flagcx.cli import bench_oracle as oracle
-from flagcx.cli.bench_ranks import Memory, Task, rows
-from flagcx.cli.bench_table import Row, Timing
+from flagcx.cli.bench_ranks import ArraySource, BenchTask, rows
+from flagcx.cli.bench_table import BenchRow, BenchTiming
 from flagcx.dtypes import OPS, dtype_of, resolve_op
 from flagcx.errors import ArgumentError
 from flagcx.schedule.collectives import COLLECTIVES
@@ -30,7 +30,7 @@ NAMES = [name for name in COLLECTIVES if name != "barrier"]
 
 def message(collective, size=3, root=1, count=5, dtype=np.float32, op="sum"):
     kind = COLLECTIVES[collective]
-    return oracle.Message(
+    return oracle.BenchMessage(
         collective,
         size,
         root if kind.rooted else None,
@@ -145,7 +145,9 @@ def test_bus_share(collective, size, share):
     assert bench_table.bus_share(collective, size) == pytest.approx(share)
 
 
-ROW = Row("allreduce", 4, 1 << 20, 1 << 18, "float32", "sum", -1, Timing(100.0, 0), Timing(200.0, 3))
+ROW = BenchRow(
+    "allreduce", 4, 1 << 20, 1 << 18, "float32", "sum", -1, BenchTiming(100.0, 0), BenchTiming(200.0, 3)
+)
 
 
 def test_row_has_the_columns_of_nccl_tests():
@@ -159,7 +161,7 @@ def test_row_has_the_columns_of_nccl_tests():
 
 
 def test_missing_form_shows_as_dashes():
-    row = Row("alltoall", 4, 64, 4, "float32", "none", -1, Timing(1.0, 0), None)
+    row = BenchRow("alltoall", 4, 64, 4, "float32", "none", -1, BenchTiming(1.0, 0), None)
     assert bench_table.format_row(row).split()[-4:] == ["-"] * 4
     assert "in_place_us" not in row.as_json()
 
@@ -203,8 +205,8 @@ def _every_collective():
     comm = fc.init()
     found = []
     for collective in NAMES:
-        task = Task(collective, 60, 7680, 64, root=comm.size - 1, rounds=1)
-        found += [row.as_json() for row in rows(comm, task, Memory(comm, task))]
+        task = BenchTask(collective, 60, 7680, 64, root=comm.size - 1, rounds=1)
+        found += [row.as_json() for row in rows(comm, task, ArraySource(comm, task))]
     return found
 
 
@@ -303,9 +305,9 @@ def test_what_only_a_rank_finds_out_is_told_without_its_traceback():
 
 def test_algorithms_that_bench_takes():
     for algorithm in ("ring", "ring|ring", "ring 3/4|two_shot"):
-        Task(algorithm=algorithm).check_ranks(4)
-    Task(algorithm="native", gpu=True).check_ranks(4)
-    Task("broadcast", root=3).check_ranks(4)
+        BenchTask(algorithm=algorithm).check_ranks(4)
+    BenchTask(algorithm="native", gpu=True).check_ranks(4)
+    BenchTask("broadcast", root=3).check_ranks(4)
 
 
 class Lossy:
@@ -329,7 +331,7 @@ class Lossy:
 def test_wrong_elements_are_counted(monkeypatch):
     monkeypatch.setattr(fc, "init", Lossy)
     told = []
-    wrong = bench.measure(Task(begin=1024, end=1024, rounds=1), lambda *what: told.append(what))
+    wrong = bench.measure(BenchTask(begin=1024, end=1024, rounds=1), lambda *what: told.append(what))
     assert wrong >= 2 * 250, "out of place and in place"
     assert [what for what, _ in told] == ["head", "row", "end"]
     assert "FAILED" in bench_table.footer(told[2][1])
@@ -365,7 +367,7 @@ def test_a_batch_on_a_gpu_ends_when_its_work_is_done(monkeypatch):
     stream = SimpleNamespace(synchronize=lambda: settled.append(1))
     cupy = SimpleNamespace(cuda=SimpleNamespace(get_current_stream=lambda: stream), zeros=np.zeros)
     monkeypatch.setattr("flagcx.kernels.cuda.load_cupy", lambda: cupy)
-    memory = Memory(Lossy(), Task(gpu=True))
+    memory = ArraySource(Lossy(), BenchTask(gpu=True))
     assert memory.storage(3, np.dtype(np.float32)).shape == (3,)
     assert memory.describe() == "CuPy arrays"
     memory.settle()

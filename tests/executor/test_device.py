@@ -12,7 +12,7 @@ from flagcx.dtypes import OPS, dtype_of
 from flagcx.errors import ArgumentError, CommunicatorError
 from flagcx.executor.device import DeviceExecutor, DeviceWork
 from flagcx.executor.work import Work
-from flagcx.profiler import Ring
+from flagcx.profiler import RecordBuffer
 from flagcx.selection.on_device import DeviceSelector, SharedDecision
 from flagcx.selection.selector import TuningInfo
 from flagcx.selection.table import Candidate, Fit, Point, Table
@@ -110,7 +110,7 @@ def test_measured_times_choose_among_nccls_own_schedules_and_protocols(executor)
 
 
 def test_what_ran_is_recorded_as_it_was_chosen(executor):
-    executor.ring = Ring()
+    executor.ring = RecordBuffer()
     executor.find("allreduce", 1024, dtype_of("float32"), OPS["sum"]).run(None, None)
     executor.find("allreduce", 1024, dtype_of("float32"), OPS["sum"], algorithm="tree").run(None, None)
     assert [r.operation.algorithm for r in executor.ring.records()] == ["native", "tree"]

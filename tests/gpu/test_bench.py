@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import flagcx as fc
-from flagcx.cli.bench_ranks import NAMES, Memory, Task, rows
+from flagcx.cli.bench_ranks import NAMES, ArraySource, BenchTask, rows
 
 TASKS = [(name, "float32") for name in NAMES] + [("allreduce", "bfloat16"), ("allgather", "int8")]
 
@@ -12,8 +12,8 @@ def _bench():
     comm = fc.init()
     found = []
     for collective, dtype in TASKS:
-        task = Task(collective, 1 << 10, 1 << 20, 1024, dtype=dtype, gpu=True, rounds=3)
-        found += [row.as_json() for row in rows(comm, task, Memory(comm, task))]
+        task = BenchTask(collective, 1 << 10, 1 << 20, 1024, dtype=dtype, gpu=True, rounds=3)
+        found += [row.as_json() for row in rows(comm, task, ArraySource(comm, task))]
     return found
 
 

@@ -11,7 +11,7 @@ from flagcx.dtypes import OPS, dtype_of
 from flagcx.executor.device import DeviceExecutor
 from flagcx.executor.host import Executor
 from flagcx.gradients.buckets import plan_beside
-from flagcx.profiler import Operation, Recorded, Ring
+from flagcx.profiler import OperationInfo, RecordBuffer, RecordedPlan
 from flagcx.selection.placement import build_along
 from flagcx.transport.base import Call
 from flagcx.transport.device import DeviceIdentity
@@ -69,11 +69,11 @@ def test_a_bucket_asks_the_transport_for_room(peers):
 def test_a_recorded_plan_gets_room_and_stays_recorded(peers):
     plain = peers.compile(_call("two_shot", "peer_memory", 1 << 26))
     other = SimpleNamespace(run=lambda given, result: None)
-    what = Operation("allreduce", 1 << 28, "float32", "two_shot", 1, "", "nccl")
+    what = OperationInfo("allreduce", 1 << 28, "float32", "two_shot", 1, "", "nccl")
     for found, wanted in ((plain, peers.beside(plain).grid), (other, None)):
-        recorded = Recorded(found, what, Ring(4), COUNTED)
-        made = plan_beside(_executor(peers, recorded, Ring(4)), 1 << 26, SINGLE, OPS["avg"])
-        assert isinstance(made, Recorded) and made.operation is what
+        recorded = RecordedPlan(found, what, RecordBuffer(4), COUNTED)
+        made = plan_beside(_executor(peers, recorded, RecordBuffer(4)), 1 << 26, SINGLE, OPS["avg"])
+        assert isinstance(made, RecordedPlan) and made.operation is what
         assert made is recorded if wanted is None else made.plan.grid == wanted
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import flagcx as fc
-from flagcx.profiler.records import Operation, Recorded, Ring, Uncounted
+from flagcx.profiler.records import OperationInfo, RecordBuffer, RecordedPlan, Uncounted
 from tests.profiler.trace_format import check_trace
 from tests.ranks import run_ranks
 
@@ -128,8 +128,8 @@ def _time_us(plan, calls: int = 5000) -> float:
 
 @pytest.mark.slow
 def test_a_record_costs_less_than_a_microsecond():
-    operation = Operation("allreduce", 1024, "float32", "one_shot", 1, "", "shared_memory")
-    recorded = Recorded(_Nothing(), operation, Ring(), Uncounted())
+    operation = OperationInfo("allreduce", 1024, "float32", "one_shot", 1, "", "shared_memory")
+    recorded = RecordedPlan(_Nothing(), operation, RecordBuffer(), Uncounted())
     cost_us = _time_us(recorded) - _time_us(_Nothing())
     assert 0 < cost_us < 1.0, f"{cost_us:.2f} us"
 

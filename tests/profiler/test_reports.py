@@ -13,14 +13,14 @@ from flagcx.errors import ArgumentError, MissingDependencyError
 from flagcx.profiler import Profiler
 from flagcx.profiler.plot import plot_records
 from flagcx.profiler.prometheus import format_metrics
-from flagcx.profiler.records import CAPACITY, Operation, Record, Ring
+from flagcx.profiler.records import CAPACITY, OperationInfo, Record, RecordBuffer
 from flagcx.profiler.stragglers import find_stragglers
 from flagcx.profiler.summary import Summary
 from flagcx.profiler.trace import trace_events, write_trace
 from tests.profiler.trace_format import check_trace
 
-ALLREDUCE = Operation("allreduce", 1000, "float32", "ring", 4, "slots", "shared_memory")
-NAMED = Operation("broadcast", 8, "int8", '<i>"mine"</i>\\', 1, "", "shared_memory")
+ALLREDUCE = OperationInfo("allreduce", 1000, "float32", "ring", 4, "slots", "shared_memory")
+NAMED = OperationInfo("broadcast", 8, "int8", '<i>"mine"</i>\\', 1, "", "shared_memory")
 
 
 def _records(starts_us, lasting_us=10, operation=ALLREDUCE, waiting_us=4, queued_us=0) -> list[Record]:
@@ -142,7 +142,7 @@ def test_a_trace_that_cannot_be_written_leaves_nothing(tmp_path):
 
 
 def test_the_ring_keeps_the_last():
-    ring = Ring()
+    ring = RecordBuffer()
     for i in range(CAPACITY + 10):
         ring.append((ALLREDUCE, i, 0, 1, 0, 0))
     kept = ring.records()

@@ -77,7 +77,7 @@ def launch_quietly(
 
 
 @contextlib.contextmanager
-def told(command: str) -> Iterator[None]:
+def reporting_errors(command: str) -> Iterator[None]:
     """Ends the command with exit code 2 and a line for an error of our own, and with 130 for Ctrl-C.
 
     Args:

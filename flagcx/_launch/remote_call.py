@@ -1,4 +1,4 @@
-"""A function call on all ranks: the launcher's side of ``entry``."""
+"""A function call on all ranks: the launcher's side of ``rank_main``."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from flagcx._launch.entry import Failure, Setting, Success, read_file, write_file
 from flagcx._launch.output import Lines
+from flagcx._launch.rank_main import Failure, Setting, Success, read_file, write_file
 from flagcx._launch.ranks import Command, Ending, Exit, Output, Ranks
 from flagcx.errors import ArgumentError, LaunchError
 
@@ -23,7 +23,7 @@ _CONSEQUENCES = frozenset(
 )
 
 
-class Call:
+class RemoteCall:
     """Calls a function on all ranks. A context manager: on leaving it, every process is gone.
 
     Args:
@@ -74,7 +74,7 @@ class Call:
         """Ends the ranks and lets go of everything."""
         self._resources.close()
 
-    def __enter__(self) -> Call:
+    def __enter__(self) -> RemoteCall:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -160,7 +160,7 @@ def _pickle_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: di
 def _command(setting_file: int, result_file: int) -> Command:
     home = str(Path(__file__).resolve().parents[2])
     code = (
-        f"import sys; sys.path.insert(0, {home!r}); from flagcx._launch.entry import main; "
+        f"import sys; sys.path.insert(0, {home!r}); from flagcx._launch.rank_main import main; "
         f"main(*map(int, sys.argv[1:]))"
     )
     arguments = (sys.executable, "-c", code, str(setting_file), str(result_file))

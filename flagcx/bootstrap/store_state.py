@@ -1,6 +1,6 @@
 """What a store knows and who waits for what: the rules, without a socket.
 
-A ``Ledger`` takes one request after another and answers when it can. It holds no connection and reads no
+A ``StoreState`` takes one request after another and answers when it can. It holds no connection and reads no
 clock, so that every rule can be tested by calling it: a *ticket* stands for whoever asked, and comes back
 with the answer.
 """
@@ -79,7 +79,7 @@ class _Gathering:
 Answers = list[tuple[Ticket, Answer]]
 
 
-class Ledger:
+class StoreState:
     """Keys, counters and gatherings of one stay of ``size`` ranks.
 
     Args:

@@ -19,7 +19,7 @@ _ASK = 0xFFFFFFFF
 
 
 @contextlib.contextmanager
-def laid_out_alike(ranks: int) -> Iterator[None]:
+def without_aslr(ranks: int) -> Iterator[None]:
     """Lets processes that this thread starts in the block lie at the same addresses.
 
     Does nothing where there is a core for each rank, and where a sandbox forbids it.

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import typer
 
-from flagcx.cli.started import count_ranks, told
+from flagcx.cli.start_ranks import count_ranks, reporting_errors
 from flagcx.errors import ArgumentError, LaunchError, PeerDiedError, ResourceError
 from tests.bootstrap.processes import bare_environment, is_alive, wait_until
 
@@ -61,7 +61,7 @@ def test_how_many_ranks(monkeypatch):
     ],
 )
 def test_where_an_error_was_raised_is_told_if_that_says_more(cause, line, capsys):
-    with pytest.raises(typer.Exit) as ended, told("bench"):
+    with pytest.raises(typer.Exit) as ended, reporting_errors("bench"):
         raise LaunchError("rank 1 raised it\n\nTraceback", rank=1) from cause
     assert ended.value.exit_code == 2
     assert capsys.readouterr().err == f"flagcx bench: {line}\n"

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from flagcx._launch.alike import laid_out_alike
+from flagcx._launch.no_aslr import without_aslr
 
 CORES = len(os.sched_getaffinity(0))
 PROGRAM = (
@@ -19,7 +19,7 @@ PROGRAM = (
 def _addresses(ranks: int) -> set[str]:
     told = set()
     for _ in range(4):
-        with laid_out_alike(ranks):
+        with without_aslr(ranks):
             process = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True)
         told.add(process.communicate()[0])
     return told

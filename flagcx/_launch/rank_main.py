@@ -15,7 +15,7 @@ import traceback
 from dataclasses import dataclass
 from typing import Any
 
-from flagcx._launch.guard import guard
+from flagcx._launch.process_groups import end_with_launcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ def main(setting_file: int, result_file: int, pipe: int) -> None:
         result_file: Descriptor of the file for the pickled ``Success`` or ``Failure``.
         pipe: The pipe that tells of the launcher's death.
     """
-    guard(pipe)
+    end_with_launcher(pipe)
     outcome: Success | Failure
     try:
         outcome = Success(_pickle(_call(read_file(setting_file))))

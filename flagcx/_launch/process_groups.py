@@ -1,9 +1,14 @@
-"""Process groups: each rank leads one, and what it starts belongs to it unless it goes its own way."""
+"""Process groups: each rank leads one, to which the processes that it starts belong too.
+
+``end_with_launcher`` ends a group when the launcher dies, ``sweep`` ends what ended ranks left running.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import select
 import signal
 import time
 from collections.abc import Sequence
@@ -12,6 +17,23 @@ from pathlib import Path
 _SETTLE_S = 0.3
 _HEED_S = 1.0
 _LOOK_AGAIN_S = 0.005
+
+
+def end_with_launcher(pipe: int) -> None:
+    """Has the kernel kill this process's group when the launcher dies, however it dies.
+
+    The launcher holds the other end of the pipe. When its process ends the kernel closes that end, and
+    signals the owner that was set here. That needs no thread, works while the interpreter is busy in C,
+    and reaches the processes which this rank started.
+
+    Args:
+        pipe: The reading end of a pipe, which must stay open.
+    """
+    fcntl.fcntl(pipe, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
+    if select.select([pipe], [], [], 0)[0]:  # It died before the signal was set.
+        os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 def sweep(groups: Sequence[int]) -> None:

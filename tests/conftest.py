@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.ranks import end_ranks
+
 
 @pytest.fixture(autouse=True, scope="session")
 def _as_on_a_fresh_machine() -> Iterator[None]:
@@ -13,3 +15,10 @@ def _as_on_a_fresh_machine() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FLAGCX_TUNING", "0")
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _started_ranks() -> Iterator[None]:
+    """The processes that ``run_ranks`` starts serve all tests of the session."""
+    yield
+    end_ranks()

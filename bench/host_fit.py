@@ -18,9 +18,10 @@ from pathlib import Path
 
 import numpy as np
 
+from flagcx.algorithms.candidate import Candidate
 from flagcx.cost.shared_memory import HOST_COSTS, HostCosts, predict_on_host
 from flagcx.errors import ArgumentError
-from flagcx.selection.table import Candidate, Table, read_table
+from flagcx.selection.table import Table, read_table
 
 Sample = tuple[str, int, int, int, Candidate, float]
 """Collective, ranks, cores, bytes, candidate, measured time in us."""

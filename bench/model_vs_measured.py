@@ -27,10 +27,10 @@ from pathlib import Path
 import numpy as np
 from report import format_size, write_json_lines
 
+from flagcx.algorithms.candidate import Candidate
 from flagcx.cost.model import model_of
 from flagcx.cost.nccl import FITTED, PRIOR, Way, predict_us, ways
 from flagcx.errors import TopologyError
-from flagcx.selection.candidates import Candidate
 from flagcx.selection.rules import pieces_on_device
 from flagcx.topology import LinkKind, Topology, cluster, files, preset
 from flagcx.topology.graph import DeviceKind, Link
@@ -334,7 +334,7 @@ def against_replays(rows: Sequence[dict]) -> list[dict]:
             continue
         if name in SCHEDULES:
             pieces = pieces_on_device("allreduce", name, nbytes)
-            predicted = models[ranks].timing(Candidate("allreduce", name, pieces), nbytes).time_us
+            predicted = models[ranks].timing("allreduce", Candidate(name, pieces), nbytes).time_us
         elif name == "NCCL":
             found = ways(machine, range(ranks), nvls=False)
             predicted = float(predict_us(found, np.array([nbytes], float), FITTED, replayed=True)[0])

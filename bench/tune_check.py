@@ -26,10 +26,11 @@ from statistics import median, quantiles
 from report import format_size, format_table, parse_size, write_json_lines
 
 import flagcx as fc
+from flagcx.algorithms.candidate import Candidate
 from flagcx.cli.tune import Task
 from flagcx.cli.tune import measure as tune_machine
-from flagcx.selection.measurement import HostBench, TimeBudget, as_choice
-from flagcx.selection.rules import Choice, choose_on_host
+from flagcx.selection.measurement import HostBench, TimeBudget
+from flagcx.selection.rules import choose_on_host
 from flagcx.selection.selector import Selector, TuningInfo
 from flagcx.selection.table import Table
 from flagcx.selection.tuning import counted
@@ -88,7 +89,7 @@ def check(collective: str, text: str, sizes: Sequence[int], rounds: int) -> list
         rule = choose_on_host(collective, nbytes, comm.size, attached=transport.cross_memory)
         tuned = selector.choose(collective, nbytes, comm.size)
         choices = {_name(c): c for c in (tuned, rule)}
-        every = (as_choice(c, nbytes) for c in bench.candidates(collective, nbytes))
+        every = (c.at(nbytes) for c in bench.candidates(collective, nbytes))
         choices |= {_name(c): c for c in every}
         pace = TimeBudget(rounds=rounds if total < LARGE else (rounds + 1) // 2, near=1.35)
         picked = [list(choices).index(_name(c)) for c in (tuned, rule)]
@@ -98,9 +99,9 @@ def check(collective: str, text: str, sizes: Sequence[int], rounds: int) -> list
     return checks
 
 
-def _name(choice: Choice) -> str:
+def _name(choice: Candidate) -> str:
     pieces = f"/{choice.pieces}" if choice.pieces > 1 else ""
-    return f"{choice.algorithm}{pieces}" + (f"/{choice.protocol}" if choice.protocol else "")
+    return f"{choice.label}{pieces}" + (f"/{choice.protocol}" if choice.protocol else "")
 
 
 def _judge(

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flagcx.algorithms import Algorithm
+from flagcx.algorithms.candidate import Candidate
 from flagcx.cli.bench_oracle import BenchMessage, Buffers, has_place, storage_count
 from flagcx.cli.bench_table import BenchRow, BenchTiming, sizes
 from flagcx.dtypes import OPS, dtype_of, resolve_op
 from flagcx.errors import ArgumentError, RankError
 from flagcx.schedule.collectives import COLLECTIVES
-from flagcx.selection.placement import build_along
 
 if TYPE_CHECKING:
     from flagcx.communicator import Communicator
@@ -89,7 +89,7 @@ class BenchTask:
         """
         root = self._root(size)
         if self.algorithm is not None and not (self.gpu and self.algorithm == Algorithm.NATIVE):
-            build_along(None, self.collective, self.algorithm, size, root, 1)
+            Candidate.parse(self.collective, self.algorithm).build(self.collective, size, root)
 
     def _root(self, size: int) -> int | None:
         if not COLLECTIVES[self.collective].rooted:

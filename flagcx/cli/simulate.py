@@ -11,9 +11,9 @@ import typer
 from flagcx.errors import ArgumentError, FlagcxError
 
 if TYPE_CHECKING:
+    from flagcx.algorithms.candidate import Candidate
     from flagcx.cost.model import Model
     from flagcx.cost.simulate import Timing
-    from flagcx.selection.candidates import Candidate
 
 _MOST_LINKS = 32
 _MOST_LISTED = 4096
@@ -63,10 +63,10 @@ def simulate(
         costs = Costs() if network_only else DEVICE_COSTS
         model = model_of(machine, ranks or len(machine.gpus), None, costs)
         candidate, root = _candidate(model, collective, algorithm, count, pieces)
-        timing = model.timing(candidate, count, root)
-        report = _report(model, algorithm, candidate, timing)
+        timing = model.timing(collective, candidate, count, root)
+        report = _report(model, collective, algorithm, candidate, timing)
         if plot is not None:
-            _draw(model, candidate, count, root, plot)
+            _draw(model, collective, candidate, count, root, plot)
     except FlagcxError as error:
         typer.echo(f"flagcx simulate: {error}", err=True)
         raise typer.Exit(2) from None
@@ -77,12 +77,9 @@ def simulate(
 
 def _check_names(collective: str, algorithm: str) -> None:
     """Refuses an algorithm, or one of a mix, that does not serve the collective."""
-    from flagcx.algorithms import entry
-    from flagcx.selection.split_message import mix_of
+    from flagcx.algorithms.candidate import Candidate
 
-    mix = mix_of(collective, algorithm)
-    for name in [algorithm] if mix is None else [mix.first, mix.second]:
-        entry(collective, name)
+    Candidate.parse(collective, algorithm).entries(collective)
 
 
 def _candidate(
@@ -90,48 +87,46 @@ def _candidate(
 ) -> tuple[Candidate, int | None]:
     from dataclasses import replace
 
-    from flagcx.algorithms import entry
+    from flagcx.algorithms.candidate import Candidate
     from flagcx.schedule.collectives import COLLECTIVES
-    from flagcx.selection.split_message import mix_of
+    from flagcx.selection.candidates import candidates
+    from flagcx.selection.predicted import in_pieces
 
     root = 0 if COLLECTIVES[collective].rooted else None
-    mix = mix_of(collective, algorithm)
-    if pieces is not None and pieces > 1 and (mix is not None or not entry(collective, algorithm).pipelined):
+    known = candidates(collective, model.size, model.topology, model.gpus)
+    asked = Candidate.parse(collective, algorithm)
+    first, *others = asked.entries(collective)
+    if pieces is not None and pieces > 1 and (others or not first.pipelined):
         raise ArgumentError(
             f"algorithm={algorithm!r} of {collective} is not pipelined, got --pieces {pieces}"
         )
-    if mix is not None:
-        one, other = _plain(model, collective, mix.first), _plain(model, collective, mix.second)
-        if mix.first == mix.second:  # Beside itself, one goes the other way.
-            other = replace(other, order=tuple(reversed(range(model.size))))
-        return replace(one, other=other, share=mix.share), root
-    plain = _plain(model, collective, algorithm)
+
+    def plain(one: Candidate) -> Candidate:
+        """The algorithm with its ranks as they are, in the groups that the machine has."""
+        return next((found for found in known if found.algorithm == one.algorithm), Candidate(one.algorithm))
+
+    if asked.other is not None:
+        return replace(plain(asked), other=plain(asked.other), share=asked.share), root
     if pieces is not None:
-        return replace(plain, pieces=pieces), root
-    return model.in_pieces(plain, nbytes, root).candidate, root
+        return replace(plain(asked), pieces=pieces), root
+    return in_pieces(model, collective, plain(asked), nbytes, root).candidate, root
 
 
-def _plain(model: Model, collective: str, algorithm: str) -> Candidate:
-    """The algorithm with its ranks as they are, in the groups that the machine has."""
-    from flagcx.selection.candidates import Candidate, candidates
-
-    found = candidates(collective, model.size, model.topology, model.gpus)
-    return next((one for one in found if one.algorithm == algorithm), Candidate(collective, algorithm))
-
-
-def _report(model: Model, algorithm: str, candidate: Candidate, timing: Timing) -> dict[str, Any]:
+def _report(
+    model: Model, collective: str, algorithm: str, candidate: Candidate, timing: Timing
+) -> dict[str, Any]:
     from flagcx.schedule.collectives import COLLECTIVES
 
     size = model.size
-    kind = COLLECTIVES[candidate.collective]
+    kind = COLLECTIVES[collective]
     share = (size - 1) / size if kind.blocks else 1.0
-    share = 2 * (size - 1) / size if candidate.collective == "allreduce" else share
+    share = 2 * (size - 1) / size if collective == "allreduce" else share
     busiest = sorted(range(len(timing.link_busy)), key=lambda link: -timing.link_busy[link])
     network = model.network
     speeds = network.bandwidth_gb_per_s
     return {
         "topology": model.topology.name,
-        "collective": candidate.collective,
+        "collective": collective,
         "algorithm": algorithm,
         "candidate": candidate.name,
         "ranks": size,
@@ -181,10 +176,12 @@ def _check_picture(path: Path | None) -> None:
         raise ArgumentError(f"{path}: cannot draw to {path.suffix or 'no ending'!r}; use .png, .svg or .pdf")
 
 
-def _draw(model: Model, candidate: Candidate, nbytes: int, root: int | None, path: Path) -> None:
+def _draw(
+    model: Model, collective: str, candidate: Candidate, nbytes: int, root: int | None, path: Path
+) -> None:
     from flagcx.schedule.draw_timed import draw_times
 
-    laid = model.laid(candidate, root)
+    laid = model.laid(collective, candidate, root)
     messages = sum(
         count * sum(len(laid.rounds.blocks[b].source) for b in key) for key, count in laid.rounds.runs
     )
@@ -192,7 +189,7 @@ def _draw(model: Model, candidate: Candidate, nbytes: int, root: int | None, pat
         raise ArgumentError(
             f"--plot would draw {messages} messages; expected at most {_MOST_DRAWN}: fewer ranks"
         )
-    title = f"{candidate.collective}, {candidate.name}: {nbytes} B, {model.size} ranks"
+    title = f"{collective}, {candidate.name}: {nbytes} B, {model.size} ranks"
     try:
         draw_times(title, model.size, laid.moments(nbytes, model.costs), path)
     except OSError as error:

@@ -1,25 +1,20 @@
 """What each candidate costs: its schedule, timed on the topology.
 
 The network's part is the topology's; the rest are a few constants of the transport (``Costs``), which a
-measurement can replace. ``compare`` times all candidates of a call, chooses pieces, and tries two algorithms
-beside each other where one leaves links idle that the other would use.
+measurement can replace.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
-from itertools import combinations
 
-import numpy as np
-
+from flagcx.algorithms.candidate import Candidate
 from flagcx.cost.channels import Channels
 from flagcx.cost.network import Network, over
 from flagcx.cost.simulate import Costs, Timed, Timing, lay
 from flagcx.errors import TopologyError
-from flagcx.schedule.collectives import COLLECTIVES
-from flagcx.selection.candidates import MOST_PLANNED, Candidate, best_pieces, candidates
+from flagcx.schedule.traffic import Rounds, rounds_of, staggered
 from flagcx.topology.graph import Topology
 
 #: Grouped send and receive through NCCL, and one kernel for a step's local work, replayed as a CUDA graph.
@@ -34,9 +29,6 @@ DEVICE_COSTS = Costs(
     memory_gb_per_s=3600.0,
     channels=Channels(gb_per_s=20.0, reach=0.96),
 )
-_WORTH_A_MIX = 0.95
-_MOST_MIXED = 6
-_SHARES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +91,8 @@ class Model:
     Example:
         >>> from flagcx.topology import preset
         >>> model = Model(preset("dgx-a100"))
-        >>> model.compare("allreduce", 1 << 30)[0].steps < 16
-        True
+        >>> model.predict("allreduce", Candidate("ring"), 1 << 30).steps
+        14
     """
 
     def __init__(
@@ -115,33 +107,36 @@ class Model:
         self.size = len(self.gpus)
         self.costs = _spread(costs, len({topology.gpu(gpu).host for gpu in self.gpus}))
         self.network = over(topology, self.gpus) if network is None else network
-        self._laid: dict[tuple[Candidate, int | None], Timed] = {}
+        self._laid: dict[tuple[str, Candidate, int | None], Timed] = {}
 
-    def timing(self, candidate: Candidate, nbytes: float, root: int | None = None) -> Timing:
+    def timing(self, collective: str, candidate: Candidate, nbytes: float, root: int | None = None) -> Timing:
         """The time of a candidate with all that goes over each link.
 
         Args:
+            collective: Name of the collective.
             candidate: Any.
             nbytes: Bytes of the message; of one block, where the collective has one a rank.
             root: The root of a rooted collective.
         """
-        return self.laid(candidate, root).time(nbytes, self.costs)
+        return self.laid(collective, candidate, root).time(nbytes, self.costs)
 
-    def laid(self, candidate: Candidate, root: int | None = None) -> Timed:
+    def laid(self, collective: str, candidate: Candidate, root: int | None = None) -> Timed:
         """The candidate's schedule over the network, found once."""
-        found = self._laid.get((candidate, root))
+        found = self._laid.get((collective, candidate, root))
         if found is None:
-            found = lay(candidate.rounds(self.size, root), self.network)
-            self._laid[candidate, root] = found
+            found = lay(rounds(collective, candidate, self.size, root), self.network)
+            self._laid[collective, candidate, root] = found
         return found
 
-    def predict(self, candidate: Candidate, nbytes: float, root: int | None = None) -> Prediction:
+    def predict(
+        self, collective: str, candidate: Candidate, nbytes: float, root: int | None = None
+    ) -> Prediction:
         """What the model says of a candidate, as it is."""
-        timing = self.timing(candidate, nbytes, root)
+        timing = self.timing(collective, candidate, nbytes, root)
         return Prediction(
             candidate,
             timing.time_us,
-            self.timing(candidate, 0, root).time_us,
+            self.timing(collective, candidate, 0, root).time_us,
             timing.steps,
             float(timing.sent_nbytes.max(initial=0)),
             self.bottleneck(timing),
@@ -161,66 +156,16 @@ class Model:
             float(timing.link_busy[worst]),
         )
 
-    def in_pieces(self, candidate: Candidate, nbytes: float, root: int | None = None) -> Prediction:
-        """What the model says of a candidate with the pieces that serve it best."""
-        one = self.predict(candidate, nbytes, root)
-        pieces = best_pieces(candidate, one.steps, one.latency_us, one.time_us, nbytes)
-        if pieces == 1:
-            return one
-        cut = self.predict(replace(candidate, pieces=pieces), nbytes, root)
-        return min(one, cut, key=lambda prediction: prediction.time_us)
 
-    def compare(self, collective: str, nbytes: float, root: int | None = None) -> tuple[Prediction, ...]:
-        """All candidates, mixes included where they gain, the fastest first.
-
-        Ties keep the order of the catalogue, so that all ranks find the same.
-
-        Args:
-            collective: Name of the collective.
-            nbytes: Bytes of the message; of one block, where the collective has one a rank.
-            root: The root of a rooted collective; 0 by default.
-
-        Raises:
-            ArgumentError: There is no such collective.
-        """
-        found = candidates(collective, self.size, self.topology, self.gpus)
-        root = 0 if COLLECTIVES[collective].rooted and root is None else root
-        nbytes = 0 if collective == "barrier" else nbytes
-        simple = [self.in_pieces(candidate, nbytes, root) for candidate in found]
-        ranked = sorted(simple, key=lambda prediction: prediction.time_us)
-        mixes = list(self._mixes(ranked, nbytes, root)) if 2 < self.size <= MOST_PLANNED else []
-        return tuple(sorted([*ranked, *mixes], key=lambda prediction: prediction.time_us))
-
-    def _mixes(self, ranked: list[Prediction], nbytes: float, root: int | None) -> Iterator[Prediction]:
-        """Two beside each other, where together they would keep every link less busy than either alone."""
-        parts = [prediction.candidate for prediction in ranked[:_MOST_MIXED]]
-        for part in list(parts):
-            if part.algorithm in ("ring", "chain") and root is None:
-                order = part.order or tuple(range(self.size))
-                parts.append(replace(part, order=order[::-1]))
-        best = ranked[0].time_us
-        gains: list[tuple[float, int, Candidate]] = []
-        for a, b in combinations(parts, 2):
-            share, gain = self._share(a, b, nbytes, root)
-            if gain < _WORTH_A_MIX:
-                gains.append((gain, len(gains), replace(a, other=b, share=share)))
-        for _, _, mix in sorted(gains)[:_MOST_MIXED]:
-            prediction = self.predict(mix, nbytes, root)
-            if prediction.time_us < best:
-                yield prediction
-
-    def _share(self, a: Candidate, b: Candidate, nbytes: float, root: int | None) -> tuple[Fraction, float]:
-        """The share of ``a`` with which the busiest link has least to do, and that over the better alone."""
-        speed = self.network.bandwidth_gb_per_s * 1000
-        alone = [self.timing(candidate, nbytes, root).link_nbytes for candidate in (a, b)]
-        busy = [np.pad(load, (0, len(speed) - len(load))) / speed for load in alone]
-        least = min(load.max() for load in busy)
-        if not least:
-            return Fraction(1, 2), 1.0
-        shares = [Fraction(part, _SHARES) for part in range(1, _SHARES)]
-        worst = [float((busy[0] * float(x) + busy[1] * float(1 - x)).max()) for x in shares]
-        chosen = int(np.argmin(worst))
-        return shares[chosen], worst[chosen] / float(least)
+def rounds(collective: str, candidate: Candidate, size: int, root: int | None = None) -> Rounds:
+    """The traffic of a candidate's schedule; that of many pieces from that of one, where this can be."""
+    schedule = candidate.build(collective, size, root)
+    if candidate.pieces > 1 and candidate.other is None and candidate.algorithm != "ring":
+        one = rounds(collective, replace(candidate, pieces=1), size, root)
+        found = staggered(one, schedule)
+        if found is not None:
+            return found
+    return rounds_of(schedule)
 
 
 def _spread(costs: Costs, hosts: int) -> Costs:

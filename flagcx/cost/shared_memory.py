@@ -17,11 +17,11 @@ from functools import lru_cache
 import numpy as np
 
 from flagcx.algorithms import build
+from flagcx.algorithms.candidate import Candidate
 from flagcx.cost.network import Flows, Network
 from flagcx.cost.simulate import Costs, Timing, lay, message_nbytes
 from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.schedule.traffic import Rounds, rounds_of
-from flagcx.selection.table import Candidate
 
 MOST_RANKS = 64
 """Up to so many ranks the model is asked: a host has no more."""
@@ -107,7 +107,7 @@ def predict_on_host(
     """
     if root is None and COLLECTIVES[collective].rooted:
         root = 0
-    rounds = _rounds(collective, candidate.algorithm, size, root, candidate.pieces(nbytes))
+    rounds = _rounds(collective, candidate.algorithm, size, root, candidate.pieces_at(nbytes))
     cores = cores or count_cores()
     once = attached and candidate.protocol == "cross_memory"
     cached = message_nbytes(collective, size, nbytes) <= costs.cache_nbytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import Any
 
+from flagcx.algorithms.candidate import Candidate
 from flagcx.dtypes import DType, ReduceOp
 from flagcx.errors import CommunicatorError
 from flagcx.executor.host import TWO_THREADS, Executor, nbytes_of
@@ -13,7 +14,7 @@ from flagcx.kernels.peer import may_be_bare
 from flagcx.profiler import RecordedPlan
 from flagcx.schedule.collectives import COLLECTIVES, Counts
 from flagcx.selection.on_device import DIRECT_ALGORITHMS, DeviceSelector, SharedDecision
-from flagcx.selection.rules import Capabilities, Choice, choose_on_device, pieces_on_device
+from flagcx.selection.rules import Capabilities, choose_on_device
 from flagcx.selection.selector import TuningInfo
 from flagcx.transport.base import Call, Plan
 from flagcx.transport.nccl.native import NATIVE, native_form, native_schedule
@@ -34,7 +35,7 @@ class DeviceExecutor(Executor):
     transport: NcclTransport
 
     def __init__(self, transport: NcclTransport, selector: DeviceSelector | None = None) -> None:
-        super().__init__(transport.rank, transport.size, transport, choose_on_device, pieces_on_device)
+        super().__init__(transport.rank, transport.size, transport, choose_on_device)
         self.selector = selector or DeviceSelector(SharedDecision(TuningInfo(None, "")))
         self.array_class = transport.array_class
         # CuPy makes an object for each look at ``flags``, which costs as much as all the rest.
@@ -81,7 +82,7 @@ class DeviceExecutor(Executor):
             self.selector.reach,
         )
 
-    def _choice(self, collective: str, counts: Counts, dtype: DType, op: ReduceOp | None) -> Choice:
+    def _choice(self, collective: str, counts: Counts, dtype: DType, op: ReduceOp | None) -> Candidate:
         """What carries a call: all that can is told to one chooser; see ``Capabilities``."""
         nbytes = nbytes_of(counts, dtype)
         possible = self.possible(collective, nbytes, dtype, op)
@@ -89,22 +90,19 @@ class DeviceExecutor(Executor):
 
     def _named(
         self, collective: str, counts: Counts, dtype: DType, op: ReduceOp | None, algorithm: str
-    ) -> Choice:
+    ) -> Candidate:
         """An algorithm that the caller names goes through the peers' memory where the transport can."""
         nbytes = nbytes_of(counts, dtype)
         possible = self.possible(collective, nbytes, dtype, op)
         uneven = not isinstance(counts, int)
         return self.selector.choose_named(algorithm, collective, nbytes, self.size, uneven, possible)
 
-    def _make(self, collective, counts, dtype, op, root, in_place, choice: Choice) -> Plan:
+    def _make(self, collective, counts, dtype, op, root, in_place, choice: Candidate) -> Plan:
         """Compiles a choice; NCCL's own collective has no schedule to build."""
         if choice.algorithm != NATIVE:
             return super()._make(collective, counts, dtype, op, root, in_place, choice)
         schedule = native_schedule(collective, self.size, root)
         return self.transport.compile(Call(schedule, self.rank, counts, dtype, op, in_place))
-
-    def _serves_uneven(self, collective: str, algorithm: str) -> bool:
-        return algorithm == NATIVE or super()._serves_uneven(collective, algorithm)
 
     def start(self, plan: Plan, given: Any, result: Any, value: Any, what: str) -> DeviceWork:
         """Enqueues a plan on the communicator's own stream.

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from flagcx.algorithms import entries, entry
+from flagcx.algorithms import entries
+from flagcx.algorithms.candidate import Candidate, Order
 from flagcx.dtypes import OPS, DType, ReduceOp, dtype_of, resolve_op
 from flagcx.errors import ArgumentError, CommunicationError, CommunicatorError, MismatchError
 from flagcx.executor.progress_thread import progress_thread
@@ -21,9 +22,7 @@ from flagcx.profiler import OperationInfo, Progress, RecordBuffer, RecordedPlan
 from flagcx.profiler.records import Uncounted
 from flagcx.schedule.collectives import Counts
 from flagcx.selection.online_tuning import Exploration, Explored
-from flagcx.selection.placement import Order, build_along
-from flagcx.selection.rules import Choice, pieces_for
-from flagcx.selection.split_message import mix_of
+from flagcx.selection.rules import choose_named_on_host
 from flagcx.selection.write_back import Finding
 from flagcx.transport.base import Call, Plan, Transport
 
@@ -44,7 +43,7 @@ class Executor:
         size: Number of ranks.
         transport: What carries the arrays.
         choose: ``choose(collective, nbytes, size, uneven)``: the algorithm where the caller names none.
-        pieces: ``pieces(collective, algorithm, nbytes)``: the pieces for an algorithm that he names.
+        choose_named: ``choose_named(collective, algorithm, nbytes)``: where the caller names one.
         alternatives: ``alternatives(collective, nbytes, size)``: the choice, then what is nearly as fast, to
             be tried while the job runs; None where nothing is tried.
         ring: Where runs are recorded, if they are.
@@ -60,16 +59,16 @@ class Executor:
         rank: int,
         size: int,
         transport: Transport,
-        choose: Callable[[str, int, int, bool], Choice],
-        pieces: Callable[[str, str, int], int] = pieces_for,
-        alternatives: Callable[[str, int, int], Sequence[Choice]] | None = None,
+        choose: Callable[[str, int, int, bool], Candidate],
+        choose_named: Callable[[str, str, int], Candidate] = choose_named_on_host,
+        alternatives: Callable[[str, int, int], Sequence[Candidate]] | None = None,
         ring: RecordBuffer | None = None,
     ) -> None:
         self.rank, self.size, self.transport = rank, size, transport
         self.turn = threading.Lock()
         self._straight: dict[tuple, Plan] = {}
         self.quick = self._straight
-        self._choose, self._pieces, self._alternatives = choose, pieces, alternatives
+        self._choose, self._choose_named, self._alternatives = choose, choose_named, alternatives
         self.ring = ring
         self._progress: Progress = getattr(transport, "progress", None) or Uncounted()
         self._explorations: dict[tuple, Exploration] = {}
@@ -124,43 +123,37 @@ class Executor:
                 return Explored(exploration, make, describe, self.ring or RecordBuffer(1), self._progress)
         else:
             choice = self._named(collective, counts, dtype, op, algorithm)
-        if uneven and not self._serves_uneven(collective, choice.algorithm):
+        if uneven and not choice.serves_uneven(collective):
             serving = ", ".join(str(e.algorithm) for e in entries(collective) if e.uneven)
             raise ArgumentError(
-                f"algorithm={str(choice.algorithm)!r} of {collective} needs blocks of one size; for blocks "
+                f"algorithm={choice.label!r} of {collective} needs blocks of one size; for blocks "
                 f"of different sizes use one of {serving}"
             )
         plan = make(choice)
         return plan if self.ring is None else RecordedPlan(plan, describe(choice), self.ring, self._progress)
 
-    def _choice(self, collective: str, counts: Counts, dtype: DType, op: ReduceOp | None) -> Choice:
+    def _choice(self, collective: str, counts: Counts, dtype: DType, op: ReduceOp | None) -> Candidate:
         """The choice for a call whose caller names no algorithm; the same on all ranks."""
         return self._choose(collective, nbytes_of(counts, dtype), self.size, not isinstance(counts, int))
 
     def _named(
         self, collective: str, counts: Counts, dtype: DType, op: ReduceOp | None, algorithm: str
-    ) -> Choice:
+    ) -> Candidate:
         """The choice for a call whose caller names an algorithm."""
-        return Choice(
-            algorithm, self._pieces(collective, algorithm, nbytes_of(counts, dtype)), "named by the caller"
-        )
+        return self._choose_named(collective, algorithm, nbytes_of(counts, dtype))
 
-    def _make(self, collective, counts, dtype, op, root, in_place, choice: Choice) -> Plan:
+    def _make(self, collective, counts, dtype, op, root, in_place, choice: Candidate) -> Plan:
         """Builds the schedule of a choice, and compiles it."""
-        algorithm = str(choice.algorithm)
-        schedule = build_along(self.order, collective, algorithm, self.size, root, choice.pieces)
+        schedule = choice.along(self.order).build(collective, self.size, root)
         call = Call(schedule, self.rank, counts, dtype, op, in_place, choice.protocol)
         return self.transport.compile(call)
 
-    def _serves_uneven(self, collective: str, algorithm: str) -> bool:
-        return mix_of(collective, algorithm) is None and entry(collective, algorithm).uneven
-
-    def _describe(self, collective: str, counts: Counts, dtype: DType, choice: Choice) -> OperationInfo:
+    def _describe(self, collective: str, counts: Counts, dtype: DType, choice: Candidate) -> OperationInfo:
         return OperationInfo(
             collective,
             nbytes_of(counts, dtype),
             dtype.name,
-            str(choice.algorithm),
+            choice.label,
             choice.pieces,
             choice.protocol,
             self.transport.name,
@@ -192,7 +185,7 @@ class Executor:
         largest = np.array(values, np.int64)
         whole = dtype_of(largest.dtype)
         op = resolve_op("max", whole)
-        plan = self._make("allreduce", largest.size, whole, op, None, True, Choice("one_shot", 1, ""))
+        plan = self._make("allreduce", largest.size, whole, op, None, True, Candidate("one_shot"))
         plan.run(largest, largest)
         return [int(value) for value in largest]
 
@@ -211,7 +204,7 @@ class Executor:
         own = np.frombuffer(told[:_TOLD_NBYTES].ljust(_TOLD_NBYTES, b"\0"), np.uint8)
         everybodys = np.empty((self.size, own.size), np.uint8)
         kind = dtype_of(own.dtype)
-        plan = self._make("allgather", own.size, kind, None, None, False, Choice("direct", 1, ""))
+        plan = self._make("allgather", own.size, kind, None, None, False, Candidate("direct"))
         plan.run(own, everybodys.reshape(-1))
         for rank, theirs in enumerate(everybodys):
             if (theirs != own).any():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from flagcx.algorithms import Algorithm, build
+from flagcx.algorithms.candidate import Candidate
 from flagcx.bootstrap.store import Store
 from flagcx.config import Config
 from flagcx.dtypes import DType, ReduceOp
@@ -14,7 +14,6 @@ from flagcx.executor.host import Executor
 from flagcx.profiler import RecordBuffer
 from flagcx.schedule.collectives import Counts
 from flagcx.selection.across_hosts import choose_across_hosts
-from flagcx.selection.rules import Choice
 from flagcx.transport.base import Call, Plan, Transport
 from flagcx.transport.mpi import MpiTransport
 from flagcx.transport.throttled import throttled
@@ -100,7 +99,7 @@ class MultiHostExecutor(Executor):
         # Rings and chains pass each host once.
         self.order = tuple(rank for group in self.groups for rank in group)
 
-    def _choose_for_hosts(self, collective: str, nbytes: int, size: int, uneven: bool) -> Choice:
+    def _choose_for_hosts(self, collective: str, nbytes: int, size: int, uneven: bool) -> Candidate:
         return choose_across_hosts(collective, nbytes, self.groups, uneven)
 
     def _make(
@@ -111,9 +110,7 @@ class MultiHostExecutor(Executor):
         op: ReduceOp | None,
         root: int | None,
         in_place: bool,
-        choice: Choice,
+        choice: Candidate,
     ) -> Plan:
-        if choice.algorithm != Algorithm.HIERARCHICAL:
-            return super()._make(collective, counts, dtype, op, root, in_place, choice)
-        schedule = build(collective, choice.algorithm, self.size, root, groups=self.groups)
-        return self.transport.compile(Call(schedule, self.rank, counts, dtype, op, in_place))
+        schedule = choice.along(self.order, self.groups).build(collective, self.size, root)
+        return self.transport.compile(Call(schedule, self.rank, counts, dtype, op, in_place, choice.protocol))

@@ -26,8 +26,8 @@ from flagcx.topology import Topology, cluster, preset
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from flagcx.algorithms.candidate import Candidate
     from flagcx.cost.model import Model
-    from flagcx.selection.candidates import Candidate
 
 #: GB/s of float32 that a GPU takes through a codec's coding and decoding: some passes over its memory.
 DEVICE_CODEC_GB_PER_S = 200.0
@@ -309,6 +309,7 @@ def _on_device(
 def _algorithms(model: Model, model_bytes: int) -> list[tuple[str, TimeUs]]:
     """The best algorithms for buckets and for the whole, with NCCL's own."""
     from flagcx.cost import nccl as native
+    from flagcx.selection.predicted import compare
 
     if model.size == 1:
         return [("none", lambda nbytes: 0.0)]
@@ -316,11 +317,13 @@ def _algorithms(model: Model, model_bytes: int) -> list[tuple[str, TimeUs]]:
     middle = sizes[len(sizes) // 2]
     found: dict[str, Candidate] = {}
     for nbytes in (model_bytes, middle):
-        for one in model.compare("allreduce", nbytes)[:_MOST_ALGORITHMS]:
+        for one in compare(model, "allreduce", nbytes)[:_MOST_ALGORITHMS]:
             found.setdefault(one.candidate.name, one.candidate)
     times = []
     for name, candidate in found.items():
-        times.append((name, _between(sizes, [model.timing(candidate, n).time_us for n in sizes])))
+        times.append(
+            (name, _between(sizes, [model.timing("allreduce", candidate, n).time_us for n in sizes]))
+        )
     ways = native.ways(model.topology, model.gpus)
     predicted = native.predict_us(ways, np.array(sizes, float), native.FITTED, replayed=True)
     times.append(("native", _between(sizes, list(predicted))))

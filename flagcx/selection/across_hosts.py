@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flagcx.algorithms import Algorithm
-from flagcx.selection.rules import Choice, pieces_for
+from flagcx.algorithms.candidate import Candidate
+from flagcx.selection.rules import pieces_for
 
 _TINY_NBYTES = 4 << 10
 
 
 def choose_across_hosts(
     collective: str, nbytes: int, groups: Sequence[Sequence[int]], uneven: bool = False
-) -> Choice:
+) -> Candidate:
     """Chooses for NumPy arrays between processes of several hosts.
 
     Args:
@@ -22,19 +23,23 @@ def choose_across_hosts(
         uneven: Whether the blocks differ in size.
     """
     if collective == "barrier":
-        return Choice(Algorithm.DISSEMINATION, 1, "fewest steps")
+        return Candidate(Algorithm.DISSEMINATION, reason="fewest steps")
     alone = all(len(group) == 1 for group in groups)
     if collective in ("broadcast", "reduce"):
         if nbytes <= _TINY_NBYTES:
-            return Choice(Algorithm.BINOMIAL, 1, "tiny: fewest steps")
+            return Candidate(Algorithm.BINOMIAL, reason="tiny: fewest steps")
         pieces = pieces_for(collective, Algorithm.CHAIN, nbytes)
-        return Choice(Algorithm.CHAIN, pieces, "pieces flow from host to host, over each link once")
+        return Candidate(Algorithm.CHAIN, pieces, reason="pieces flow from host to host, over each link once")
     if collective == "allreduce":
         if nbytes <= _TINY_NBYTES:
-            return Choice(Algorithm.RECURSIVE_DOUBLING, 1, "tiny: fewest steps")
+            return Candidate(Algorithm.RECURSIVE_DOUBLING, reason="tiny: fewest steps")
         if alone:
-            return Choice(Algorithm.RING, 1, "one rank a host: the least traffic over each link")
-        return Choice(Algorithm.HIERARCHICAL, 1, "within hosts first: the message crosses the network once")
+            return Candidate(Algorithm.RING, reason="one rank a host: the least traffic over each link")
+        return Candidate(
+            Algorithm.HIERARCHICAL, reason="within hosts first: the message crosses the network once"
+        )
     if collective in ("allgather", "reduce_scatter") and not uneven:
-        return Choice(Algorithm.RING, 1, "in the order of the hosts: each block crosses each link once")
-    return Choice(Algorithm.DIRECT, 1, "every block goes straight to where it belongs")
+        return Candidate(
+            Algorithm.RING, reason="in the order of the hosts: each block crosses each link once"
+        )
+    return Candidate(Algorithm.DIRECT, reason="every block goes straight to where it belongs")

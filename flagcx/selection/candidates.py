@@ -1,20 +1,13 @@
-"""Candidates: everything that could run a call, as data, and the schedule that each stands for.
-
-A candidate is an algorithm with its pieces, the order of the ranks, the groups of a hierarchy, or two such
-beside each other on parts of the message. ``flagcx.cost.model`` says how long each takes.
-"""
+"""The candidates for a collective on a topology, with the orders and groups that its links suggest."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from fractions import Fraction
+from dataclasses import replace
 from math import isqrt
 
-from flagcx.algorithms import AlgorithmEntry, build, entries, entry
-from flagcx.schedule.compose import beside, relabel
-from flagcx.schedule.model import Schedule
-from flagcx.schedule.traffic import Rounds, rounds_of, staggered
+from flagcx.algorithms import AlgorithmEntry, entries, entry
+from flagcx.algorithms.candidate import MOST_PIECES, Candidate
 from flagcx.topology.graph import Topology
 from flagcx.topology.plan import best_order
 
@@ -22,76 +15,10 @@ from flagcx.topology.plan import best_order
 MOST_DIRECT = 512
 #: Up to so many ranks orders of the ranks are planned, and mixes of two algorithms tried.
 MOST_PLANNED = 64
-MOST_PIECES = 64
 #: No piece is cut smaller: its time would be latency alone.
 LEAST_PIECE_NBYTES = 4 << 10
 _ALONG_LINKS = ("ring", "chain")
 _TO_ALL = ("one_shot", "two_shot", "direct", "pairwise")
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """One way to run a collective.
-
-    Attributes:
-        collective: Name of the collective.
-        algorithm: Name of the algorithm.
-        pieces: As ``flagcx.algorithms.build`` takes it.
-        order: The rank at each place of the schedule; None for the ranks as they are.
-        groups: The ranks of each group, for a hierarchy; None for the algorithm's default.
-        other: What runs beside it on the rest of the message; None where it has all.
-        share: The part of the message that it has itself.
-    """
-
-    collective: str
-    algorithm: str
-    pieces: int = 1
-    order: tuple[int, ...] | None = None
-    groups: tuple[tuple[int, ...], ...] | None = None
-    other: Candidate | None = None
-    share: Fraction = Fraction(1)
-
-    @property
-    def name(self) -> str:
-        """The algorithm with what is special about it, for people."""
-        words = [str(self.algorithm)]
-        if self.pieces > 1:
-            words.append(f"in {self.pieces} pieces")
-        if self.order is not None:
-            shown = ",".join(map(str, self.order[:8])) + (",..." if len(self.order) > 8 else "")
-            words.append(f"along {shown}")
-        if self.groups is not None:
-            words.append(f"in {len(self.groups)} groups")
-        text = " ".join(words)
-        return text if self.other is None else f"{text} ({self.share}) | {self.other.name}"
-
-    def schedule(self, size: int, root: int | None = None) -> Schedule:
-        """The schedule.
-
-        Args:
-            size: Number of ranks.
-            root: The root of a rooted collective, else None.
-
-        Raises:
-            ArgumentError: The algorithm cannot serve so many ranks.
-        """
-        place = root if root is None or self.order is None else self.order.index(root)
-        made = build(self.collective, self.algorithm, size, place, self.pieces, self.groups)
-        if self.order is not None:
-            made = relabel(made, self.order)
-        if self.other is None:
-            return made
-        return beside(made, self.other.schedule(size, root), self.share)
-
-    def rounds(self, size: int, root: int | None = None) -> Rounds:
-        """The traffic of the schedule; that of many pieces from that of one, where this can be."""
-        schedule = self.schedule(size, root)
-        if self.pieces > 1 and self.other is None and self.algorithm != "ring":
-            one = replace(self, pieces=1).rounds(size, root)
-            found = staggered(one, schedule)
-            if found is not None:
-                return found
-        return rounds_of(schedule)
 
 
 def candidates(
@@ -126,7 +53,7 @@ def candidates(
 
 
 def _forms(one: AlgorithmEntry, size: int, order, groups) -> Iterator[Candidate]:
-    plain = Candidate(one.collective, str(one.algorithm))
+    plain = Candidate(one.algorithm)
     if not one.grouped:
         yield plain
         if order is not None and one.algorithm in _ALONG_LINKS:
@@ -180,13 +107,16 @@ def _islands(topology: Topology, gpus: tuple[int, ...]) -> list[list[int]]:
     return islands
 
 
-def best_pieces(candidate: Candidate, steps: int, latency_us: float, time_us: float, nbytes: float) -> int:
+def best_pieces(
+    collective: str, candidate: Candidate, steps: int, latency_us: float, time_us: float, nbytes: float
+) -> int:
     """How many pieces a pipelined algorithm does best with, a power of two.
 
     With s steps of a us and b us of bytes each, k pieces take (s + k - 1)(a + b / k), which is least for
     k = sqrt((s - 1) b / a).
 
     Args:
+        collective: Name of the collective.
         candidate: With one piece.
         steps: Its steps.
         latency_us: Its time for no bytes.
@@ -194,10 +124,10 @@ def best_pieces(candidate: Candidate, steps: int, latency_us: float, time_us: fl
         nbytes: Bytes of the message.
 
     Example:
-        >>> best_pieces(Candidate("broadcast", "chain"), 7, 7.0, 1007.0, 1 << 20)
+        >>> best_pieces("broadcast", Candidate("chain"), 7, 7.0, 1007.0, 1 << 20)
         32
     """
-    if not entry(candidate.collective, candidate.algorithm).pipelined or candidate.algorithm == "ring":
+    if not entry(collective, candidate.algorithm).pipelined or candidate.algorithm == "ring":
         return 1
     most = min(MOST_PIECES, int(nbytes // LEAST_PIECE_NBYTES))
     if steps < 2 or most < 2 or latency_us <= 0:

@@ -14,6 +14,7 @@ from flagcx.errors import ArgumentError
 from flagcx.selection.candidates import MOST_PLANNED
 from flagcx.selection.explain_peers import MOST_RANKS, peer_rows
 from flagcx.selection.explanation import Explanation, Row, in_order
+from flagcx.selection.predicted import compare
 from flagcx.topology.graph import Topology
 
 
@@ -55,7 +56,7 @@ def explain(
             f"size={size!r} ranks and nbytes={nbytes!r}; expected at least 1 rank and 0 bytes"
         )
     known = measured or {}
-    found = model_of(topology, size, gpus, costs).compare(collective, nbytes, root)
+    found = compare(model_of(topology, size, gpus, costs), collective, nbytes, root)
     rows = [_row(one, known.get(one.candidate.name)) for one in found]
     if 1 < size <= MOST_RANKS:
         chosen = [gpu.index for gpu in topology.gpus[:size]] if gpus is None else list(gpus)
@@ -70,7 +71,7 @@ def _row(one: Prediction, measured_us: float | None) -> Row:
     facts = one.candidate
     return Row(
         facts.name,
-        str(facts.algorithm),
+        facts.label,
         facts.pieces,
         one.steps,
         one.sent_nbytes,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from flagcx.algorithms import Algorithm, entries, entry
+from flagcx.algorithms.candidate import Candidate, Order
 from flagcx.cost.model import Bottleneck, Model
 from flagcx.cost.peer_memory import NATIVE_WAY
 from flagcx.cost.shared_memory import MOST_RANKS, predict_on_host
@@ -13,18 +14,14 @@ from flagcx.cost.simulate import message_nbytes
 from flagcx.errors import ArgumentError
 from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.selection.candidates import MOST_PLANNED
-from flagcx.selection.candidates import Candidate as Laid
 from flagcx.selection.explain import native_row
 from flagcx.selection.explain_peers import way_row
 from flagcx.selection.explanation import Explanation, Row, in_order
 from flagcx.selection.measurement import PIECE_NBYTES, forms
 from flagcx.selection.measurement_on_device import PIECE_NBYTES as DEVICE_PIECE_NBYTES
 from flagcx.selection.on_device import DIRECT_ALGORITHMS, why_not
-from flagcx.selection.placement import FOLLOWS_ORDER, Order
-from flagcx.selection.predicted import laid_mix, mixes_for
-from flagcx.selection.rules import Capabilities, Choice
-from flagcx.selection.split_message import mix_of
-from flagcx.selection.table import Candidate
+from flagcx.selection.predicted import mixes_for
+from flagcx.selection.rules import Capabilities
 from flagcx.topology.graph import Topology
 from flagcx.transport.shared_memory.channel import RENDEZVOUS_NBYTES
 
@@ -52,7 +49,7 @@ class Asked:
     collective: str
     nbytes: int
     size: int
-    choice: Choice
+    choice: Candidate
     measured_us: Mapping[Candidate, float]
     note: str
     where: str
@@ -63,30 +60,24 @@ class Asked:
 
     def row(self, candidate: Candidate, **found: object) -> Row:
         """A candidate's row; what it costs in steps and bytes by the catalogue's closed forms."""
-        algorithm, pieces = candidate.algorithm, candidate.pieces(self.nbytes)
+        candidate = candidate.at(self.nbytes)
+        algorithm, pieces = candidate.label, candidate.pieces
         values: dict = {"steps": 0, "sent_nbytes": 0.0, "bottleneck": None, "predicted_us": None}
-        values["latency_us"] = 0.0
-        plain = algorithm != Algorithm.NATIVE and mix_of(self.collective, algorithm) is None
+        values |= {"latency_us": 0.0, "measured_us": self.measured_us.get(candidate)}
+        plain = algorithm != Algorithm.NATIVE and candidate.other is None
         if plain and self.size > 1:
             known = entry(self.collective, algorithm)
             if known.allows(self.size):
                 values["steps"] = known.steps(self.size, pieces)
                 whole = message_nbytes(self.collective, self.size, self.nbytes)
                 values["sent_nbytes"] = float(known.sent(self.size, pieces)) * whole
-        values["measured_us"] = self.measured_us.get(candidate)
         return Row(
-            self.name(algorithm, pieces, candidate.protocol),
+            candidate.name,
             algorithm,
             pieces,
             protocol=candidate.protocol,
             **{**values, **found},
         )
-
-    @staticmethod
-    def name(algorithm: str, pieces: int, protocol: str) -> str:
-        """A candidate for people."""
-        cut = f" in {pieces} pieces" if pieces > 1 else ""
-        return f"{algorithm}{cut}" + (f" ({protocol})" if protocol else "")
 
     def explanation(self, rows: Iterable[Row], doubted: bool = True) -> Explanation:
         """All rows, the one that would run first.
@@ -96,7 +87,7 @@ class Asked:
             doubted: Whether to say so where the model would take another.
         """
         choice = self.choice
-        chosen = (str(choice.algorithm), choice.pieces, choice.protocol)
+        chosen = (choice.label, choice.pieces, choice.protocol)
         ordered = in_order(list(rows))
         first = [row for row in ordered if (row.algorithm, row.pieces, row.protocol) == chosen]
         others = [row for row in ordered if row not in first]
@@ -105,12 +96,6 @@ class Asked:
         return Explanation(
             self.collective, self.nbytes, self.size, self.where, (*first, *others), reason, self.note
         )
-
-    def of_choice(self) -> Candidate:
-        """The choice as a candidate."""
-        choice = self.choice
-        cut = 0 if choice.pieces == 1 else -(-self.nbytes // choice.pieces)
-        return Candidate(str(choice.algorithm), cut, choice.protocol)
 
 
 def _doubt(chosen: Row, others: Sequence[Row]) -> str:
@@ -152,21 +137,19 @@ def explain_on_host(
         cores: Cores that the ranks share; those of this process by default.
     """
     found = dict.fromkeys(
-        Candidate(form.algorithm, form.piece_nbytes, protocol)
+        replace(form.at(asked.nbytes), protocol=protocol)
         for form in forms(asked.collective, asked.nbytes, asked.size, PIECE_NBYTES)
         for protocol in protocols(asked.collective, form.algorithm, asked.nbytes)
     )
-    found.setdefault(asked.of_choice())
+    found.setdefault(asked.choice)
     rows = [_host_row(asked, candidate, attached, cores) for candidate in found]
     rows += _excluded(asked, {row.algorithm for row in rows})
     if not attached:
-        shown = asked.row(asked.of_choice(), measured_us=None, obstacle=NOT_ATTACHED)
-        rows.append(_renamed(shown, "cross_memory"))
+        shown = asked.row(
+            replace(asked.choice, protocol="cross_memory"), measured_us=None, obstacle=NOT_ATTACHED
+        )
+        rows.append(shown)
     return asked.explanation(rows)
-
-
-def _renamed(row: Row, protocol: str) -> Row:
-    return replace(row, name=Asked.name(row.algorithm, row.pieces, protocol), protocol=protocol)
 
 
 def _host_row(asked: Asked, candidate: Candidate, attached: bool, cores: int | None) -> Row:
@@ -174,7 +157,7 @@ def _host_row(asked: Asked, candidate: Candidate, attached: bool, cores: int | N
         return asked.row(candidate)
     laid = candidate
     if not candidate.protocol and attached and asked.nbytes >= RENDEZVOUS_NBYTES:
-        laid = Candidate(candidate.algorithm, candidate.piece_nbytes, "cross_memory")
+        laid = replace(candidate, protocol="cross_memory")
     what = (asked.collective, laid)
     timing, network = predict_on_host(*what, asked.nbytes, asked.size, cores=cores, attached=attached)
     latency, _ = predict_on_host(*what, 0, asked.size, cores=cores, attached=attached)
@@ -200,8 +183,10 @@ def _host_row(asked: Asked, candidate: Candidate, attached: bool, cores: int | N
 
 def explain_between_hosts(asked: Asked) -> Explanation:
     """Explains a call on NumPy arrays between hosts, about whose network nothing is known."""
-    found = dict.fromkeys(forms(asked.collective, asked.nbytes, asked.size, PIECE_NBYTES))
-    found.setdefault(asked.of_choice())
+    found = dict.fromkeys(
+        form.at(asked.nbytes) for form in forms(asked.collective, asked.nbytes, asked.size, PIECE_NBYTES)
+    )
+    found.setdefault(asked.choice)
     rows = [asked.row(candidate) for candidate in found]
     rows += _excluded(asked, {row.algorithm for row in rows})
     return asked.explanation(rows)
@@ -233,18 +218,21 @@ def explain_on_device(
         machine: Where the ranks' GPUs are; None where it is not known, or ranks share GPUs.
         known: Protocols that the transport has for some calls.
     """
-    schedules = forms(asked.collective, asked.nbytes, asked.size, DEVICE_PIECE_NBYTES)
+    schedules = [
+        form.at(asked.nbytes)
+        for form in forms(asked.collective, asked.nbytes, asked.size, DEVICE_PIECE_NBYTES)
+    ]
     protocols = sorted({protocol for _, protocol in possible.ways} | set(known))
     found = dict.fromkeys([Candidate(str(Algorithm.NATIVE)), *schedules])
-    found |= dict.fromkeys(Candidate(name) for name in mixes_for(asked.collective, asked.size))
+    found |= dict.fromkeys(mixes_for(asked.collective, asked.size))
     found |= dict.fromkeys(
-        Candidate(form.algorithm, 0, protocol)
+        Candidate(form.algorithm, 1, protocol)
         for form in schedules
-        if form.algorithm in DIRECT_ALGORITHMS and not form.piece_nbytes
+        if form.algorithm in DIRECT_ALGORITHMS and form.pieces == 1
         for protocol in protocols
     )
     found |= dict.fromkeys(asked.measured_us)
-    found.setdefault(asked.of_choice())
+    found.setdefault(asked.choice)
     model = None
     if machine is not None and 1 < asked.size <= MOST_PLANNED:
         model = Model(machine.topology, machine.gpus)
@@ -269,12 +257,7 @@ def _device_row(
         return asked.row(candidate, obstacle=obstacle)
     root = 0 if COLLECTIVES[asked.collective].rooted else None
     order = None if machine is None else machine.order
-    if mix_of(asked.collective, candidate.algorithm) is not None:
-        laid = laid_mix(asked.collective, candidate.algorithm, asked.size, order)
-    else:
-        along = order if candidate.algorithm in FOLLOWS_ORDER else None
-        laid = Laid(asked.collective, candidate.algorithm, candidate.pieces(asked.nbytes), along)
-    one = model.predict(laid, asked.nbytes, root)
+    one = model.predict(asked.collective, candidate.along(order), asked.nbytes, root)
     return asked.row(
         candidate,
         steps=one.steps,

@@ -11,17 +11,16 @@ import math
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any, Protocol
 
 import numpy as np
 
 from flagcx.algorithms import build, entries
+from flagcx.algorithms.candidate import Candidate
 from flagcx.dtypes import dtype_of, resolve_op
 from flagcx.schedule.collectives import COLLECTIVES
-from flagcx.selection.rules import Choice
-from flagcx.selection.table import Candidate
 from flagcx.transport.base import Call, Plan, Transport
 
 PIECE_NBYTES = (64 << 10, 256 << 10, 1 << 20)
@@ -128,7 +127,7 @@ class Measurement(ABC):
         return self.given is not None and self.given is self.result
 
     @abstractmethod
-    def plan(self, choice: Choice) -> Plan:
+    def plan(self, choice: Candidate) -> Plan:
         """Compiles a choice for this size."""
 
     @abstractmethod
@@ -136,7 +135,7 @@ class Measurement(ABC):
         """The time of a call in seconds, over a batch, of the slowest rank; the same on every rank."""
 
     def time_all(
-        self, choices: Sequence[Choice], pace: TimeBudget, seed: int = 0, always: Collection[int] = ()
+        self, choices: Sequence[Candidate], pace: TimeBudget, seed: int = 0, always: Collection[int] = ()
     ) -> list[list[float]]:
         """Times of a call in seconds, one a round, for each choice; fewer for those far behind.
 
@@ -193,9 +192,9 @@ class HostMeasurement(Measurement):
         self._transport = transport
         self._clock = Clock(transport)
 
-    def plan(self, choice: Choice) -> Plan:
+    def plan(self, choice: Candidate) -> Plan:
         """See ``Measurement.plan``."""
-        schedule = build(self.collective, choice.algorithm, self.size, self.root, choice.pieces)
+        schedule = choice.build(self.collective, self.size, self.root)
         call = Call(schedule, self.rank, self.count, self.dtype, self.op, self.in_place, choice.protocol)
         return self._transport.compile(call)
 
@@ -234,7 +233,7 @@ class HostBench:
             nbytes: Bytes of the message, or of one block where the collective has blocks.
         """
         return [
-            Candidate(form.algorithm, form.piece_nbytes, protocol)
+            replace(form, protocol=protocol)
             for form in forms(collective, nbytes, self.size, PIECE_NBYTES)
             for protocol in self._transport.protocols(collective, form.algorithm, nbytes)
         ]
@@ -258,12 +257,11 @@ def forms(collective: str, nbytes: int, size: int, piece_nbytes: Sequence[int]) 
         if known.grouped or not known.trusted or not known.allows(size):
             continue
         name = str(known.algorithm)
-        cuts = {Candidate(name, cut).pieces(nbytes): cut for cut in piece_nbytes} if known.pipelined else {}
+        cuts = (
+            {Candidate(name, piece_nbytes=cut).pieces_at(nbytes): cut for cut in piece_nbytes}
+            if known.pipelined
+            else {}
+        )
         lengths = sorted({1: 0} | {pieces: cut for pieces, cut in cuts.items() if pieces > 1})
-        found += [Candidate(name, 0 if pieces == 1 else cuts[pieces]) for pieces in lengths]
+        found += [Candidate(name, piece_nbytes=0 if pieces == 1 else cuts[pieces]) for pieces in lengths]
     return found
-
-
-def as_choice(candidate: Candidate, nbytes: int) -> Choice:
-    """The choice that a candidate is at a size."""
-    return Choice(candidate.algorithm, candidate.pieces(nbytes), "measured", candidate.protocol)

@@ -12,14 +12,12 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 from flagcx.algorithms import Algorithm
+from flagcx.algorithms.candidate import Candidate, Order
 from flagcx.dtypes import DType, ReduceOp, dtype_of, resolve_op
 from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.selection.measurement import DTYPE, Clock, Measurement, TimeBudget, forms
 from flagcx.selection.on_device import DIRECT_ALGORITHMS
-from flagcx.selection.placement import Order, build_along
 from flagcx.selection.predicted import mixes_for
-from flagcx.selection.rules import Choice
-from flagcx.selection.table import Candidate
 from flagcx.transport.base import Call, Plan, Transport
 from flagcx.transport.nccl.native import native_form, native_schedule
 from flagcx.transport.nccl.plans import SchedulePlan
@@ -136,21 +134,18 @@ class DeviceMeasurement(Measurement):
         self._stream, self._captures = streams
         self._subjects: weakref.WeakSet[_Subject] = weakref.WeakSet()
 
-    def plan(self, choice: Choice) -> Plan:
+    def plan(self, choice: Candidate) -> Plan:
         """See ``Measurement.plan``."""
         if choice.algorithm == Algorithm.NATIVE:
             schedule = native_schedule(self.collective, self.size, self.root)
         else:
-            algorithm = str(choice.algorithm)
-            schedule = build_along(
-                self._order, self.collective, algorithm, self.size, self.root, choice.pieces
-            )
+            schedule = choice.along(self._order).build(self.collective, self.size, self.root)
         call = Call(schedule, self.rank, self.count, self.dtype, self.op, self.in_place, choice.protocol)
         subject = _Subject(self._transport.compile(call), self._most_calls(choice))
         self._subjects.add(subject)
         return subject
 
-    def _most_calls(self, choice: Choice) -> int:
+    def _most_calls(self, choice: Candidate) -> int:
         """How many calls a graph may have.
 
         Each call of a schedule in a graph takes scratch of its own, up to every rank's message, which the
@@ -161,7 +156,7 @@ class DeviceMeasurement(Measurement):
         return min(_MOST_SCHEDULES, _MOST_KEPT_NBYTES // (self.size * self.count * DTYPE.itemsize))
 
     def time_all(
-        self, choices: Sequence[Choice], pace: TimeBudget, seed: int = 0, always: Collection[int] = ()
+        self, choices: Sequence[Candidate], pace: TimeBudget, seed: int = 0, always: Collection[int] = ()
     ) -> list[list[float]]:
         """See ``Measurement.time_all``.
 
@@ -244,7 +239,7 @@ class DeviceBench:
         transport: What carries the data.
         cupy: The CuPy module.
         clock: Joins the ranks' processes.
-        order: The ranks along the machine's links, or None; see ``planned.build_along``.
+        order: The ranks along the machine's links, or None; see ``Candidate.along``.
 
     Attributes:
         size: Number of ranks.
@@ -273,14 +268,13 @@ class DeviceBench:
         found += [
             form for form in forms(collective, nbytes, self.size, PIECE_NBYTES) if self._fits(form, nbytes)
         ]
-        found += [
-            Candidate(name) for name in mixes_for(collective, self.size) if nbytes >= _MIXED_FROM_NBYTES
-        ]
+        if nbytes >= _MIXED_FROM_NBYTES:
+            found += mixes_for(collective, self.size)
         protocols = self._transport.protocols
         return found + [
-            Candidate(form.algorithm, 0, protocol)
+            Candidate(form.algorithm, 1, protocol)
             for form in found
-            if form.algorithm in DIRECT_ALGORITHMS
+            if form.label in DIRECT_ALGORITHMS
             for protocol in sorted(protocols(collective, form.algorithm, nbytes, dtype, op))
         ]
 

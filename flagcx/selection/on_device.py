@@ -12,17 +12,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from flagcx.algorithms import Algorithm, entry
+from flagcx.algorithms import Algorithm
+from flagcx.algorithms.candidate import Candidate, Order
 from flagcx.bootstrap.store import Store
 from flagcx.config import Config
 from flagcx.cost.peer_memory import NVLINK, GpuLinks, reach_of
 from flagcx.errors import ArgumentError, FlagcxError
-from flagcx.selection.placement import Order, gpus_of, plan_order
+from flagcx.selection.placement import gpus_of, plan_order
 from flagcx.selection.predicted import modelled_table
-from flagcx.selection.rules import ROUNDS_ONCE, Capabilities, Choice, choose_named, choose_on_device
+from flagcx.selection.rules import ROUNDS_ONCE, Capabilities, choose_named, choose_on_device
 from flagcx.selection.selector import TuningInfo, look_for_table
-from flagcx.selection.split_message import mix_of
-from flagcx.selection.table import Candidate, Fit, Table, versions_here
+from flagcx.selection.table import Fit, Table, versions_here
 from flagcx.transport.device import DeviceIdentity
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ DIRECT_ALGORITHMS = (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT, Algorithm.DIRECT)
 """The algorithms that a protocol of the transport's own may carry out, in place of NCCL."""
 _MOST_CHOICES = 4096
 
-Rule = Callable[[str, int, int, bool, Capabilities], Choice]
+Rule = Callable[[str, int, int, bool, Capabilities], Candidate]
 
 
 class DeviceTransport(Protocol):
@@ -152,9 +152,11 @@ class DeviceSelector:
         self.measured, self.note = agreed.measured.table, agreed.measured.note
         self.modelled, self.reach = agreed.modelled, agreed.reach
         self._rule = rule
-        self._made: dict[tuple, Choice] = {}
+        self._made: dict[tuple, Candidate] = {}
 
-    def choose(self, collective: str, nbytes: int, size: int, uneven: bool, possible: Capabilities) -> Choice:
+    def choose(
+        self, collective: str, nbytes: int, size: int, uneven: bool, possible: Capabilities
+    ) -> Candidate:
         """Chooses the algorithm, pieces and protocol of a call.
 
         Args:
@@ -174,19 +176,19 @@ class DeviceSelector:
 
     def _choose(
         self, collective: str, nbytes: int, size: int, uneven: bool, possible: Capabilities
-    ) -> Choice:
+    ) -> Candidate:
         ranked = self.ranked(self.measured, collective, nbytes, size, uneven, possible)
         if ranked:
-            return _choice(*ranked[0], nbytes, "measured on these GPUs")
+            return _settled(*ranked[0], nbytes, "measured on these GPUs")
         by_rule = self._rule(collective, nbytes, size, uneven, possible)
         if by_rule.algorithm == Algorithm.NATIVE or by_rule.protocol:
             return by_rule
         ranked = self.ranked(self.modelled, collective, nbytes, size, uneven, possible)
-        return _choice(*ranked[0], nbytes, "by the model of this machine") if ranked else by_rule
+        return _settled(*ranked[0], nbytes, "by the model of this machine") if ranked else by_rule
 
     def choose_named(
         self, algorithm: str, collective: str, nbytes: int, size: int, uneven: bool, possible: Capabilities
-    ) -> Choice:
+    ) -> Candidate:
         """Chooses how an algorithm that the caller names moves the data; see ``selector.choose_named``.
 
         Args:
@@ -234,29 +236,25 @@ def why_not(
     if candidate.algorithm == Algorithm.NATIVE:
         return "" if possible.native and not candidate.protocol else "NCCL's own does not do this call"
     try:
-        mix = mix_of(collective, candidate.algorithm)
-        parts = [
-            entry(collective, part) for part in ((mix.first, mix.second) if mix else [candidate.algorithm])
-        ]
+        parts = candidate.entries(collective)
     except ArgumentError as error:
         return str(error)
-    if candidate.protocol and candidate.algorithm not in DIRECT_ALGORITHMS:
+    if candidate.protocol and candidate.label not in DIRECT_ALGORITHMS:
         return f"{candidate.protocol} carries {', '.join(map(str, DIRECT_ALGORITHMS))} alone"
-    if candidate.protocol and (candidate.algorithm, candidate.protocol) not in possible.ways:
-        return f"the transport has no {candidate.protocol} for {candidate.algorithm} of this call"
+    if candidate.protocol and (candidate.label, candidate.protocol) not in possible.ways:
+        return f"the transport has no {candidate.protocol} for {candidate.label} of this call"
     if candidate.protocol and uneven:
         return f"{candidate.protocol} needs blocks of one size"
     if not all(part.trusted and not part.grouped and part.allows(size) for part in parts):
-        return f"{candidate.algorithm} is not used for {size} ranks"
-    if uneven and (mix or not parts[0].uneven):
-        return f"{candidate.algorithm} needs blocks of one size"
-    if candidate.pieces(nbytes) > 1 and (mix or not parts[0].pipelined):
-        return f"{candidate.algorithm} is not pipelined"
-    if possible.narrow and candidate.algorithm not in ROUNDS_ONCE:
-        return f"{candidate.algorithm} would round 8-bit sums at every hop"
+        return f"{candidate.label} is not used for {size} ranks"
+    if uneven and not candidate.serves_uneven(collective):
+        return f"{candidate.label} needs blocks of one size"
+    if candidate.pieces_at(nbytes) > 1 and not (len(parts) == 1 and parts[0].pipelined):
+        return f"{candidate.label} is not pipelined"
+    if possible.narrow and candidate.label not in ROUNDS_ONCE:
+        return f"{candidate.label} would round 8-bit sums at every hop"
     return ""
 
 
-def _choice(candidate: Candidate, time_us: float, nbytes: int, source: str) -> Choice:
-    reason = f"{source}: about {time_us:.3g} us"
-    return Choice(candidate.algorithm, candidate.pieces(nbytes), reason, candidate.protocol)
+def _settled(candidate: Candidate, time_us: float, nbytes: int, source: str) -> Candidate:
+    return candidate.at(nbytes, f"{source}: about {time_us:.3g} us")

@@ -14,8 +14,8 @@ from statistics import median
 from time import perf_counter_ns as now
 from typing import Any
 
+from flagcx.algorithms.candidate import Candidate
 from flagcx.profiler.records import OperationInfo, Progress, RecordBuffer, RecordedPlan
-from flagcx.selection.rules import Choice
 from flagcx.transport.base import Plan
 
 INTERVAL = 32
@@ -46,19 +46,19 @@ class Exploration:
         typical_us: What each candidate took when all decided last.
     """
 
-    choices: Sequence[Choice]
+    choices: Sequence[Candidate]
     agree: Agree
-    current: Choice = field(init=False)
+    current: Candidate = field(init=False)
     calls: int = 0
     due: int = INTERVAL
     times: list[tuple[int, int, int]] = field(default_factory=list)
     rounds: int = 0
-    typical_us: dict[Choice, float] = field(default_factory=dict)
+    typical_us: dict[Candidate, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.current = self.choices[0]
 
-    def candidate(self) -> Choice:
+    def candidate(self) -> Candidate:
         """The one to try in this call: all in turn."""
         return self.choices[len(self.times) % len(self.choices)]
 
@@ -100,22 +100,22 @@ class Explored(RecordedPlan):
     def __init__(
         self,
         exploration: Exploration,
-        compile: Callable[[Choice], Plan],
-        describe: Callable[[Choice], OperationInfo],
+        compile: Callable[[Candidate], Plan],
+        describe: Callable[[Candidate], OperationInfo],
         ring: RecordBuffer,
         progress: Progress,
     ) -> None:
         self._exploration, self._compile, self._describe = exploration, compile, describe
-        self._plans: dict[Choice, RecordedPlan] = {}
+        self._plans: dict[Candidate, RecordedPlan] = {}
         self._ring, self._progress = ring, progress
         # What is in use may change until this plan runs, and all ranks settle that when it does.
         self._use(exploration.choices[0])
 
-    def _use(self, choice: Choice) -> None:
+    def _use(self, choice: Candidate) -> None:
         plan = self._plan(choice)
         self._at, self.plan, self.operation, self._run = choice, plan.plan, plan.operation, plan.run
 
-    def _plan(self, choice: Choice) -> RecordedPlan:
+    def _plan(self, choice: Candidate) -> RecordedPlan:
         plan = self._plans.get(choice)
         if plan is None:
             made = RecordedPlan(self._compile(choice), self._describe(choice), self._ring, self._progress)

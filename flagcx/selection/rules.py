@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from flagcx.algorithms import Algorithm, entry
+from flagcx.algorithms.candidate import MOST_PIECES, Candidate
 from flagcx.cost.peer_memory import NATIVE_WAY, NVLINK, GpuLinks, Way, predict_us
-from flagcx.selection.split_message import mix_of
 
 ONE_SHOT_NBYTES = 64 << 10
 _PIPELINE_NBYTES = 256 << 10
 _ATTACH_NBYTES = 128 << 10
 _TINY_REDUCE_NBYTES = 4 << 10
 _ATTACH_REDUCE_NBYTES = 1 << 20
-_MOST_PIECES = 64
 _DEVICE_PIECE_NBYTES = 4 << 20
 _MOST_DEVICE_PIECES = 8
 _MOST_DIRECT = 16
@@ -28,26 +28,9 @@ ROUNDS_ONCE = (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT, Algorithm.DIRECT)
 """The algorithms in which a rank adds up all contributions to an element and rounds once."""
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What was chosen.
-
-    Attributes:
-        algorithm: Name of the algorithm.
-        pieces: How many pieces each block is cut into, so that they flow behind one another.
-        reason: Why, in a sentence.
-        protocol: How the transport moves the data; empty for its own rule.
-    """
-
-    algorithm: str
-    pieces: int
-    reason: str
-    protocol: str = ""
-
-
 def choose_on_host(
     collective: str, nbytes: int, size: int, uneven: bool = False, attached: bool = True
-) -> Choice:
+) -> Candidate:
     """Chooses for NumPy arrays between processes of one host.
 
     Args:
@@ -59,39 +42,45 @@ def choose_on_host(
     """
     if collective == "allreduce":
         if nbytes <= ONE_SHOT_NBYTES:
-            return Choice(Algorithm.ONE_SHOT, 1, "small: one exchange, each rank reads everybody's message")
-        return Choice(Algorithm.TWO_SHOT, 1, "large: each rank reduces one stripe in the shared memory")
+            return Candidate(
+                Algorithm.ONE_SHOT, reason="small: one exchange, each rank reads everybody's message"
+            )
+        return Candidate(
+            Algorithm.TWO_SHOT, reason="large: each rank reduces one stripe in the shared memory"
+        )
     if collective == "barrier":
-        return Choice(Algorithm.DISSEMINATION, 1, "fewest steps")
+        return Candidate(Algorithm.DISSEMINATION, reason="fewest steps")
     if collective == "broadcast" and attached and size > 2 and nbytes >= _ATTACH_NBYTES:
-        return Choice(Algorithm.DIRECT, 1, "large: all read the root's memory at once", "cross_memory")
+        return Candidate(
+            Algorithm.DIRECT, 1, "cross_memory", reason="large: all read the root's memory at once"
+        )
     if collective == "reduce":
         return _reduce_on_host(nbytes, size, attached)
     if collective == "broadcast":
         return _broadcast_on_host(nbytes, size)
     if collective == "reduce_scatter" and size == 2:
-        return Choice(Algorithm.RING, 1, "two ranks: each adds up its block as it reads the other's")
-    return Choice(Algorithm.DIRECT, 1, "one host: every pair of ranks is one hop apart")
+        return Candidate(Algorithm.RING, reason="two ranks: each adds up its block as it reads the other's")
+    return Candidate(Algorithm.DIRECT, reason="one host: every pair of ranks is one hop apart")
 
 
-def _reduce_on_host(nbytes: int, size: int, attached: bool) -> Choice:
+def _reduce_on_host(nbytes: int, size: int, attached: bool) -> Candidate:
     """Measured with 2 and 4 ranks: ``bench/tune_check.py --collectives reduce``."""
     if size == 2:
         way = "slots" if attached and nbytes >= _PIPELINE_NBYTES else ""
-        return Choice(Algorithm.BINOMIAL, 1, "two ranks: one adds up what the other writes", way)
+        return Candidate(Algorithm.BINOMIAL, 1, way, reason="two ranks: one adds up what the other writes")
     if nbytes <= _TINY_REDUCE_NBYTES:
-        return Choice(Algorithm.TREE, 1, "tiny: few steps, and no rank waits for more than two")
+        return Candidate(Algorithm.TREE, reason="tiny: few steps, and no rank waits for more than two")
     if nbytes < _ATTACH_NBYTES:
-        return Choice(Algorithm.BINOMIAL, 1, "small: fewest steps")
+        return Candidate(Algorithm.BINOMIAL, reason="small: fewest steps")
     way = ("cross_memory" if nbytes >= _ATTACH_REDUCE_NBYTES else "slots") if attached else ""
-    return Choice(Algorithm.DOUBLE_BINARY_TREE, 1, "large: two trees share the adding up", way)
+    return Candidate(Algorithm.DOUBLE_BINARY_TREE, 1, way, reason="large: two trees share the adding up")
 
 
-def _broadcast_on_host(nbytes: int, size: int) -> Choice:
+def _broadcast_on_host(nbytes: int, size: int) -> Candidate:
     if nbytes <= _PIPELINE_NBYTES or size == 2:
-        return Choice(Algorithm.BINOMIAL, 1, "small: fewest steps")
-    return Choice(
-        Algorithm.CHAIN, _pieces(nbytes), "large: pieces flow down a chain, every copy busy at once"
+        return Candidate(Algorithm.BINOMIAL, reason="small: fewest steps")
+    return Candidate(
+        Algorithm.CHAIN, _pieces(nbytes), reason="large: pieces flow down a chain, every copy busy at once"
     )
 
 
@@ -131,7 +120,7 @@ class Capabilities:
 
 def choose_on_device(
     collective: str, nbytes: int, size: int, uneven: bool = False, possible: Capabilities | None = None
-) -> Choice:
+) -> Candidate:
     """Chooses for arrays on GPUs, where nothing was measured.
 
     Where the ranks reach each other's memory, that is what ``flagcx.cost.peer_memory`` takes for the
@@ -152,24 +141,24 @@ def choose_on_device(
     if possible.ways and not uneven:
         return _in_peer_memory(collective, nbytes, size, possible)
     if possible.native:
-        return Choice(Algorithm.NATIVE, 1, "NCCL's own collective does this")
+        return Candidate(Algorithm.NATIVE, reason="NCCL's own collective does this")
     if collective == "allreduce":
         return _allreduce_on_device(nbytes, size, possible.narrow)
     if collective == "barrier":
-        return Choice(Algorithm.DISSEMINATION, 1, "fewest steps")
+        return Candidate(Algorithm.DISSEMINATION, reason="fewest steps")
     if collective in ("broadcast", "reduce") and size > _MOST_DIRECT:
-        return Choice(Algorithm.BINOMIAL, 1, "many ranks: fewest steps")
-    return Choice(Algorithm.DIRECT, 1, "one group")
+        return Candidate(Algorithm.BINOMIAL, reason="many ranks: fewest steps")
+    return Candidate(Algorithm.DIRECT, reason="one group")
 
 
-def _in_peer_memory(collective: str, nbytes: int, size: int, possible: Capabilities) -> Choice:
+def _in_peer_memory(collective: str, nbytes: int, size: int, possible: Capabilities) -> Candidate:
     """The fastest by the model."""
     ranked = possible.fastest(collective, nbytes, size)
     time_us, (algorithm, protocol) = ranked[0]
     reason = f"{_WORDS[protocol]}; by the model of peer memory about {time_us:.3g} us"
     if len(ranked) > 1:
         reason += f", {ranked[1][0] / time_us:.2f} times that the next way"
-    return Choice(algorithm, 1, reason, protocol)
+    return Candidate(algorithm, 1, protocol, reason=reason)
 
 
 def choose_named(
@@ -179,7 +168,7 @@ def choose_named(
     size: int,
     uneven: bool,
     possible: Capabilities,
-) -> Choice:
+) -> Candidate:
     """How an algorithm that the caller names moves arrays on GPUs, where nothing was measured.
 
     That is the fastest of the transport's ways for it; sends and receives through NCCL where it has none.
@@ -197,25 +186,37 @@ def choose_named(
         >>> choose_named("one_shot", "allreduce", 4096, 2, False, Capabilities(ways=ways)).protocol
         'peer_packets'
     """
-    pieces = pieces_on_device(collective, algorithm, nbytes)
     if not uneven:
         for _, (name, protocol) in possible.fastest(collective, nbytes, size):
             if name == algorithm and protocol:
-                return Choice(algorithm, 1, f"named by the caller; {_WORDS[protocol]}", protocol)
-    return Choice(algorithm, pieces, "named by the caller")
+                return Candidate(algorithm, 1, protocol, reason=f"named by the caller; {_WORDS[protocol]}")
+    return _named(collective, algorithm, nbytes, pieces_on_device)
 
 
-def _allreduce_on_device(nbytes: int, size: int, narrow: bool) -> Choice:
+def _allreduce_on_device(nbytes: int, size: int, narrow: bool) -> Candidate:
     if nbytes <= ONE_SHOT_NBYTES and size <= _MOST_DIRECT:
-        return Choice(Algorithm.ONE_SHOT, 1, "tiny: one group and one launch")
+        return Candidate(Algorithm.ONE_SHOT, reason="tiny: one group and one launch")
     if narrow and size <= _MOST_DIRECT:
-        return Choice(Algorithm.TWO_SHOT, 1, "8 bits: sums are rounded once")
+        return Candidate(Algorithm.TWO_SHOT, reason="8 bits: sums are rounded once")
     if nbytes > RING_NBYTES:
-        return Choice(Algorithm.RING, 1, "above 10 MB: the least traffic, to one neighbour alone")
+        return Candidate(Algorithm.RING, reason="above 10 MB: the least traffic, to one neighbour alone")
     if size == 2:
-        return Choice(Algorithm.TWO_SHOT, 1, "two ranks: each adds up one half")
+        return Candidate(Algorithm.TWO_SHOT, reason="two ranks: each adds up one half")
     pieces = pieces_on_device("allreduce", Algorithm.DOUBLE_BINARY_TREE, nbytes)
-    return Choice(Algorithm.DOUBLE_BINARY_TREE, pieces, "small or middle: few steps at full bandwidth")
+    return Candidate(
+        Algorithm.DOUBLE_BINARY_TREE, pieces, reason="small or middle: few steps at full bandwidth"
+    )
+
+
+def choose_named_on_host(collective: str, algorithm: str, nbytes: int) -> Candidate:
+    """How an algorithm that the caller names carries NumPy arrays."""
+    return _named(collective, algorithm, nbytes, pieces_for)
+
+
+def _named(collective: str, algorithm: str, nbytes: int, pieces: Callable[[str, str, int], int]) -> Candidate:
+    found = Candidate.parse(collective, algorithm)
+    cut = 1 if found.other is not None else pieces(collective, algorithm, nbytes)
+    return replace(found, pieces=cut, reason="named by the caller")
 
 
 def pieces_for(collective: str, algorithm: str, nbytes: int) -> int:
@@ -226,8 +227,6 @@ def pieces_for(collective: str, algorithm: str, nbytes: int) -> int:
         algorithm: Name of the algorithm.
         nbytes: Bytes of the message or block.
     """
-    if mix_of(collective, algorithm) is not None:
-        return 1
     return _pieces(nbytes) if entry(collective, algorithm).pipelined else 1
 
 
@@ -242,12 +241,10 @@ def pieces_on_device(collective: str, algorithm: str, nbytes: int) -> int:
         algorithm: Name of the algorithm.
         nbytes: Bytes of the message or block.
     """
-    if algorithm in (Algorithm.RING, Algorithm.NATIVE) or mix_of(collective, algorithm) is not None:
-        return 1
-    if not entry(collective, algorithm).pipelined:
+    if algorithm in (Algorithm.RING, Algorithm.NATIVE) or not entry(collective, algorithm).pipelined:
         return 1
     return max(min(nbytes // _DEVICE_PIECE_NBYTES, _MOST_DEVICE_PIECES), 1)
 
 
 def _pieces(nbytes: int) -> int:
-    return max(min(-(-nbytes // _PIPELINE_NBYTES), _MOST_PIECES), 1)
+    return max(min(-(-nbytes // _PIPELINE_NBYTES), MOST_PIECES), 1)

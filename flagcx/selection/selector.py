@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flagcx.algorithms import entry
+from flagcx.algorithms.candidate import Candidate
 from flagcx.config import Config
 from flagcx.errors import ArgumentError
-from flagcx.selection.rules import Choice
-from flagcx.selection.table import Candidate, Fit, Table, read_table, table_path
+from flagcx.selection.table import Fit, Table, read_table, table_path
 
-Rule = Callable[[str, int, int, bool], Choice]
+Rule = Callable[[str, int, int, bool], Candidate]
 Exchange = Callable[[bytes], list[bytes]]
 
 NEAR = 1.5
@@ -139,9 +139,9 @@ class Selector:
     ) -> None:
         self.table, self.note, self.live, self.path = told.table, told.note, told.live, told.path
         self._rule, self._protocols = rule, protocols
-        self._made: dict[tuple[str, int, int, bool], Choice] = {}
+        self._made: dict[tuple[str, int, int, bool], Candidate] = {}
 
-    def choose(self, collective: str, nbytes: int, size: int, uneven: bool = False) -> Choice:
+    def choose(self, collective: str, nbytes: int, size: int, uneven: bool = False) -> Candidate:
         """Chooses the algorithm, pieces and protocol of a call.
 
         Args:
@@ -158,13 +158,13 @@ class Selector:
             choice = self._made[key] = self._choose(collective, nbytes, size, uneven)
         return choice
 
-    def _choose(self, collective: str, nbytes: int, size: int, uneven: bool) -> Choice:
+    def _choose(self, collective: str, nbytes: int, size: int, uneven: bool) -> Candidate:
         ranked = self.ranked(collective, nbytes, size, uneven)
         if not ranked:
             return self._rule(collective, nbytes, size, uneven)
         return self._choice(*ranked[0], nbytes)
 
-    def alternatives(self, collective: str, nbytes: int, size: int) -> list[Choice]:
+    def alternatives(self, collective: str, nbytes: int, size: int) -> list[Candidate]:
         """The choice, then those that were measured to be nearly as fast."""
         ranked = self.ranked(collective, nbytes, size, False)
         near = [(c, t) for c, t in ranked if t <= NEAR * ranked[0][1]][: MOST_ALTERNATIVES + 1]
@@ -186,7 +186,7 @@ class Selector:
             known = entry(collective, candidate.algorithm)
         except ArgumentError:
             return False
-        pieces = candidate.pieces(nbytes)
+        pieces = candidate.pieces_at(nbytes)
         return (
             known.trusted
             and not known.grouped
@@ -197,6 +197,5 @@ class Selector:
         )
 
     @staticmethod
-    def _choice(candidate: Candidate, time_us: float, nbytes: int) -> Choice:
-        reason = f"measured on this machine: about {time_us:.3g} us"
-        return Choice(candidate.algorithm, candidate.pieces(nbytes), reason, candidate.protocol)
+    def _choice(candidate: Candidate, time_us: float, nbytes: int) -> Candidate:
+        return candidate.at(nbytes, f"measured on this machine: about {time_us:.3g} us")

@@ -13,20 +13,19 @@ import platform
 import zlib
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from flagcx._version import __version__
+from flagcx.algorithms.candidate import Candidate
 from flagcx.config import cache_directory
 from flagcx.errors import ArgumentError
 from flagcx.schedule.collectives import COLLECTIVES
 
 FORMAT = 1
-MOST_PIECES = 64
-"""A message is cut into at most so many pieces."""
 _MOST_FILE_NBYTES = 16 << 20
 _TIE = 0.1
 """Times that differ by less than this part are ties."""
@@ -34,31 +33,6 @@ _WIDEST_TIE = 0.3
 """So are those that differ by less than rounds lay apart, up to this part."""
 _REACH = 4
 """How far beyond the measured sizes the table still speaks, as a factor."""
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """One way to carry out a collective.
-
-    Attributes:
-        algorithm: Name of the algorithm.
-        piece_nbytes: Bytes of a piece that blocks are cut into; 0 for whole blocks.
-        protocol: How the transport moves the data; empty where it has no choice.
-    """
-
-    algorithm: str
-    piece_nbytes: int = 0
-    protocol: str = ""
-
-    def pieces(self, nbytes: int) -> int:
-        """How many pieces a message (or block) of ``nbytes`` is cut into."""
-        if not self.piece_nbytes:
-            return 1
-        return max(min(-(-nbytes // self.piece_nbytes), MOST_PIECES), 1)
-
-    def __str__(self) -> str:
-        pieces = f" in pieces of {self.piece_nbytes:,} B" if self.piece_nbytes else ""
-        return f"{self.algorithm}{pieces}" + (f" ({self.protocol})" if self.protocol else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +196,7 @@ class Table:
                 {
                     "nbytes": point.nbytes,
                     "spread": round(point.spread, 3),
-                    "times": [asdict(c) | {"time_us": round(t, 3)} for c, t in point.times_us.items()],
+                    "times": [_entry(c) | {"time_us": round(t, 3)} for c, t in point.times_us.items()],
                 }
                 for point in points
             ]
@@ -252,6 +226,14 @@ class Table:
         )
 
 
+def _entry(candidate: Candidate) -> dict[str, Any]:
+    return {
+        "algorithm": candidate.label,
+        "piece_nbytes": candidate.piece_nbytes,
+        "protocol": candidate.protocol,
+    }
+
+
 class _Reader:
     """Takes apart what a file says, and trusts none of it."""
 
@@ -277,6 +259,12 @@ class _Reader:
         if not isinstance(value, str) or len(value) > 200:
             raise ArgumentError(f"{what} is {_short(value)}, expected a short text")
         return value
+
+    def algorithm(self, collective: str, name: str) -> Candidate:
+        try:
+            return Candidate.parse(collective, name)
+        except ArgumentError:
+            return Candidate(name)  # It serves no call, and the rest of the table is good all the same.
 
     def fit(self, value: Any) -> Fit:
         fits = self.object(value, "fits")
@@ -304,10 +292,10 @@ class _Reader:
         times = {}
         for time in self.list(entry.get("times"), f"times of {what}"):
             time = self.object(time, f"a time of {what}")
-            candidate = Candidate(
-                self.text(time.get("algorithm"), f"algorithm of {what}"),
-                self.number(time.get("piece_nbytes"), f"piece_nbytes of {what}", True, 0),
-                self.text(time.get("protocol"), f"protocol of {what}"),
+            candidate = replace(
+                self.algorithm(collective, self.text(time.get("algorithm"), f"algorithm of {what}")),
+                piece_nbytes=self.number(time.get("piece_nbytes"), f"piece_nbytes of {what}", True, 0),
+                protocol=self.text(time.get("protocol"), f"protocol of {what}"),
             )
             times[candidate] = self.number(time.get("time_us"), f"time_us of {what}", False, 1e-3)
         if not times:

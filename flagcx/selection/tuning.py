@@ -7,9 +7,10 @@ from dataclasses import replace
 from statistics import quantiles
 from typing import Protocol
 
+from flagcx.algorithms.candidate import Candidate
 from flagcx.schedule.collectives import COLLECTIVES
-from flagcx.selection.measurement import DTYPE, Measurement, TimeBudget, as_choice
-from flagcx.selection.table import Candidate, Fit, Point, Table
+from flagcx.selection.measurement import DTYPE, Measurement, TimeBudget
+from flagcx.selection.table import Fit, Point, Table
 
 TUNED = ("allreduce", "allgather", "reduce_scatter", "broadcast", "alltoall", "reduce", "gather", "scatter")
 """The collectives that are measured."""
@@ -57,7 +58,7 @@ def measure_point(
     measurement = bench.measurement(collective, nbytes)
     if nbytes >= _LARGE_NBYTES:
         pace = replace(pace, rounds=(pace.rounds + 1) // 2)
-    times = measurement.time_all([as_choice(c, nbytes) for c in tried], pace)
+    times = measurement.time_all([c.at(nbytes) for c in tried], pace)
     fastest = min(times, key=quick)
     return Point(nbytes, {c: quick(t) * 1e6 for c, t in zip(tried, times, strict=True)}, _spread(fastest))
 

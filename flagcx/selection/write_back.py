@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from flagcx.algorithms.candidate import Candidate
 from flagcx.errors import ArgumentError
-from flagcx.selection.rules import Choice
-from flagcx.selection.table import Candidate, Point, Table, read_table, save_table
+from flagcx.selection.table import Point, Table, read_table, save_table
 
 logger = logging.getLogger("flagcx")
 
@@ -37,7 +37,7 @@ class Finding:
 
     collective: str
     nbytes: int
-    typical_us: Mapping[Choice, float]
+    typical_us: Mapping[Candidate, float]
 
 
 def corrected(table: Table, findings: Iterable[Finding]) -> Table:
@@ -66,7 +66,7 @@ def _corrected_point(point: Point, finding: Finding) -> Point:
     found: dict[Candidate, float] = {}
     for candidate, time_us in point.times_us.items():
         for choice, typical_us in finding.typical_us.items():
-            if _is(candidate, choice, finding.nbytes) and typical_us > 0:
+            if candidate.at(finding.nbytes) == choice and typical_us > 0:
                 found[candidate] = math.log(typical_us / time_us)
     if len(found) < 2:
         return point
@@ -77,14 +77,6 @@ def _corrected_point(point: Point, finding: Finding) -> Point:
         for candidate, ratio in found.items()
     }
     return replace(point, times_us={**point.times_us, **changed})
-
-
-def _is(candidate: Candidate, choice: Choice, nbytes: int) -> bool:
-    return (candidate.algorithm, candidate.pieces(nbytes), candidate.protocol) == (
-        str(choice.algorithm),
-        choice.pieces,
-        choice.protocol,
-    )
 
 
 def write_back(path: Path, table: Table, findings: Iterable[Finding]) -> bool:

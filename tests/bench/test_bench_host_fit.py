@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import host_fit
 
+from flagcx.algorithms.candidate import Candidate
 from flagcx.cost.shared_memory import HOST_COSTS, predict_on_host
-from flagcx.selection.table import Candidate, Fit, Point, Table
+from flagcx.selection.table import Fit, Point, Table
 
-SLOTS, ATTACHED = Candidate("binomial", 0, "slots"), Candidate("tree", 0, "cross_memory")
+SLOTS, ATTACHED = Candidate("binomial", 1, "slots"), Candidate("tree", 1, "cross_memory")
 
 
 def _table(factor: float) -> Table:

@@ -34,7 +34,7 @@ def test_a_candidate_that_left_after_a_round_is_not_the_best():
 
 
 def test_names():
-    choice = tune_check.Choice("ring", 4, "", "slots")
+    choice = tune_check.Candidate("ring", 4, "slots")
     assert tune_check._name(choice) == "ring/4/slots"
-    assert tune_check._name(tune_check.Choice("tree", 1, "")) == "tree"
+    assert tune_check._name(tune_check.Candidate("tree")) == "tree"
     assert len(tune_check.SIZES) == 10 and tune_check.SIZES[0] == 256 and tune_check.SIZES[-1] == 256 << 20

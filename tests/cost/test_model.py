@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from flagcx.algorithms.candidate import Candidate
 from flagcx.cost.model import DEVICE_COSTS, Model, model_of
 from flagcx.cost.network import uniform
 from flagcx.cost.simulate import Costs
 from flagcx.errors import ArgumentError, TopologyError
 from flagcx.schedule.verify import verify
-from flagcx.selection.candidates import Candidate
+from flagcx.selection.predicted import compare, in_pieces
 from flagcx.topology import cluster, preset
 
 MIB = 1 << 20
@@ -17,7 +18,7 @@ MIB = 1 << 20
 
 def test_small_messages_take_few_steps_and_large_ones_little_traffic():
     model = model_of(preset("dgx-a100"))
-    small, large = (model.compare("allreduce", nbytes)[0] for nbytes in (1024, 1 << 30))
+    small, large = (compare(model, "allreduce", nbytes)[0] for nbytes in (1024, 1 << 30))
     assert small.candidate.algorithm == "one_shot" and small.steps == 1
     assert large.sent_nbytes == pytest.approx(2 * 7 / 8 * (1 << 30))
     assert small.latency_us > 0.9 * small.time_us and large.latency_us < 0.1 * large.time_us
@@ -27,7 +28,7 @@ def test_time_grows_with_bytes_and_the_ranking_is_by_time():
     model = model_of(preset("8xa100-pcie"))
     last = 0.0
     for nbytes in (0, 1024, 64 << 10, MIB, 64 * MIB):
-        found = model.compare("allreduce", nbytes)
+        found = compare(model, "allreduce", nbytes)
         times = [one.time_us for one in found]
         assert times == sorted(times) and times[0] >= last
         last = times[0]
@@ -36,29 +37,29 @@ def test_time_grows_with_bytes_and_the_ranking_is_by_time():
 def test_links_that_would_idle_are_used_by_two_algorithms_at_once():
     """NVLinks of a DGX-1 go both ways: a ring each way has twice the bandwidth of one."""
     model = model_of(preset("dgx-1v"))
-    best = model.compare("allreduce", 1 << 30)[0]
+    best = compare(model, "allreduce", 1 << 30)[0]
     assert best.candidate.other is not None
-    verify(best.candidate.schedule(8))
-    alone = min(o.time_us for o in model.compare("allreduce", 1 << 30) if o.candidate.other is None)
+    verify(best.candidate.build("allreduce", 8))
+    alone = min(o.time_us for o in compare(model, "allreduce", 1 << 30) if o.candidate.other is None)
     assert best.time_us < 0.8 * alone
 
 
 def test_no_mix_where_all_share_the_links():
-    found = model_of(preset("dgx-a100")).compare("allreduce", 1 << 30)
+    found = compare(model_of(preset("dgx-a100")), "allreduce", 1 << 30)
     assert all(one.candidate.other is None for one in found)
 
 
 def test_hosts_are_crossed_by_a_hierarchy():
     model = model_of(cluster(preset("dgx-h100"), 4))
-    best = model.compare("allreduce", 64 * MIB)[0]
+    best = compare(model, "allreduce", 64 * MIB)[0]
     assert best.candidate.algorithm == "hierarchical" and len(best.candidate.groups) == 4
-    ring = model.predict(Candidate("allreduce", "ring"), 64 * MIB)
+    ring = model.predict("allreduce", Candidate("ring"), 64 * MIB)
     assert ring.bottleneck.kind in ("pcie", "network") and ring.time_us > 3 * best.time_us
 
 
 @pytest.mark.parametrize("collective", ["broadcast", "alltoall", "barrier", "gather", "reduce_scatter"])
 def test_every_collective_is_ranked(collective):
-    found = model_of(preset("dgx-1v"), 5).compare(collective, MIB)
+    found = compare(model_of(preset("dgx-1v"), 5), collective, MIB)
     assert found and found[0].time_us > 0
     if collective == "barrier":
         assert found[0].time_us < 100
@@ -66,21 +67,21 @@ def test_every_collective_is_ranked(collective):
 
 def test_pieces_are_near_the_best_there_are():
     model = Model(preset("dgx-a100"), costs=Costs(), network=uniform(8, 5.0, 10.0))
-    chosen = model.in_pieces(Candidate("broadcast", "chain"), 16 * MIB, root=0)
+    chosen = in_pieces(model, "broadcast", Candidate("chain"), 16 * MIB, root=0)
     every = [
-        model.predict(Candidate("broadcast", "chain", pieces), 16 * MIB, root=0).time_us
+        model.predict("broadcast", Candidate("chain", pieces), 16 * MIB, root=0).time_us
         for pieces in (1, 2, 4, 8, 16, 32, 64)
     ]
     assert chosen.time_us <= 1.05 * min(every) and chosen.time_us < 0.3 * every[0]
 
 
 def test_one_rank_has_nothing_to_do():
-    (only, *_) = model_of(preset("dgx-a100"), 1).compare("allreduce", MIB)
+    (only, *_) = compare(model_of(preset("dgx-a100"), 1), "allreduce", MIB)
     assert only.steps == 0 and only.bottleneck is None
 
 
 def test_all_processes_rank_alike():
-    first, again = (model_of(preset("dgx-1v")).compare("allreduce", MIB) for _ in range(2))
+    first, again = (compare(model_of(preset("dgx-1v")), "allreduce", MIB) for _ in range(2))
     assert first == again
 
 
@@ -88,5 +89,5 @@ def test_refusals():
     with pytest.raises(TopologyError, match="9 ranks on 8 GPUs"):
         model_of(preset("dgx-a100"), 9)
     with pytest.raises(ArgumentError, match="collective='sum' is not known"):
-        model_of(preset("dgx-a100")).compare("sum", 8)
+        compare(model_of(preset("dgx-a100")), "sum", 8)
     assert DEVICE_COSTS.step_us > 0

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from flagcx.algorithms.candidate import Candidate
 from flagcx.cost.shared_memory import HOST_COSTS, HostCosts, count_cores, predict_on_host
-from flagcx.selection.table import Candidate
 
 FREE = HostCosts(
     call_us=1e-9,
@@ -22,7 +22,7 @@ FREE = HostCosts(
     add_gb_per_s=1e12,
     memory_gb_per_s=1e12,
 )
-SLOTS, ATTACHED = Candidate("binomial", 0, "slots"), Candidate("binomial", 0, "cross_memory")
+SLOTS, ATTACHED = Candidate("binomial", 1, "slots"), Candidate("binomial", 1, "cross_memory")
 
 
 def _us(collective, candidate, nbytes, size, cores, costs=HOST_COSTS, **options):
@@ -39,7 +39,7 @@ def test_a_message_in_slots_is_copied_twice():
 
 def test_ranks_that_outnumber_the_cores_share_them():
     costs = replace(FREE, copy_gb_per_s=1.0)
-    direct = Candidate("direct", 0, "slots")
+    direct = Candidate("direct", 1, "slots")
     # Each of 4 ranks writes and reads 3 blocks of 1000 bytes, and copies its own.
     spacious, crowded = (_us("alltoall", direct, 1000, 4, cores, costs) for cores in (8, 2))
     assert spacious == pytest.approx(7.0) and crowded == pytest.approx(14.0)
@@ -69,8 +69,8 @@ def test_the_fitted_constants_rank_what_was_measured():
     """Times of 2 cores: see bench/results/tune_check_xeon_2_cores.jsonl."""
     for nbytes, size, fast, slow in (
         (1024, 4, Candidate("one_shot"), Candidate("ring")),
-        (64 << 20, 4, Candidate("two_shot", 0, "cross_memory"), Candidate("chain", 0, "slots")),
-        (16 << 20, 2, Candidate("two_shot", 0, "cross_memory"), Candidate("one_shot", 0, "slots")),
+        (64 << 20, 4, Candidate("two_shot", 1, "cross_memory"), Candidate("chain", 1, "slots")),
+        (16 << 20, 2, Candidate("two_shot", 1, "cross_memory"), Candidate("one_shot", 1, "slots")),
     ):
         assert _us("allreduce", fast, nbytes, size, 2) < 0.7 * _us("allreduce", slow, nbytes, size, 2)
     assert count_cores() >= 1

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from flagcx.algorithms.candidate import Candidate
 from flagcx.cost.peer_memory import GpuLinks
 from flagcx.dtypes import OPS, dtype_of
 from flagcx.errors import ArgumentError, CommunicatorError
@@ -15,7 +16,7 @@ from flagcx.executor.work import Work
 from flagcx.profiler import RecordBuffer
 from flagcx.selection.on_device import DeviceSelector, SharedDecision
 from flagcx.selection.selector import TuningInfo
-from flagcx.selection.table import Candidate, Fit, Point, Table
+from flagcx.selection.table import Fit, Point, Table
 
 
 class FakeTransport:
@@ -96,7 +97,7 @@ def test_blocks_of_different_sizes_are_nccls_own_too(executor):
 
 
 def test_measured_times_choose_among_nccls_own_schedules_and_protocols(executor):
-    shot = Candidate("one_shot", 0, "peer_packets")
+    shot = Candidate("one_shot", 1, "peer_packets")
     times = {shot: 3.0, Candidate("native"): 5.0, Candidate("two_shot"): 7.0, Candidate("ring"): 8.0}
     table = Table(Fit({}, 4, "nccl", {}, {}), {"allreduce": (Point(4096, times),)})
     executor.selector = DeviceSelector(SharedDecision(TuningInfo(table, "measured")))
@@ -140,7 +141,7 @@ def test_a_named_algorithm_goes_through_the_peers_memory_where_it_can(executor):
 
 
 def test_measured_times_choose_the_protocol_of_a_named_algorithm(executor):
-    times = {Candidate("two_shot", 0, "peer_memory"): 3.0, Candidate("two_shot", 0, "peer_packets"): 5.0}
+    times = {Candidate("two_shot", 1, "peer_memory"): 3.0, Candidate("two_shot", 1, "peer_packets"): 5.0}
     table = Table(Fit({}, 4, "nccl", {}, {}), {"allreduce": (Point(4096, times),)})
     executor.selector = DeviceSelector(SharedDecision(TuningInfo(table, "measured")))
     executor.transport.own_ways = PEERS

@@ -5,8 +5,9 @@ from __future__ import annotations
 import statistics
 
 import flagcx as fc
+from flagcx.algorithms.candidate import Candidate
 from flagcx.cli import tune
-from flagcx.selection.table import Candidate, Table
+from flagcx.selection.table import Table
 
 
 def _measure(path, sizes):

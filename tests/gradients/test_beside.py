@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from flagcx.algorithms.candidate import Candidate
 from flagcx.dtypes import OPS, dtype_of
 from flagcx.executor.device import DeviceExecutor
 from flagcx.executor.host import Executor
 from flagcx.gradients.buckets import plan_beside
 from flagcx.profiler import OperationInfo, RecordBuffer, RecordedPlan
-from flagcx.selection.placement import build_along
 from flagcx.transport.base import Call
 from flagcx.transport.device import DeviceIdentity
 from flagcx.transport.nccl.transport import NcclTransport
@@ -24,7 +24,7 @@ COUNTED = SimpleNamespace(sequence=0, waited_ns=0, background=False)
 
 
 def _call(algorithm: str, protocol: str, count: int) -> Call:
-    schedule = build_along(None, "allreduce", algorithm, 2, None, 1)
+    schedule = Candidate.parse("allreduce", algorithm).build("allreduce", 2)
     return Call(schedule, 0, count, SINGLE, OPS["avg"], True, protocol)
 
 

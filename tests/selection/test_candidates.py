@@ -7,10 +7,11 @@ from fractions import Fraction
 import pytest
 
 from flagcx.algorithms import entries
+from flagcx.algorithms.candidate import Candidate
 from flagcx.errors import ArgumentError
 from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.schedule.verify import verify
-from flagcx.selection.candidates import MOST_DIRECT, Candidate, best_pieces, candidates
+from flagcx.selection.candidates import MOST_DIRECT, best_pieces, candidates
 from flagcx.topology import best_order, cluster, preset
 
 
@@ -20,7 +21,7 @@ def test_every_candidate_is_right(collective, name):
     machine = preset(name)
     root = 3 if COLLECTIVES[collective].rooted else None
     for candidate in candidates(collective, 8, machine):
-        schedule = candidate.schedule(8, root)
+        schedule = candidate.build(collective, 8, root)
         assert (schedule.collective, schedule.root) == (collective, root)
         verify(schedule)
 
@@ -58,20 +59,18 @@ def test_talking_to_all_at_once_is_for_few():
 
 
 def test_a_mix_is_right_and_tells_its_name():
-    mix = Candidate(
-        "allreduce", "ring", order=(0, 2, 1, 3), other=Candidate("allreduce", "tree", 2), share=Fraction(3, 4)
-    )
-    verify(mix.schedule(4))
+    mix = Candidate("ring", order=(0, 2, 1, 3), other=Candidate("tree", 2), share=Fraction(3, 4))
+    verify(mix.build("allreduce", 4))
     assert mix.name == "ring along 0,2,1,3 (3/4) | tree in 2 pieces"
 
 
 def test_pieces_grow_with_bytes_over_latency():
-    chain = Candidate("broadcast", "chain")
-    assert best_pieces(chain, 7, 7.0, 8.0, 1 << 30) == 1
-    assert best_pieces(chain, 7, 7.0, 7.0 * 101, 1 << 30) == 32
-    assert best_pieces(chain, 7, 7.0, 1e9, 1 << 30) == 64
-    assert best_pieces(chain, 7, 7.0, 1e9, 16 << 10) == 4
-    assert best_pieces(Candidate("allreduce", "ring"), 14, 7.0, 1e9, 1 << 30) == 1
+    chain = Candidate("chain")
+    assert best_pieces("broadcast", chain, 7, 7.0, 8.0, 1 << 30) == 1
+    assert best_pieces("broadcast", chain, 7, 7.0, 7.0 * 101, 1 << 30) == 32
+    assert best_pieces("broadcast", chain, 7, 7.0, 1e9, 1 << 30) == 64
+    assert best_pieces("broadcast", chain, 7, 7.0, 1e9, 16 << 10) == 4
+    assert best_pieces("allreduce", Candidate("ring"), 14, 7.0, 1e9, 1 << 30) == 1
 
 
 def test_an_unknown_collective_is_refused():

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import flagcx as fc
+from flagcx.algorithms.candidate import Candidate
 from flagcx.selection.explain_calls import (
     Asked,
     Machine,
@@ -16,8 +17,8 @@ from flagcx.selection.explain_calls import (
     explain_on_device,
     explain_on_host,
 )
-from flagcx.selection.rules import Capabilities, Choice, choose_on_device
-from flagcx.selection.table import Candidate, Fit, Point, Table, save_table
+from flagcx.selection.rules import Capabilities, choose_on_device
+from flagcx.selection.table import Fit, Point, Table, save_table
 from flagcx.topology import preset
 from tests.ranks import run_ranks
 
@@ -35,7 +36,7 @@ def _row(found, name):
 
 
 def test_what_would_run_comes_first_even_where_the_model_prefers_another():
-    choice = Choice("chain", 4, "because")
+    choice = Candidate("chain", 4, reason="because")
     found = explain_on_host(_asked("allreduce", 1 << 20, choice), _offers, True, cores=2)
     assert found.chosen.name == "chain in 4 pieces"
     assert found.reason.startswith("chain in 4 pieces: because; the model would take ")
@@ -45,7 +46,7 @@ def test_what_would_run_comes_first_even_where_the_model_prefers_another():
 
 
 def test_each_candidate_has_its_steps_bytes_link_and_time():
-    choice = Choice("two_shot", 1, "large")
+    choice = Candidate("two_shot", reason="large")
     found = explain_on_host(_asked("allreduce", 1 << 20, choice), _offers, True, cores=2)
     ring = _row(found, "ring (slots)")
     assert (ring.steps, ring.sent_nbytes, ring.protocol) == (6, 1.5 * (1 << 20), "slots")
@@ -58,7 +59,7 @@ def test_each_candidate_has_its_steps_bytes_link_and_time():
 
 
 def test_why_candidates_are_not_possible_on_a_host():
-    found = explain_on_host(_asked("allreduce", 65536, Choice("one_shot", 1, "")), lambda *_: ("",), False)
+    found = explain_on_host(_asked("allreduce", 65536, Candidate("one_shot")), lambda *_: ("",), False)
     assert "in groups" in _row(found, "hierarchical").obstacle
     assert "does not let these processes" in _row(found, "one_shot (cross_memory)").obstacle
     assert found.rows[-1].obstacle and not found.rows[1].obstacle
@@ -66,8 +67,8 @@ def test_why_candidates_are_not_possible_on_a_host():
 
 
 def test_measured_times_stand_beside_the_model_s():
-    measured = {Candidate("ring", 0, "slots"): 100.0, Candidate("tree", 0, "slots"): 90.0}
-    choice = Choice("tree", 1, "measured on this machine: about 90 us", "slots")
+    measured = {Candidate("ring", 1, "slots"): 100.0, Candidate("tree", 1, "slots"): 90.0}
+    choice = Candidate("tree", 1, "slots", reason="measured on this machine: about 90 us")
     found = explain_on_host(_asked("allreduce", 65536, choice, measured), _offers, True)
     assert [row.name for row in found.rows[:2]] == ["tree (slots)", "ring (slots)"]
     assert found.rows[0].measured_us == 90.0 and found.rows[0].predicted_us
@@ -77,12 +78,14 @@ def test_measured_times_stand_beside_the_model_s():
 
 
 def test_the_rule_s_pieces_are_a_row_though_no_candidate_has_them():
-    found = explain_on_host(_asked("broadcast", 3_000_000, Choice("chain", 7, "rule")), _offers, True)
+    found = explain_on_host(
+        _asked("broadcast", 3_000_000, Candidate("chain", 7, reason="rule")), _offers, True
+    )
     assert found.chosen.name == "chain in 7 pieces" and found.chosen.predicted_us
 
 
 def test_json_html_and_rich_say_the_same():
-    found = explain_on_host(_asked("alltoall", 65536, Choice("direct", 1, "one hop")), _offers, True)
+    found = explain_on_host(_asked("alltoall", 65536, Candidate("direct", reason="one hop")), _offers, True)
     values = json.loads(found.to_json())
     assert values["chosen"] == found.chosen.name and values["note"] == "a note"
     assert [one["name"] for one in values["candidates"]] == [row.name for row in found.rows]
@@ -129,13 +132,15 @@ def test_on_gpus_where_nccl_s_own_does_not_serve_and_the_machine_is_not_known():
 
 
 def test_between_hosts_nothing_is_predicted():
-    found = explain_between_hosts(_asked("allreduce", 1 << 20, Choice("hierarchical", 1, "hosts")))
+    found = explain_between_hosts(_asked("allreduce", 1 << 20, Candidate("hierarchical", reason="hosts")))
     assert found.chosen.name == "hierarchical" and found.chosen.steps > 0
     assert all(row.predicted_us is None for row in found.rows)
 
 
 def test_a_rank_alone():
-    found = explain_on_host(_asked("allreduce", 64, Choice("one_shot", 1, "small"), size=1), _offers, True)
+    found = explain_on_host(
+        _asked("allreduce", 64, Candidate("one_shot", reason="small"), size=1), _offers, True
+    )
     assert found.chosen.name == "one_shot" and found.chosen.predicted_us is None
 
 

@@ -12,10 +12,11 @@ import pytest
 
 import flagcx as fc
 from flagcx.algorithms import build
+from flagcx.algorithms.candidate import Candidate
 from flagcx.dtypes import dtype_of
-from flagcx.selection.measurement import Clock, TimeBudget, as_choice
+from flagcx.selection.measurement import Clock, TimeBudget
 from flagcx.selection.measurement_on_device import DeviceBench
-from flagcx.selection.table import Candidate, Fit, Table
+from flagcx.selection.table import Fit, Table
 from flagcx.selection.tuning import measure_point, tune
 from flagcx.transport.base import Call
 from flagcx.transport.nccl.plans import SchedulePlan
@@ -194,8 +195,8 @@ def test_tuning_gives_the_same_table_on_every_rank():
     assert [p.nbytes for p in table.measured["allreduce"]] == [1024, 65536]
     assert [p.nbytes for p in table.measured["gather"]] == [512, 32768], "bytes of a block"
     first, second = (point.times_us for point in table.measured["allreduce"])
-    assert Candidate("one_shot", 0, "peer_memory") in first
-    assert Candidate("one_shot", 0, "peer_memory") not in second
+    assert Candidate("one_shot", 1, "peer_memory") in first
+    assert Candidate("one_shot", 1, "peer_memory") not in second
     assert Candidate("native") in second
     assert min(runs.values()) >= 6, "calls until a plan is warm do not count"
 
@@ -204,7 +205,7 @@ def _along():
     device, transport, bench = _bench((0, 2, 1, 3))
     for algorithm in ("native", "ring", "tree", "one_shot"):
         measured = bench.measurement("allreduce", 4 * 1003)
-        plan = measured.plan(as_choice(Candidate(algorithm), 4 * 1003))
+        plan = measured.plan(Candidate(algorithm).at(4 * 1003))
         measured.given[:] = np.arange(1003) + 10_000 * transport.rank
         with device.cupy.cuda.Stream(non_blocking=True):
             plan.run(measured.given, measured.result)
@@ -303,7 +304,7 @@ def _timed_bench(device, size=2, plan=TimedPlan):
     return DeviceBench(transport, device.cupy, clock)
 
 
-ONE, TWO = Candidate("one_shot", 0, "peer_packets"), Candidate("two_shot", 0, "peer_packets")
+ONE, TWO = Candidate("one_shot", 1, "peer_packets"), Candidate("two_shot", 1, "peer_packets")
 PACE = TimeBudget(batch_s=0.003, rounds=4, near=1.4)
 
 
@@ -345,7 +346,7 @@ def test_a_long_call_is_not_captured():
 def test_what_passes_before_the_gpu_begins_is_not_timed():
     device = TimedDevice({"native": 4.0})
     measured = _timed_bench(device).measurement("allreduce", 1024)
-    plan = measured.plan(as_choice(Candidate("native"), 1024))
+    plan = measured.plan(Candidate("native").at(1024))
     assert measured.seconds(plan, 1, 1) == pytest.approx(4e-6, rel=1e-6), "one launch takes the host 8 us"
 
 
@@ -360,7 +361,7 @@ def test_a_disturbed_call_does_not_pass_for_a_long_one():
     device = TimedDevice({"native": 4.0})
     device.delays_us = [50_000.0] * 4 + [700.0]  # The first ones compile kernels and connect.
     measured = _timed_bench(device).measurement("allreduce", 1024)
-    ((first, *_),) = measured.time_all([as_choice(Candidate("native"), 1024)], PACE)
+    ((first, *_),) = measured.time_all([Candidate("native").at(1024)], PACE)
     assert first == pytest.approx(4e-6, rel=0.01)
     assert device.log[4] == ("run", "native", 1) and not device.delays_us, "the first that was timed"
 
@@ -410,7 +411,7 @@ def test_no_graph_outlives_an_error():
 
     measured._clock.slowest = fail
     with pytest.raises(KeyboardInterrupt) as info:
-        measured.time_all([as_choice(Candidate("native"), 1024)], PACE)
+        measured.time_all([Candidate("native").at(1024)], PACE)
     assert info.tb is not None and device.calls("capture", "native"), "whose frames hold the plan"
     assert not device.graphs
 
@@ -426,7 +427,7 @@ def test_a_capture_that_fails_is_ended_and_its_error_told():
 
     measured = _timed_bench(device, plan=Plan).measurement("allreduce", 1024)
     with pytest.raises(fc.OperationError, match="cannot be captured"):
-        measured.time_all([as_choice(Candidate("native"), 1024)], PACE)
+        measured.time_all([Candidate("native").at(1024)], PACE)
     assert device.capturing is None and len(device.current) == 1
 
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 import flagcx as fc
+from flagcx.algorithms.candidate import Candidate
 from flagcx.bootstrap.remote_store import RemoteStore
 from flagcx.bootstrap.store import LocalStore, StoreServer
 from flagcx.config import Config
@@ -17,7 +18,7 @@ from flagcx.selection.on_device import DeviceSelector, SharedDecision, agree, fi
 from flagcx.selection.placement import plan_order
 from flagcx.selection.rules import Capabilities, choose_on_device
 from flagcx.selection.selector import TuningInfo
-from flagcx.selection.table import Candidate, Fit, Point, Table, save_table, table_path
+from flagcx.selection.table import Fit, Point, Table, save_table, table_path
 from flagcx.topology import preset
 
 FIT = Fit({"gpu": "H"}, 8, "nccl", {}, {})
@@ -88,7 +89,7 @@ def test_a_rule_that_takes_a_protocol_goes_before_the_model():
 
 
 def test_what_was_measured_goes_before_all():
-    table = _table({Candidate("native"): 9.0, Candidate("two_shot", 0, "peer_memory"): 8.0})
+    table = _table({Candidate("native"): 9.0, Candidate("two_shot", 1, "peer_memory"): 8.0})
     selector = DeviceSelector(SharedDecision(TuningInfo(table, "")))
     choice = selector.choose("allreduce", 4096, 8, False, PEERS)
     assert (choice.algorithm, choice.protocol) == ("two_shot", "peer_memory")
@@ -101,16 +102,16 @@ def test_what_was_measured_goes_before_all():
     ("candidate", "possible", "uneven", "message"),
     [
         (Candidate("native"), SCHEDULES, False, "NCCL's own does not do this call"),
-        (Candidate("native", 0, "peer_memory"), PEERS, False, "NCCL's own does not do this call"),
+        (Candidate("native", 1, "peer_memory"), PEERS, False, "NCCL's own does not do this call"),
         (Candidate("no_such"), NATIVE, False, "does not serve"),
         (
-            Candidate("one_shot", 0, "peer_memory"),
+            Candidate("one_shot", 1, "peer_memory"),
             NATIVE,
             False,
             "has no peer_memory for one_shot of this call",
         ),
         (
-            Candidate("ring", 0, "peer_memory"),
+            Candidate("ring", 1, "peer_memory"),
             PEERS,
             False,
             "carries one_shot, two_shot, direct alone",
@@ -118,16 +119,21 @@ def test_what_was_measured_goes_before_all():
         (Candidate("hierarchical"), NATIVE, False, "not used for 6 ranks"),
         (Candidate("bruck"), NATIVE, True, "needs blocks of one size"),
         (
-            Candidate("direct", 0, "peer_memory"),
+            Candidate("direct", 1, "peer_memory"),
             Capabilities(ways=frozenset({("direct", "peer_memory")})),
             True,
             "peer_memory needs blocks of one size",
         ),
-        (Candidate("two_shot", 1024), NATIVE, False, "not pipelined"),
-        (Candidate("ring|ring", 1024), NATIVE, False, "not pipelined"),
-        (Candidate("ring|telepathy"), NATIVE, False, "does not serve"),
-        (Candidate("ring|"), NATIVE, False, "is no mix of two"),
-        (Candidate("hierarchical|ring"), NATIVE, False, "not used for 6 ranks"),
+        (Candidate("two_shot", piece_nbytes=1024), NATIVE, False, "not pipelined"),
+        (
+            replace(Candidate.parse("allreduce", "ring|ring"), piece_nbytes=1024),
+            NATIVE,
+            False,
+            "not pipelined",
+        ),
+        (Candidate.parse("allreduce", "ring|telepathy"), NATIVE, False, "does not serve"),
+        (Candidate("ring|"), NATIVE, False, "does not serve"),
+        (Candidate.parse("allreduce", "hierarchical|ring"), NATIVE, False, "not used for 6 ranks"),
         (Candidate("ring"), Capabilities(narrow=True), False, "would round 8-bit sums at every hop"),
     ],
 )
@@ -193,7 +199,7 @@ def test_the_model_mixes_two_where_one_leaves_links_idle(tmp_path):
     agreed = agree(LocalStore(), Transport(_bus_ids(machine)), Config(), environ, lambda: machine)
     selector = DeviceSelector(agreed)
     choice = selector.choose("allreduce", 64 << 20, 8, False, SCHEDULES)
-    assert choice.algorithm == "ring|ring", "NVLink carries as much the other way"
+    assert choice.label == "ring|ring", "NVLink carries as much the other way"
     switched = preset("dgx-a100")
     agreed = agree(LocalStore(), Transport(_bus_ids(switched)), Config(), environ, lambda: switched)
     choice = DeviceSelector(agreed).choose("allreduce", 64 << 20, 8, False, SCHEDULES)

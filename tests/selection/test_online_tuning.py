@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 import flagcx as fc
+from flagcx.algorithms.candidate import Candidate
 from flagcx.config import Config, environment
 from flagcx.selection.online_tuning import INTERVAL, PAUSE, TRIALS, Exploration
-from flagcx.selection.rules import Choice
-from flagcx.selection.table import Candidate, Point, Table, fit_here, save_table
+from flagcx.selection.table import Point, Table, fit_here, save_table
 from flagcx.transport.shared_memory import SharedMemoryTransport
 from tests.ranks import run_ranks
 
-SLOW, FAST = Choice("slow", 1, ""), Choice("fast", 1, "")
+SLOW, FAST = Candidate("slow"), Candidate("fast")
 
 
 def _explore(times_by_rank: list[dict[str, int]], calls: int) -> list[Exploration]:

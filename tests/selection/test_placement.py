@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 import flagcx as fc
+from flagcx.algorithms.candidate import FOLLOWS_ORDER, Candidate
 from flagcx.schedule.model import Send
 from flagcx.schedule.verify import verify
-from flagcx.selection.placement import FOLLOWS_ORDER, build_along, gpus_of, plan_order
+from flagcx.selection.placement import gpus_of, plan_order
 from flagcx.topology import preset
 from tests.ranks import run_ranks
 
@@ -26,19 +27,19 @@ def _links(schedule) -> set[tuple[int, int]]:
 
 
 def test_a_ring_follows_the_order():
-    links = _links(build_along(ORDER, "allreduce", "ring", 8, None, 1))
+    links = _links(Candidate("ring").along(ORDER).build("allreduce", 8))
     assert links == {(a, ORDER[(i + 1) % 8]) for i, a in enumerate(ORDER)}
-    assert _links(build_along(None, "allreduce", "ring", 8, None, 1)) == {(a, (a + 1) % 8) for a in range(8)}
-    direct = build_along(ORDER, "allreduce", "two_shot", 8, None, 1)
-    assert direct is build_along(None, "allreduce", "two_shot", 8, None, 1) or len(_links(direct)) == 56
+    assert _links(Candidate("ring").build("allreduce", 8)) == {(a, (a + 1) % 8) for a in range(8)}
+    direct = Candidate("two_shot").along(ORDER).build("allreduce", 8)
+    assert direct is Candidate("two_shot").build("allreduce", 8) or len(_links(direct)) == 56
 
 
 @pytest.mark.parametrize("algorithm", FOLLOWS_ORDER)
 def test_they_are_still_right(algorithm):
-    verify(build_along(ORDER, "allreduce", str(algorithm), 8, None, 1))
+    verify(Candidate(algorithm).along(ORDER).build("allreduce", 8))
     if algorithm != fc.Algorithm.RING:
         for root in range(8):
-            schedule = build_along(ORDER, "broadcast", str(algorithm), 8, root, 1)
+            schedule = Candidate(algorithm).along(ORDER).build("broadcast", 8, root)
             assert schedule.root == root
             verify(schedule)
 

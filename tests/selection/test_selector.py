@@ -13,13 +13,14 @@ import pytest
 
 import flagcx as fc
 from flagcx.algorithms import entries
+from flagcx.algorithms.candidate import Candidate
 from flagcx.config import Config, environment
 from flagcx.dtypes import dtype_of, resolve_op
 from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.selection.measurement import QUICK, HostBench, TimeBudget
-from flagcx.selection.rules import Choice, choose_on_host
+from flagcx.selection.rules import choose_on_host
 from flagcx.selection.selector import PiggybackExchange, Selector, TuningInfo, look_for_table
-from flagcx.selection.table import Candidate, Fit, Point, Table, fit_here, save_table, table_path
+from flagcx.selection.table import Fit, Point, Table, fit_here, save_table, table_path
 from flagcx.selection.tuning import TUNED, counted, hopeless, tune, unsteady
 from flagcx.transport.shared_memory import SharedMemoryTransport
 from tests.ranks import run_ranks
@@ -40,7 +41,7 @@ def _selector(
 
 
 def test_the_fastest_that_can_serve_is_chosen():
-    ring, tree = Candidate("ring", 65536, "slots"), Candidate("tree", 0, "cross_memory")
+    ring, tree = Candidate("ring", 1, "slots", piece_nbytes=65536), Candidate("tree", 1, "cross_memory")
     selector = _selector({ring: 20.0, tree: 10.0})
     choice = selector.choose("allreduce", 100_000, 2)
     assert (choice.algorithm, choice.pieces, choice.protocol) == ("tree", 1, "cross_memory")
@@ -55,12 +56,12 @@ def test_the_fastest_that_can_serve_is_chosen():
 @pytest.mark.parametrize(
     ("collective", "candidate", "uneven"),
     [
-        ("allreduce", Candidate("no_such", 0, "slots"), False),
-        ("allreduce", Candidate("binomial", 65536, "slots"), False),  # is not pipelined
-        ("allreduce", Candidate("ring", 0, "telepathy"), False),
-        ("allreduce", Candidate("hierarchical", 0, "slots"), False),
-        ("alltoall", Candidate("bruck", 0, "slots"), True),  # needs blocks of one size
-        ("broadcast", Candidate("native", 0, "slots"), False),
+        ("allreduce", Candidate("no_such", 1, "slots"), False),
+        ("allreduce", Candidate("binomial", 1, "slots", piece_nbytes=65536), False),  # is not pipelined
+        ("allreduce", Candidate("ring", 1, "telepathy"), False),
+        ("allreduce", Candidate("hierarchical", 1, "slots"), False),
+        ("alltoall", Candidate("bruck", 1, "slots"), True),  # needs blocks of one size
+        ("broadcast", Candidate("native", 1, "slots"), False),
     ],
 )
 def test_what_a_file_says_is_not_trusted(collective, candidate, uneven):
@@ -70,14 +71,14 @@ def test_what_a_file_says_is_not_trusted(collective, candidate, uneven):
 
 def test_alternatives_are_the_nearly_as_fast():
     measured = {"ring": 10.0, "tree": 12.0, "chain": 14.0, "binomial": 14.5, "bruck": 14.8, "two_shot": 99.0}
-    times = {Candidate(name, 0, "slots"): time_us for name, time_us in measured.items()}
+    times = {Candidate(name, 1, "slots"): time_us for name, time_us in measured.items()}
     names = [c.algorithm for c in _selector(times).alternatives("allreduce", 100_000, 2)]
     assert names == ["ring", "tree", "chain", "binomial"]
 
 
 @pytest.mark.slow
 def test_a_repeated_choice_costs_less_than_a_microsecond():
-    selector = _selector({Candidate("ring", 0, "slots"): 1.0})
+    selector = _selector({Candidate("ring", 1, "slots"): 1.0})
     best = float("inf")
     for _ in range(20):
         begin = time.perf_counter()
@@ -207,7 +208,7 @@ def _every_candidate(nbytes: int):
         inputs = [_data(q, what.input_blocks(size) * count) for q in range(size)]
         wanted = _expected(name, inputs, size, rank, root, count)
         for candidate in HostBench(comm._transport).candidates(name, nbytes):
-            choice = Choice(candidate.algorithm, candidate.pieces(nbytes), "", candidate.protocol)
+            choice = candidate.at(nbytes)
             plan = comm._executor._make(name, count, kind, op, root, False, choice)
             given = inputs[rank] if what.has_input(rank, root) else None
             result = np.zeros_like(wanted) if wanted is not None else None

@@ -10,20 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flagcx.algorithms.candidate import Candidate
 from flagcx.errors import ArgumentError
-from flagcx.selection.table import (
-    Candidate,
-    Fit,
-    Point,
-    Table,
-    fit_here,
-    read_table,
-    save_table,
-    table_path,
-)
+from flagcx.selection.table import Fit, Point, Table, fit_here, read_table, save_table, table_path
 
 FIT = Fit({"processor": "x", "cores": 2}, 2, "shared_memory", {"flagcx": "1"}, {"slot_nbytes": 1})
-RING, TREE = Candidate("ring", 65536, "slots"), Candidate("tree")
+RING, TREE = Candidate("ring", 1, "slots", piece_nbytes=65536), Candidate("tree")
 TABLE = Table(
     FIT,
     {"allreduce": (Point(100, {RING: 10.0, TREE: 20.0}), Point(10_000, {RING: 1000.0, TREE: 80.0}))},
@@ -59,8 +51,8 @@ def test_a_candidate_known_on_one_side_alone():
 
 
 def test_pieces():
-    assert [RING.pieces(n) for n in (1, 65536, 65537, 1 << 40)] == [1, 1, 2, 64]
-    assert TREE.pieces(1 << 30) == 1
+    assert [RING.pieces_at(n) for n in (1, 65536, 65537, 1 << 40)] == [1, 1, 2, 64]
+    assert TREE.pieces_at(1 << 30) == 1
 
 
 def _spoilt(change) -> str:

@@ -9,32 +9,23 @@ import numpy as np
 import pytest
 
 import flagcx as fc
+from flagcx.algorithms.candidate import Candidate
 from flagcx.config import Config, environment
 from flagcx.selection.online_tuning import INTERVAL, TRIALS
-from flagcx.selection.rules import Choice
-from flagcx.selection.table import (
-    Candidate,
-    Fit,
-    Point,
-    Table,
-    fit_here,
-    read_table,
-    save_table,
-    table_path,
-)
+from flagcx.selection.table import Fit, Point, Table, fit_here, read_table, save_table, table_path
 from flagcx.selection.write_back import MOST, Finding, corrected, write_back
 from flagcx.transport.shared_memory import SharedMemoryTransport
 from tests.ranks import run_ranks
 
 FIT = Fit({"cores": 2}, 2, "shared_memory", {}, {})
-RING, SHOT, TREE = Candidate("ring", 65536, "slots"), Candidate("one_shot"), Candidate("tree")
+RING, SHOT, TREE = Candidate("ring", 1, "slots", piece_nbytes=65536), Candidate("one_shot"), Candidate("tree")
 TABLE = Table(
     FIT, {"allreduce": (Point(1024, {RING: 10.0, SHOT: 12.0, TREE: 50.0}), Point(65536, {RING: 90.0}))}
 )
 
 
 def _finding(nbytes, ring_us, shot_us, collective="allreduce", pieces=1):
-    times = {Choice("ring", pieces, "", "slots"): ring_us, Choice("one_shot", 1, ""): shot_us}
+    times = {Candidate("ring", pieces, "slots"): ring_us, Candidate("one_shot"): shot_us}
     return Finding(collective, nbytes, times)
 
 
@@ -120,7 +111,7 @@ def test_a_job_corrects_the_table_in_the_cache(tmp_path, monkeypatch, settings, 
     fit = fit_here(2, "shared_memory", SharedMemoryTransport.settings(Config()))
     path = table_path(fit, environment())
     nbytes = 256 * np.dtype(dtype).itemsize
-    slow = Candidate("ring", 64)
+    slow = Candidate("ring", piece_nbytes=64)
     wrong = Table(fit, {"allreduce": (Point(nbytes, {slow: 1.0, SHOT: 1.2}),)})
     save_table(wrong, path)
     if "tuning_file" in settings:

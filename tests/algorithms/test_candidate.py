@@ -8,25 +8,60 @@ import numpy as np
 import pytest
 
 import flagcx as fc
+from flagcx.algorithms.candidate import Candidate
 from flagcx.dtypes import OPS, dtype_of
 from flagcx.errors import ArgumentError
 from flagcx.schedule.lower import levels
 from flagcx.schedule.model import Send
 from flagcx.schedule.verify import verify
-from flagcx.selection.placement import build_along
-from flagcx.selection.predicted import MIXES, laid_mix
-from flagcx.selection.split_message import Mix, mix_of
+from flagcx.selection.predicted import MIXES
 from flagcx.transport.base import Call
 from tests.ranks import run_ranks
 from tests.transport.nccl.device_machine import run_all
 
 
 @pytest.mark.parametrize(
-    "mix",
-    [Mix("ring", "two_shot", Fraction(3, 4)), Mix("ring", "ring"), Mix("tree", "bruck", Fraction(1, 16))],
+    ("name", "candidate"),
+    [
+        ("ring 3/4|two_shot", Candidate("ring", other=Candidate("two_shot"), share=Fraction(3, 4))),
+        ("ring|ring", Candidate("ring", other=Candidate("ring"), share=Fraction(1, 2))),
+        ("tree 1/16|bruck", Candidate("tree", other=Candidate("bruck"), share=Fraction(1, 16))),
+        ("tree", Candidate("tree")),
+    ],
 )
-def test_names(mix):
-    assert mix_of("allreduce", mix.name) == mix
+def test_names(name, candidate):
+    assert Candidate.parse("allreduce", name) == candidate
+    assert candidate.label == candidate.name == str(candidate) == name
+
+
+def test_the_name_says_what_is_special():
+    assert Candidate("ring", 4, "slots").name == "ring in 4 pieces (slots)"
+    assert Candidate("ring", piece_nbytes=65536).name == "ring in pieces of 65,536 B"
+    assert Candidate("ring", 2, other=Candidate("tree"), share=Fraction(1, 2)).name == (
+        "ring in 2 pieces (1/2) | tree"
+    )
+    assert Candidate("ring").along(range(10)).name == "ring along 0,1,2,3,4,5,6,7,..."
+    assert Candidate("hierarchical").along(None, ((0, 1), (2, 3))).name == "hierarchical in 2 groups"
+
+
+def test_the_reason_does_not_count():
+    assert Candidate("ring", reason="a") == Candidate(fc.Algorithm.RING, reason="b")
+    assert hash(Candidate("ring", reason="a")) == hash(Candidate(fc.Algorithm.RING))
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "pieces"), [(0, 1), (1, 1), (65536, 1), (65537, 2), (1 << 20, 16), (1 << 30, 64)]
+)
+def test_pieces_follow_from_the_message(nbytes, pieces):
+    candidate = Candidate("ring", 1, "slots", piece_nbytes=65536)
+    assert candidate.at(nbytes, "because") == Candidate("ring", pieces, "slots")
+    assert candidate.at(nbytes, "because").reason == "because"
+
+
+def test_the_order_and_groups_reach_those_that_follow_them():
+    pair = Candidate.parse("allreduce", "ring|two_shot").along((1, 0, 2))
+    assert pair.order == (1, 0, 2) and pair.other is not None and pair.other.order is None
+    assert Candidate("ring").along(None, ((0,), (1,))).groups is None
 
 
 @pytest.mark.parametrize(
@@ -42,14 +77,14 @@ def test_names(mix):
 )
 def test_names_that_are_none(name, message):
     with pytest.raises(ArgumentError, match=message):
-        mix_of("allreduce", name)
+        Candidate.parse("allreduce", name)
 
 
 def test_a_name_that_the_user_registered_is_no_mix():
-    fc.register("ring|mine", "allreduce", lambda size: build_along(None, "allreduce", "ring", size, None, 1))
+    fc.register("ring|mine", "allreduce", lambda size: Candidate("ring").build("allreduce", size))
     try:
-        assert mix_of("allreduce", "ring|mine") is None
-        assert build_along(None, "allreduce", "ring|mine", 4, None, 1).chunks == 4
+        assert Candidate.parse("allreduce", "ring|mine").other is None
+        assert Candidate.parse("allreduce", "ring|mine").build("allreduce", 4).chunks == 4
     finally:
         fc.unregister("ring|mine", "allreduce")
 
@@ -59,25 +94,21 @@ def test_a_name_that_the_user_registered_is_no_mix():
 def test_every_candidate_is_right(name, size):
     order = tuple(range(0, size, 2)) + tuple(range(1, size, 2))
     for along in (None, order):
-        verify(build_along(along, "allreduce", name, size, None, 1))
+        verify(Candidate.parse("allreduce", name).along(along).build("allreduce", size))
 
 
 def test_a_ring_beside_itself_goes_both_ways():
     order = (0, 2, 1, 3)
-    schedule = build_along(order, "allreduce", "ring|ring", 4, None, 1)
+    schedule = Candidate.parse("allreduce", "ring|ring").along(order).build("allreduce", 4)
     steps = schedule.program(2).steps
     peers = {t.peer for step in steps for t in step.transfers if isinstance(t, Send)}
     assert peers == {0, 1}, "both neighbours in the order"
-    laid = laid_mix("allreduce", "ring|ring", 4, order).schedule(4)
-    links = {(r, t.peer) for r in range(4) for s in laid.program(r).steps for t in s.transfers}
-    mine = {(r, t.peer) for r in range(4) for s in schedule.program(r).steps for t in s.transfers}
-    assert links == mine, "what the model times is what runs"
 
 
 @pytest.mark.parametrize("name", MIXES)
 def test_on_the_steps_of_a_gpu(name):
     size, count, dtype = 4, 1003, dtype_of("int64")
-    schedule = levels(build_along((0, 2, 1, 3), "allreduce", name, size, None, 1))
+    schedule = levels(Candidate.parse("allreduce", name).along((0, 2, 1, 3)).build("allreduce", size))
     calls = [Call(schedule, rank, count, dtype, OPS["sum"], True) for rank in range(size)]
     data = [np.arange(count) * 7 + 10_000 * rank for rank in range(size)]
     want = sum(data)

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
 import cloudpickle
-from flagcx._launch.alike import laid_out_alike
+from flagcx._launch.no_aslr import without_aslr
 
 import flagcx as fc
 from flagcx import world
@@ -96,7 +96,7 @@ class StartedRanks:
     def call(self, function: Callable[..., Any], size: int, args: tuple[Any, ...], timeout_s: float) -> list:
         """Calls a function on ``size`` ranks. Returns what each returned; raises AssertionError."""
         call = cloudpickle.dumps((function, args))
-        with laid_out_alike(size):
+        with without_aslr(size):
             self._ranks += [_Rank() for _ in range(len(self._ranks), size)]
         try:
             with contextlib.ExitStack() as stack:

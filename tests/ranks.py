@@ -18,10 +18,10 @@ from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
 import cloudpickle
-from flagcx._launch.no_aslr import without_aslr
 
 import flagcx as fc
 from flagcx import world
+from flagcx._launch.no_aslr import without_aslr
 from flagcx._launch.ranks import job_environment
 from flagcx.bootstrap.store import StoreServer
 from flagcx.errors import AbortedError, CommunicationError, PeerDiedError, PeerTimeoutError

@@ -60,9 +60,9 @@ def test_mixes(call):
     assert both["time_us"] == pytest.approx(ring["time_us"] / 2, rel=0.01)
     assert both["links_used"] == 2 * ring["links_used"] and both["sent_nbytes"] == ring["sent_nbytes"]
     uneven = json.loads(call(*one, "ring 3/4|two_shot").stdout)
-    assert uneven["candidate"] == "ring (3/4) | two_shot"
+    assert uneven["candidate"] == "ring 3/4|two_shot"
     rooted = json.loads(call(*one, "chain|chain", "-c", "broadcast").stdout)
-    assert rooted["candidate"] == "chain (1/2) | chain along 3,2,1,0"
+    assert rooted["candidate"] == "chain|chain"
 
 
 @pytest.mark.parametrize(

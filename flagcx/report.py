@@ -1,52 +1,137 @@
-"""The table of an explanation as lines of text, no wider than there is room for.
+"""A table with a title and notes: as text, in a terminal, in a notebook, as JSON.
 
-Figures, the words of headings and the mark of the chosen row are never cut: where room is short, names,
-links and reasons go on in further lines.
+In a terminal the table is no wider than there is room for. Figures and the words of headings are never cut:
+where room is short, columns of words go on in further lines.
 """
 
 from __future__ import annotations
 
+import html
+import json
 import re
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from itertools import product, zip_longest
+from typing import Any
 
-_WORDY = (0, 3, -1)
-"""Candidate, busiest link and verdict: words, which stand at the left and may take several lines."""
 _LEAST = 9
 """No column of words gets narrower: ``<- chosen`` stays whole."""
 _WIDE = 80
 _PARTS = re.compile(r"[^ _,/]*[ _,/]|[^ _,/]+")
 
 
-def lay_out(cells: Sequence[Sequence[str]], width: int | None) -> list[str]:
-    """A table's rows, each as text of one or more lines.
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A table with a title and notes.
 
-    Args:
-        cells: A row of headings, then the others.
-        width: Columns of the terminal; None for as many as it takes.
-
-    Example:
-        >>> rows = ("candidate", "steps", "us", "link", ""), ("double_binary_tree", "6", "1.5", "-", "1 x")
-        >>> print(*lay_out(rows, None), sep="\\n")
-        candidate           steps   us  link
-        double_binary_tree      6  1.5  -     1 x
+    Attributes:
+        title: A line above the table.
+        columns: The headings.
+        rows: The cells of each row, as many as there are headings.
+        words: Columns that hold words, by index: they stand at the left and may take several lines. Others
+            hold figures, which stand at the right.
+        notes: Sentences below the table.
+        bold: Rows that a terminal shows in bold, by index.
     """
-    columns = list(zip(*cells, strict=True))
-    wordy = [place % len(columns) for place in _WORDY]
-    widths, gap = [max(map(len, column)) for column in columns], 2
-    if width is not None and sum(widths) + gap * (len(widths) - 1) > width:
-        gap = 2 if width >= _WIDE else 1
-        widths = _narrowed(columns, wordy, width - gap * (len(widths) - 1))
-    return [_row(row, widths, wordy, " " * gap) for row in cells]
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    words: Collection[int]
+    notes: Sequence[str] = ()
+    bold: Collection[int] = ()
+
+    def lay_out(self, width: int | None = None) -> list[str]:
+        """The headings and each row, as text of one or more lines.
+
+        Args:
+            width: Columns of the terminal; None for as many as it takes.
+
+        Example:
+            >>> report = Report("", ("candidate", "steps", "us"), [("double_binary_tree", "6", "1.5")], (0,))
+            >>> print(*report.lay_out(), sep="\\n")
+            candidate           steps   us
+            double_binary_tree      6  1.5
+        """
+        cells = [self.columns, *self.rows]
+        columns = list(zip(*cells, strict=True))
+        widths, gap = [max(map(len, column)) for column in columns], 2
+        if width is not None and sum(widths) + gap * (len(widths) - 1) > width:
+            gap = 2 if width >= _WIDE else 1
+            widths = self._narrowed(columns, width - gap * (len(widths) - 1))
+        return [self._row(row, widths, " " * gap) for row in cells]
+
+    def _narrowed(self, columns: Sequence[Sequence[str]], room: int) -> list[int]:
+        """Widths that share the room: whole words of headings, whole figures, and what is left for words."""
+        widths = [max(map(len, [*heading.split(), *texts])) for heading, *texts in columns]
+        room -= sum(width for place, width in enumerate(widths) if place not in self.words)
+        wordy = sorted(self.words)
+        for place, share in zip(wordy, _shares([columns[place] for place in wordy], room), strict=True):
+            widths[place] = share
+        return widths
+
+    def _row(self, row: Sequence[str], widths: Sequence[int], gap: str) -> str:
+        folded = [fold(text, width) for text, width in zip(row, widths, strict=True)]
+        lines = []
+        for line in zip_longest(*folded, fillvalue=""):
+            shown = [
+                text.ljust(width) if place in self.words else text.rjust(width)
+                for place, (text, width) in enumerate(zip(line, widths, strict=True))
+            ]
+            lines.append(gap.join(shown).rstrip())
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return "\n".join([self.title, *self.lay_out(), *self.notes])
+
+    def __rich_console__(self, console: Any, options: Any) -> Any:
+        from rich.text import Text
+
+        yield Text(self.title, style="italic")
+        for number, row in enumerate(self.lay_out(options.max_width), -1):
+            yield Text(row, style="bold" if number in self.bold else "", no_wrap=True, overflow="ignore")
+        yield from map(Text, self.notes)
+
+    def _repr_html_(self) -> str:
+        def row(cells: Sequence[str], tag: str) -> str:
+            return "<tr>" + "".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in cells) + "</tr>"
+
+        body = "".join(row(cells, "td") for cells in self.rows)
+        return (
+            f"<p><b>{html.escape(self.title)}</b></p>"
+            f"<table><thead>{row(self.columns, 'th')}</thead><tbody>{body}</tbody></table>"
+            + "".join(f"<p>{html.escape(text)}</p>" for text in self.notes)
+        )
 
 
-def _narrowed(columns: Sequence[Sequence[str]], wordy: Sequence[int], room: int) -> list[int]:
-    """Widths that share the room: whole words of the headings, whole figures, and what is left for words."""
-    widths = [max(map(len, [*heading.split(), *texts])) for heading, *texts in columns]
-    room -= sum(width for place, width in enumerate(widths) if place not in wordy)
-    for place, share in zip(wordy, _shares([columns[place] for place in wordy], room), strict=True):
-        widths[place] = share
-    return widths
+class Reported:
+    """Base of results that print as a report, which a notebook shows as a table."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def report(self) -> Report:
+        """The result as a table."""
+
+    @abstractmethod
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain values."""
+
+    def to_json(self) -> str:
+        """``to_dict`` as JSON."""
+        return json.dumps(self.to_dict(), allow_nan=False)
+
+    def __str__(self) -> str:
+        return str(self.report())
+
+    __repr__ = __str__
+
+    def __rich_console__(self, console: Any, options: Any) -> Any:
+        yield self.report()
+
+    def _repr_html_(self) -> str:
+        return self.report()._repr_html_()
 
 
 def _shares(columns: Sequence[Sequence[str]], room: int) -> list[int]:
@@ -56,31 +141,21 @@ def _shares(columns: Sequence[Sequence[str]], room: int) -> list[int]:
         {width: [len(fold(text, width)) for text in column] for width in range(_LEAST, most + 1)}
         for column, most in zip(columns, natural, strict=True)
     ]
-    best, found = 0, [_LEAST] * 3
-    for one, two in product(heights[0], heights[1]):
-        three = min(room - one - two, natural[2])
-        if three < _LEAST:
+    best, found = 0, [_LEAST] * len(columns)
+    for widths in product(*heights[:-1]):
+        last = min(room - sum(widths), natural[-1])
+        if last < _LEAST:
             continue
-        lines = sum(map(max, heights[0][one], heights[1][two], heights[2][three]))
+        chosen = [*widths, last]
+        folded = (column[width] for column, width in zip(heights, chosen, strict=True))
+        lines = sum(map(max, zip(*folded, strict=True)))
         if not best or lines <= best:
-            best, found = lines, [one, two, three]
+            best, found = lines, chosen
     return found
 
 
-def _row(row: Sequence[str], widths: Sequence[int], wordy: Sequence[int], gap: str) -> str:
-    folded = [fold(text, width) for text, width in zip(row, widths, strict=True)]
-    lines = []
-    for line in zip_longest(*folded, fillvalue=""):
-        shown = [
-            text.ljust(width) if place in wordy else text.rjust(width)
-            for place, (text, width) in enumerate(zip(line, widths, strict=True))
-        ]
-        lines.append(gap.join(shown).rstrip())
-    return "\n".join(lines)
-
-
 def fold(text: str, width: int) -> list[str]:
-    """The lines of a text: broken at blanks, else behind ``_``, ``,`` or ``/``, and within a word if need be.
+    """The lines of a text: broken at blanks, else after ``_``, ``,`` or ``/``, and within a word if need be.
 
     Example:
         >>> fold("ring along 0,3,2,1,5,6,7,4,...", 14)

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from flagcx.report import fold, lay_out
+from flagcx.report import Report, fold
 from flagcx.selection.explain import explain
 from flagcx.topology import cluster, preset
 
@@ -17,21 +17,23 @@ BARRED = explain("allreduce", 64 << 20, 4, preset("4xpcie"))
 
 
 def test_without_a_limit_every_row_is_a_line():
-    lines = lay_out(FOUND.cells(), None)
+    report = FOUND.report()
+    lines = report.lay_out()
     assert lines == str(FOUND).splitlines()[1:-1]
     assert len(lines) == 1 + len(FOUND.rows) and not any("\n" in line for line in lines)
-    for cells, line in zip(FOUND.cells(), lines, strict=True):
+    for cells, line in zip([report.columns, *report.rows], lines, strict=True):
         assert all(cell in line for cell in cells)
 
 
 @pytest.mark.parametrize("found", [FOUND, MEASURED, BARRED])
 @pytest.mark.parametrize("width", [200, 120, 80, 79, 66])
 def test_it_fits_and_only_words_are_broken(found, width):
-    head, *rows = lay_out(found.cells(), width)
+    report = found.report()
+    head, *rows = report.lay_out(width)
     assert max(len(line) for row in (head, *rows) for line in row.splitlines()) <= width
-    for heading in found.cells()[0]:
+    for heading in report.columns:
         assert all(word in head for word in heading.split())
-    for cells, row in zip(found.cells()[1:], rows, strict=True):
+    for cells, row in zip(report.rows, rows, strict=True):
         figures, verdict = [*cells[1:3], *cells[4:-1]], cells[-1]
         first = row.splitlines()[0]
         assert all(figure in first for figure in figures)
@@ -40,7 +42,7 @@ def test_it_fits_and_only_words_are_broken(found, width):
 
 def test_sixty_columns_and_fewer_than_can_be():
     for width in (60, 20):
-        lines = [line for row in lay_out(FOUND.cells(), width) for line in row.splitlines()]
+        lines = [line for row in FOUND.report().lay_out(width) for line in row.splitlines()]
         assert max(map(len, lines)) <= max(width, 56)
         assert any("<- chosen" in line for line in lines) and any("113.8 MiB" in line for line in lines)
         assert "predicted" in lines[0] and lines[1].endswith("us")
@@ -53,6 +55,24 @@ def test_a_terminal_gets_the_whole_table():
     assert "<- chosen" in text and "1.15 x" in text and "113.8 MiB" in text
     (chosen,) = [line for line in text.splitlines() if "<- chosen" in line]
     assert chosen.startswith("\x1b[1m") and "9453.9 <- chosen" in chosen
+
+
+def test_any_number_of_columns_may_hold_words():
+    rows = [("alpha beta gamma", "1", "one two three four"), ("delta", "22", "five six seven eight nine")]
+    report = Report("title", ("name", "n", "words"), rows, (0, 2), ["a note"])
+    assert str(report).splitlines()[2] == "alpha beta gamma   1  one two three four"
+    assert str(report).splitlines()[-1] == "a note"
+    for width in (24, 30, 36):
+        lines = [line for row in report.lay_out(width) for line in row.splitlines()]
+        assert max(map(len, lines)) <= width
+        assert " ".join(lines).replace(" ", "").count("seven") == 1
+    one = Report("", ("name", "n"), [("alpha_beta_gamma", "1")], (0,))
+    assert one.lay_out(14) == ["name         n", "alpha_beta_  1\ngamma"]
+
+
+def test_html_escapes_the_cells():
+    page = Report("<t>", ("a", "b"), [("<i>", "1")], (0,), ["<n>"])._repr_html_()
+    assert "<td>&lt;i&gt;</td><td>1</td>" in page and "<p>&lt;n&gt;</p>" in page and "&lt;t&gt;" in page
 
 
 @pytest.mark.parametrize(

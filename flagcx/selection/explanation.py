@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import html
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +9,7 @@ from typing import Any
 from flagcx.arguments import format_nbytes
 from flagcx.cost.model import Bottleneck
 from flagcx.cost.simulate import message_nbytes
-from flagcx.report import lay_out
+from flagcx.report import Report, Reported
 
 _COLUMNS = ("candidate", "steps", "sent/rank", "busiest link", "predicted us", "measured us", "")
 _MEASURED = 5
@@ -53,8 +51,8 @@ class Row:
         return self.predicted_us if self.measured_us is None else self.measured_us
 
 
-@dataclass(frozen=True, slots=True)
-class Explanation:
+@dataclass(frozen=True, slots=True, repr=False)
+class Explanation(Reported):
     """A choice with its reasons. Prints as a table; a notebook shows it as one.
 
     Attributes:
@@ -88,24 +86,32 @@ class Explanation:
         block = " a block" if message_nbytes(self.collective, 2, 1) > 1 else ""
         return f"{self.collective} of {format_nbytes(self.nbytes)}{block}, {ranks}{where}"
 
-    def cells(self) -> list[tuple[str, ...]]:
-        """The table as text: a row of headings, then one a candidate."""
-        table: list[tuple[str, ...]] = [_COLUMNS]
-        for row in self.rows:
-            table.append(
-                (
-                    row.name,
-                    str(row.steps) if row.steps else "-",
-                    format_nbytes(row.sent_nbytes) if row.steps else "-",
-                    _busiest(row.bottleneck),
-                    _time(row.predicted_us),
-                    _time(row.measured_us),
-                    self._verdict(row),
-                )
+    def report(self) -> Report:
+        """The explanation as a table."""
+        rows = [
+            (
+                row.name,
+                str(row.steps) if row.steps else "-",
+                format_nbytes(row.sent_nbytes) if row.steps else "-",
+                _busiest(row.bottleneck),
+                _time(row.predicted_us),
+                _time(row.measured_us),
+                self._verdict(row),
             )
+            for row in self.rows
+        ]
+        shown = list(range(len(_COLUMNS)))
         if all(row.measured_us is None for row in self.rows):
-            table = [cells[:_MEASURED] + cells[_MEASURED + 1 :] for cells in table]
-        return table
+            shown = [i for i in shown if i != _MEASURED]
+        notes = [self.reason, *([f"Times: {self.note}."] if self.note else [])]
+        return Report(
+            self.title,
+            [_COLUMNS[i] for i in shown],
+            [[cells[i] for i in shown] for cells in rows],
+            (0, 3, len(shown) - 1),
+            notes,
+            bold=(0,),
+        )
 
     def _verdict(self, row: Row) -> str:
         if row is self.chosen:
@@ -133,37 +139,6 @@ class Explanation:
             "note": self.note,
             "candidates": [_row_dict(row) for row in self.rows],
         }
-
-    def to_json(self) -> str:
-        """``to_dict`` as JSON."""
-        return json.dumps(self.to_dict(), allow_nan=False)
-
-    def __str__(self) -> str:
-        return "\n".join([self.title, *lay_out(self.cells(), None), *self._words()])
-
-    __repr__ = __str__
-
-    def _words(self) -> list[str]:
-        return [self.reason, *([f"Times: {self.note}."] if self.note else [])]
-
-    def __rich_console__(self, console: Any, options: Any) -> Any:
-        from rich.text import Text
-
-        yield Text(self.title, style="italic")
-        for number, row in enumerate(lay_out(self.cells(), options.max_width)):
-            yield Text(row, style="bold" if number == 1 else "", no_wrap=True, overflow="ignore")
-        yield from map(Text, self._words())
-
-    def _repr_html_(self) -> str:
-        head, *body = self.cells()
-        row = "<tr>{}</tr>".format
-        titles = "".join(f"<th>{html.escape(text)}</th>" for text in head)
-        lines = [row("".join(f"<td>{html.escape(text)}</td>" for text in cells)) for cells in body]
-        return (
-            f"<p><b>{html.escape(self.title)}</b></p><table><thead>{row(titles)}</thead>"
-            f"<tbody>{''.join(lines)}</tbody></table>"
-            + "".join(f"<p>{html.escape(text)}</p>" for text in self._words())
-        )
 
 
 def in_order(rows: Sequence[Row]) -> list[Row]:

@@ -9,6 +9,20 @@ import pytest
 from tests.ranks import end_ranks
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run the tests marked exhaustive too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out exhaustive tests unless ``--all``, ``-m`` or the name of a single test asks for them."""
+    if config.option.all or config.option.markexpr or any("::" in argument for argument in config.args):
+        return
+    left_out = [item for item in items if item.get_closest_marker("exhaustive")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _as_on_a_fresh_machine() -> Iterator[None]:
     """Algorithms are chosen by rule, whatever ``flagcx tune`` has left for this user."""

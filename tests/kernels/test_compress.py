@@ -22,6 +22,7 @@ from flagcx.kernels.source import OPTIONS
 from tests.compression.peers import on_ranks
 from tests.kernels import nvrtc
 from tests.kernels.test_conversions import COMPILER
+from tests.ranges import exhaustive
 
 BLOCKED = ("int8", "int4", "fp8", "fp8_e5m2")
 
@@ -44,8 +45,8 @@ static inline unsigned __float_as_uint(float f) { unsigned x; memcpy(&x, &f, 4);
 @pytest.mark.skipif(
     nvrtc.library() is None, reason="NVRTC is not installed: pip install nvidia-cuda-nvrtc-cu12"
 )
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
-@pytest.mark.parametrize("block", [32, 256, 4096])
+@pytest.mark.parametrize("architecture", ["sm_90", *exhaustive(["sm_80"])])
+@pytest.mark.parametrize("block", [256, *exhaustive([32, 4096])])
 @pytest.mark.parametrize("name", compress.NAMES)
 def test_kernels_compile_without_a_warning(name, block, architecture):
     made = nvrtc.compile_for(compress.compress_source(name, block), architecture, OPTIONS)

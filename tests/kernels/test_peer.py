@@ -23,6 +23,7 @@ from flagcx.kernels.peer import (
 from flagcx.kernels.source import OPTIONS
 from tests.kernels import nvrtc, peer_host
 from tests.kernels.peer_host import BLOCKS, WORK, Host, Made
+from tests.ranges import exhaustive
 
 needs_compiler = pytest.mark.skipif(peer_host.COMPILER is None, reason="no C++ compiler on this machine")
 needs_nvrtc = pytest.mark.skipif(
@@ -156,7 +157,7 @@ class Wanted:
 
 @needs_compiler
 @pytest.mark.parametrize("one_gpu", [True, False], ids=["together", "apart"])
-@pytest.mark.parametrize("size", [2, 3, 4, 8])
+@pytest.mark.parametrize("size", [2, 3, 8, *exhaustive([4])])
 def test_calls_back_to_back_in_any_interleaving(directory, size, one_gpu):
     host = Host(directory, size, one_gpu)
     for seed in range(4):
@@ -382,9 +383,17 @@ def _kernels() -> list[PeerKernel]:
 
 @needs_nvrtc
 @pytest.mark.slow
-@pytest.mark.parametrize(("architecture", "first"), [("sm_75", 2), ("sm_80", 1), ("sm_90", 0)])
-def test_kernels_compile_without_a_warning(architecture, first):
-    kernels = _kernels()[first::3]
+@pytest.mark.parametrize(
+    ("architecture", "kernels"),
+    [
+        pytest.param("sm_90", slice(0, 2 * len(SHAPES), 2), id="sm_90-each-form"),
+        pytest.param("sm_75", slice(2, None, 3), id="sm_75", marks=pytest.mark.exhaustive),
+        pytest.param("sm_80", slice(1, None, 3), id="sm_80", marks=pytest.mark.exhaustive),
+        pytest.param("sm_90", slice(0, None, 3), id="sm_90", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_kernels_compile_without_a_warning(architecture, kernels):
+    kernels = _kernels()[kernels]
 
     def compiled(kernel):
         return nvrtc.compile_for(kernel.source(), architecture, OPTIONS)

@@ -1,12 +1,11 @@
 """Algorithms as pure functions of ranks, and the catalogue of them.
 
-Every function returns a ``Schedule`` and imports no transport and no array library. See ``catalogue`` for
-what each serves and costs, ``moves`` for the form they are written in, ``register`` for how to add one.
+Every function returns a ``Schedule`` and imports no transport and no array library. ``catalogue`` lists what
+each serves and costs, ``flagcx.schedule.compose`` has the vocabulary that they are written in, with an
+example, and ``register`` adds one.
 """
 
-from flagcx.algorithms.catalogue import AlgorithmEntry
-from flagcx.algorithms.counts import count_sent, count_steps
-from flagcx.algorithms.names import Algorithm
+from flagcx.algorithms.catalogue import Algorithm, AlgorithmEntry
 from flagcx.algorithms.registry import build, catalogue, entries, entry, register, unregister
 
 __all__ = [
@@ -14,8 +13,6 @@ __all__ = [
     "AlgorithmEntry",
     "build",
     "catalogue",
-    "count_sent",
-    "count_steps",
     "entries",
     "entry",
     "register",

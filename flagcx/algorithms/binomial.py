@@ -16,54 +16,36 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from itertools import chain
 
-from flagcx.algorithms.moves import Move, arc, backwards, later, rounds_to_double, schedule_of
-from flagcx.schedule.model import Recv, RecvReduce, Schedule, Send
+from flagcx.schedule.compose import ChunkTransfer, arc, doublings, recv, reverse, schedule_of, send, then
+from flagcx.schedule.model import Schedule
 
 
-def _hands(size: int, root: int, rank: int) -> Iterator[tuple[int, bool, int, int, int]]:
-    """The hand-overs of one rank on the way from the root to all.
+def _hands(size: int, root: int, rank: int) -> Iterator[tuple]:
+    """The transfers of one rank on the way from the root to all.
 
     Yields:
-        ``(round, sends, peer, place, count)``: the receiver's place and how many places it stands for.
+        ``(send or recv, round, peer, place, count)``: the receiver's place and how many places it stands for.
     """
     place = (rank - root) % size
-    rounds = rounds_to_double(size)
+    rounds = doublings(size)
     for now in range(rounds):
         half = 1 << (rounds - 1 - now)
         if place % (2 * half) == 0 and place + half < size:
-            yield now, True, (rank + half) % size, place + half, min(half, size - place - half)
+            yield send, now, (rank + half) % size, place + half, min(half, size - place - half)
         elif place % (2 * half) == half:
-            yield now, False, (rank - half) % size, place, min(half, size - place)
+            yield recv, now, (rank - half) % size, place, min(half, size - place)
 
 
-def broadcast_moves(size: int, root: int, rank: int, chunks: int = 1) -> Iterator[Move]:
-    """The whole message, of ``chunks`` chunks, from the root to all."""
-    for now, sends, peer, _, _ in _hands(size, root, rank):
-        yield Move(now, Send if sends else Recv, 0, chunks, peer)
+def _broadcast(size: int, root: int, rank: int) -> Iterator[ChunkTransfer]:
+    return (transfer(now, peer, 0) for transfer, now, peer, _, _ in _hands(size, root, rank))
 
 
-def scatter_moves(size: int, root: int, rank: int) -> Iterator[Move]:
+def _scatter(size: int, root: int, rank: int) -> Iterator[ChunkTransfer]:
     """To every rank its own block; an inner rank passes on those of the places that it stands for."""
-    for now, sends, peer, place, count in _hands(size, root, rank):
+    for transfer, now, peer, place, count in _hands(size, root, rank):
         for start, stop in arc(place + root, count, size):
-            yield Move(now, Send if sends else Recv, start, stop, peer)
-
-
-def reduce_moves(size: int, root: int, rank: int) -> Iterator[Move]:
-    """The broadcast backwards."""
-    return backwards(broadcast_moves(size, root, rank), rounds_to_double(size), RecvReduce)
-
-
-def gather_moves(size: int, root: int, rank: int) -> Iterator[Move]:
-    """The scatter backwards."""
-    return backwards(scatter_moves(size, root, rank), rounds_to_double(size), Recv)
-
-
-def _allreduce_moves(size: int, rank: int) -> Iterator[Move]:
-    down = later(broadcast_moves(size, 0, rank), rounds_to_double(size))
-    return chain(reduce_moves(size, 0, rank), down)
+            yield transfer(now, peer, start, stop)
 
 
 def binomial_broadcast(size: int, root: int = 0) -> Schedule:
@@ -77,8 +59,8 @@ def binomial_broadcast(size: int, root: int = 0) -> Schedule:
         Steps: ceil(log2 n), the least possible. Sent by the root: the message once a step; by others
         less. Any number of ranks.
     """
-    moves = partial(broadcast_moves, size, root)
-    return schedule_of("broadcast", "binomial", size, 1, rounds_to_double(size), moves, root)
+    transfers = partial(_broadcast, size, root)
+    return schedule_of("broadcast", "binomial", size, 1, doublings(size), transfers, root)
 
 
 def binomial_reduce(size: int, root: int = 0) -> Schedule:
@@ -92,8 +74,7 @@ def binomial_reduce(size: int, root: int = 0) -> Schedule:
         Steps: ceil(log2 n), the least possible. Sent by each rank but the root: the message once. Any
         number of ranks.
     """
-    moves = partial(reduce_moves, size, root)
-    return schedule_of("reduce", "binomial", size, 1, rounds_to_double(size), moves, root)
+    return reverse(binomial_broadcast(size, root))
 
 
 def binomial_allreduce(size: int) -> Schedule:
@@ -106,12 +87,11 @@ def binomial_allreduce(size: int) -> Schedule:
         Steps: 2 ceil(log2 n). Sent by each rank: the message ceil(log2 n) times at most. Any number of
         ranks.
     """
-    rounds = 2 * rounds_to_double(size)
-    return schedule_of("allreduce", "binomial", size, 1, rounds, partial(_allreduce_moves, size))
+    return then(binomial_reduce(size), binomial_broadcast(size))
 
 
 def binomial_barrier(size: int) -> Schedule:
-    """An allreduce of nothing: word to rank 0 that all have come, and word back.
+    """An allreduce of nothing: rank 0 hears that all ranks have come, and tells them.
 
     Args:
         size: Number of ranks.
@@ -119,8 +99,7 @@ def binomial_barrier(size: int) -> Schedule:
     Returns:
         Steps: 2 ceil(log2 n), with n - 1 messages each way, the least possible. Any number of ranks.
     """
-    rounds = 2 * rounds_to_double(size)
-    return schedule_of("barrier", "binomial", size, 1, rounds, partial(_allreduce_moves, size))
+    return then(binomial_reduce(size), binomial_broadcast(size), collective="barrier")
 
 
 def binomial_scatter(size: int, root: int = 0) -> Schedule:
@@ -135,8 +114,8 @@ def binomial_scatter(size: int, root: int = 0) -> Schedule:
         possible; by others at most half of it. Inner ranks keep blocks of others in SCRATCH. Any number
         of ranks; blocks of any sizes.
     """
-    moves = partial(scatter_moves, size, root)
-    return schedule_of("scatter", "binomial", size, size, rounds_to_double(size), moves, root)
+    transfers = partial(_scatter, size, root)
+    return schedule_of("scatter", "binomial", size, size, doublings(size), transfers, root)
 
 
 def binomial_gather(size: int, root: int = 0) -> Schedule:
@@ -150,5 +129,4 @@ def binomial_gather(size: int, root: int = 0) -> Schedule:
         Steps: ceil(log2 n), the least possible. Sent by each rank: at most half of the message. Inner
         ranks keep blocks of others in SCRATCH. Any number of ranks; blocks of any sizes.
     """
-    moves = partial(gather_moves, size, root)
-    return schedule_of("gather", "binomial", size, size, rounds_to_double(size), moves, root)
+    return reverse(binomial_scatter(size, root))

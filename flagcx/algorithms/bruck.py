@@ -11,7 +11,7 @@ message sent by each rank, both the least possible, with no exception for n that
 
 Source: Bruck, Ho, Kipnis, Upfal and Weathersby, "Efficient algorithms for all-to-all communications in
 multiport message-passing systems", IEEE Trans. Parallel Distrib. Syst. 8 (1997), on index (alltoall) and
-concatenation (allgather). Backwards: Traff, "Optimal, non-pipelined reduce-scatter and allreduce
+concatenation (allgather). Its reverse: Traff, "Optimal, non-pipelined reduce-scatter and allreduce
 algorithms" (2024), arXiv 2410.14234.
 """
 
@@ -19,50 +19,39 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from itertools import chain
 
-from flagcx.algorithms.moves import Move, arc, backwards, check, later, rounds_to_double, schedule_of
-from flagcx.schedule.model import Buffer, Copy, Program, Recv, RecvReduce, Schedule, Send, Span, Step, span_of
+from flagcx.schedule.compose import ChunkTransfer, arc, doublings, recv, reverse, schedule_of, send, then
+from flagcx.schedule.model import Buffer, Copy, Program, Recv, Schedule, Send, Span, Step, span_of
+from flagcx.schedule.pattern import check
 
 
-def allgather_moves(size: int, rank: int) -> Iterator[Move]:
+def _allgather(size: int, rank: int) -> Iterator[ChunkTransfer]:
     """Block b of rank b to all."""
-    for now in range(rounds_to_double(size)):
+    for now in range(doublings(size)):
         distance = 1 << now
         count = min(distance, size - distance)
         for start, stop in arc(rank, count, size):
-            yield Move(now, Send, start, stop, (rank - distance) % size)
+            yield send(now, (rank - distance) % size, start, stop)
         for start, stop in arc(rank + distance, count, size):
-            yield Move(now, Recv, start, stop, (rank + distance) % size)
-
-
-def reduce_scatter_moves(size: int, rank: int) -> Iterator[Move]:
-    """The allgather backwards: block b, added up, to rank b."""
-    return backwards(allgather_moves(size, rank), rounds_to_double(size), RecvReduce)
-
-
-def _allreduce_moves(size: int, rank: int) -> Iterator[Move]:
-    second = later(allgather_moves(size, rank), rounds_to_double(size))
-    return chain(reduce_scatter_moves(size, rank), second)
+            yield recv(now, (rank + distance) % size, start, stop)
 
 
 def bruck_allgather(size: int) -> Schedule:
-    """Every rank fetches from ever further on all that is there, or what it still lacks.
+    """Every rank receives from ever further on all that the other rank has, or what it still lacks.
 
     Args:
         size: Number of ranks.
 
     Returns:
         Steps: ceil(log2 n). Sent by each rank: (n-1)/n of the message. Both are the least possible. Any
-        number of ranks; blocks of any sizes. Blocks land where they belong, so nothing is turned round
-        at the end.
+        number of ranks; blocks of any sizes. Blocks land where they belong, so nothing is rotated at
+        the end.
     """
-    moves = partial(allgather_moves, size)
-    return schedule_of("allgather", "bruck", size, size, rounds_to_double(size), moves)
+    return schedule_of("allgather", "bruck", size, size, doublings(size), partial(_allgather, size))
 
 
 def bruck_reduce_scatter(size: int) -> Schedule:
-    """The allgather backwards: sums of ever fewer blocks travel ever shorter ways.
+    """The allgather backwards: sums of ever fewer blocks go ever shorter distances.
 
     Args:
         size: Number of ranks.
@@ -71,8 +60,7 @@ def bruck_reduce_scatter(size: int) -> Schedule:
         Steps: ceil(log2 n). Sent by each rank: (n-1)/n of the message. Both are the least possible. Any
         number of ranks; blocks of any sizes.
     """
-    moves = partial(reduce_scatter_moves, size)
-    return schedule_of("reduce_scatter", "bruck", size, size, rounds_to_double(size), moves)
+    return reverse(bruck_allgather(size))
 
 
 def bruck_allreduce(size: int) -> Schedule:
@@ -85,9 +73,7 @@ def bruck_allreduce(size: int) -> Schedule:
         Steps: 2 ceil(log2 n). Sent by each rank: 2(n-1)/n of the message, the least possible. Any number
         of ranks.
     """
-    return schedule_of(
-        "allreduce", "bruck", size, size, 2 * rounds_to_double(size), partial(_allreduce_moves, size)
-    )
+    return then(bruck_reduce_scatter(size), bruck_allgather(size))
 
 
 def bruck_alltoall(size: int) -> Schedule:
@@ -104,7 +90,7 @@ def bruck_alltoall(size: int) -> Schedule:
     return Schedule("alltoall", "bruck", size, size, partial(_alltoall_program, size), aligned=True)
 
 
-def travelling(size: int, bit: int) -> list[int]:
+def _moving(size: int, bit: int) -> list[int]:
     """The distances below ``size`` that have ``bit`` set: the blocks that move in that step."""
     return [distance for distance in range(size) if distance & bit]
 
@@ -115,16 +101,16 @@ def blocks_moved(size: int) -> int:
 
 
 def _alltoall_program(size: int, rank: int) -> Program:
-    """Blocks wait packed by the step in which they move next; ``slot`` is where, in SCRATCH."""
-    bits = [1 << k for k in range(rounds_to_double(size))]
+    """Blocks wait in SCRATCH, packed by the step in which they move next; ``slot`` has their places."""
+    bits = [1 << k for k in range(doublings(size))]
     slot: dict[tuple[int, int], int] = {}
     for bit in bits:
-        for distance in travelling(size, bit):
+        for distance in _moving(size, bit):
             slot[bit, distance] = len(slot)
     arrivals = len(slot)
 
     def next_place(distance: int, after: int) -> Span:
-        """Where the block is to wait that goes ``distance``, once the bits up to ``after`` are done."""
+        """Where a block of this distance waits once the bits up to ``after`` are done."""
         for bit in bits:
             if bit > after and distance & bit:
                 return span_of(Buffer.SCRATCH, slot[bit, distance])
@@ -136,13 +122,13 @@ def _alltoall_program(size: int, rank: int) -> Program:
     )
     steps = [Step((), tuple(packing))]
     for bit in bits:
-        blocks = travelling(size, bit)
+        blocks = _moving(size, bit)
         source = span_of(Buffer.SCRATCH, slot[bit, blocks[0]], len(blocks))
         landing = span_of(Buffer.SCRATCH, arrivals, len(blocks))
-        moves = (Send(source, (rank + bit) % size), Recv(landing, (rank - bit) % size))
+        transfers = (Send(source, (rank + bit) % size), Recv(landing, (rank - bit) % size))
         unpacking = (
             Copy(span_of(Buffer.SCRATCH, arrivals + i), next_place(distance, bit))
             for i, distance in enumerate(blocks)
         )
-        steps.append(Step(moves, tuple(unpacking)))
+        steps.append(Step(transfers, tuple(unpacking)))
     return Program(rank, tuple(steps))

@@ -15,31 +15,20 @@ from __future__ import annotations
 
 from functools import partial
 
-from flagcx.algorithms import pipeline
-from flagcx.algorithms.moves import schedule_of
+from flagcx.algorithms.pipeline import TreePosition, pipelined
 from flagcx.schedule.model import Schedule
 
 
-def chain_links(size: int, root: int, rank: int) -> pipeline.Links:
-    """The place of ``rank`` in the row that starts at ``root``."""
+def chain_position(size: int, root: int, rank: int) -> TreePosition:
+    """The position of ``rank`` in the row that starts at ``root``."""
     depth = (rank - root) % size
     parent = (rank - 1) % size if depth else None
     children = ((rank + 1) % size,) if depth < size - 1 else ()
-    return pipeline.Links(parent, children, depth)
-
-
-def one_way(size: int, pieces: int = 1) -> int:
-    """Rounds of a broadcast or a reduce."""
-    return pipeline.one_way_rounds(size - 1, pieces)
-
-
-def both_ways(size: int, pieces: int = 1) -> int:
-    """Rounds of an allreduce."""
-    return pipeline.both_ways_rounds(size - 1, pieces)
+    return TreePosition(parent, children, depth)
 
 
 def chain_broadcast(size: int, root: int = 0, pieces: int = 1) -> Schedule:
-    """Each rank hands every piece on to the next.
+    """Each rank passes every piece on to the next.
 
     Args:
         size: Number of ranks.
@@ -50,12 +39,12 @@ def chain_broadcast(size: int, root: int = 0, pieces: int = 1) -> Schedule:
         Steps: n - 2 + pieces. Sent by each rank: the message once (nothing by the last). Any number of
         ranks.
     """
-    moves = partial(_down, size, root, pieces)
-    return schedule_of("broadcast", "chain", size, pieces, one_way(size, pieces), moves, root)
+    row = partial(chain_position, size, root)
+    return pipelined("broadcast", "chain", size, size - 1, [row], pieces, root)
 
 
 def chain_reduce(size: int, root: int = 0, pieces: int = 1) -> Schedule:
-    """Each rank adds its part to every piece and hands it on towards the root.
+    """Each rank adds its part to every piece and passes it on towards the root.
 
     Args:
         size: Number of ranks.
@@ -66,8 +55,7 @@ def chain_reduce(size: int, root: int = 0, pieces: int = 1) -> Schedule:
         Steps: n - 2 + pieces. Sent by each rank: the message once (nothing by the root). Any number of
         ranks.
     """
-    moves = partial(_up, size, root, pieces)
-    return schedule_of("reduce", "chain", size, pieces, one_way(size, pieces), moves, root)
+    return pipelined("reduce", "chain", size, size - 1, [partial(chain_position, size, root)], pieces, root)
 
 
 def chain_allreduce(size: int, pieces: int = 1) -> Schedule:
@@ -80,17 +68,4 @@ def chain_allreduce(size: int, pieces: int = 1) -> Schedule:
     Returns:
         Steps: 2(n-1) + pieces - 1. Sent by each rank: the message twice at most. Any number of ranks.
     """
-    moves = partial(_both, size, pieces)
-    return schedule_of("allreduce", "chain", size, pieces, both_ways(size, pieces), moves)
-
-
-def _down(size: int, root: int, pieces: int, rank: int):
-    return pipeline.down(chain_links(size, root, rank), pieces)
-
-
-def _up(size: int, root: int, pieces: int, rank: int):
-    return pipeline.up(chain_links(size, root, rank), size - 1, pieces)
-
-
-def _both(size: int, pieces: int, rank: int):
-    return pipeline.up_and_down(chain_links(size, 0, rank), size - 1, pieces)
+    return pipelined("allreduce", "chain", size, size - 1, [partial(chain_position, size, 0)], pieces)

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from flagcx.algorithms.moves import Move, check, schedule_of
+from flagcx.schedule.compose import ChunkTransfer, recv, reverse, schedule_of, send
 from flagcx.schedule.model import (
     Buffer,
     Copy,
@@ -35,12 +35,13 @@ from flagcx.schedule.model import (
     Transfer,
     span_of,
 )
+from flagcx.schedule.pattern import check
 
 INPUT, OUTPUT, SCRATCH = Buffer.INPUT, Buffer.OUTPUT, Buffer.SCRATCH
 
 
 def _others(size: int, rank: int) -> Iterator[int]:
-    """All other ranks from the next one on, so that no rank is everybody's first."""
+    """All other ranks from the next one on, so that not all ranks begin with the same one."""
     return ((rank + i) % size for i in range(1, size))
 
 
@@ -117,7 +118,7 @@ def _collect(size: int, pieces: int, rank: int, result: Span) -> Step:
 
 
 def direct_reduce_scatter(size: int) -> Schedule:
-    """Every rank sends each block straight to its owner, who adds up in the order of ranks.
+    """Every rank sends each block straight to its owner, which adds up in the order of ranks.
 
     Args:
         size: Number of ranks.
@@ -158,10 +159,10 @@ def _reduce(size: int, root: int, rank: int) -> Program:
     return Program(rank, (Step(transfers, _add_in_rank_order(size, rank, own, span_of(OUTPUT, 0), arrived)),))
 
 
-def _to_all(size: int, rank: int) -> Iterator[Move]:
+def _to_all(size: int, rank: int) -> Iterator[ChunkTransfer]:
     for peer in _others(size, rank):
-        yield Move(0, Send, rank, rank + 1, peer)
-        yield Move(0, Recv, peer, peer + 1, peer)
+        yield send(0, peer, rank)
+        yield recv(0, peer, peer)
 
 
 def direct_allgather(size: int) -> Schedule:
@@ -174,28 +175,14 @@ def direct_allgather(size: int) -> Schedule:
         Steps: 1. Sent by each rank: (n-1)/n of the message, the least possible. Any number of ranks;
         blocks of any sizes.
     """
-    return schedule_of("allgather", "direct", size, size, _one(size), partial(_to_all, size))
+    return schedule_of("allgather", "direct", size, size, min(size - 1, 1), partial(_to_all, size))
 
 
-def _from_root(size: int, root: int, block: bool, rank: int) -> Iterator[Move]:
-    for peer in _others(size, root) if rank == root else (rank,):
-        first = peer if block else 0
-        if rank == root:
-            yield Move(0, Send, first, first + 1, peer)
-        else:
-            yield Move(0, Recv, first, first + 1, root)
-
-
-def _to_root(size: int, root: int, rank: int) -> Iterator[Move]:
-    for peer in _others(size, root) if rank == root else (rank,):
-        if rank == root:
-            yield Move(0, Recv, peer, peer + 1, peer)
-        else:
-            yield Move(0, Send, rank, rank + 1, root)
-
-
-def _one(size: int) -> int:
-    return 1 if size > 1 else 0
+def _from_root(size: int, root: int, block: bool, rank: int) -> Iterator[ChunkTransfer]:
+    if rank != root:
+        yield recv(0, root, rank if block else 0)
+    else:
+        yield from (send(0, peer, peer if block else 0) for peer in _others(size, root))
 
 
 def direct_broadcast(size: int, root: int = 0) -> Schedule:
@@ -208,9 +195,8 @@ def direct_broadcast(size: int, root: int = 0) -> Schedule:
     Returns:
         Steps: 1. Sent by the root: the message n-1 times; by others nothing. Any number of ranks.
     """
-    return schedule_of(
-        "broadcast", "direct", size, 1, _one(size), partial(_from_root, size, root, False), root
-    )
+    transfers = partial(_from_root, size, root, False)
+    return schedule_of("broadcast", "direct", size, 1, min(size - 1, 1), transfers, root)
 
 
 def direct_scatter(size: int, root: int = 0) -> Schedule:
@@ -224,9 +210,8 @@ def direct_scatter(size: int, root: int = 0) -> Schedule:
         Steps: 1. Sent by the root: (n-1)/n of the message; by others nothing; both the least possible.
         Any number of ranks; blocks of any sizes.
     """
-    return schedule_of(
-        "scatter", "direct", size, size, _one(size), partial(_from_root, size, root, True), root
-    )
+    transfers = partial(_from_root, size, root, True)
+    return schedule_of("scatter", "direct", size, size, min(size - 1, 1), transfers, root)
 
 
 def direct_gather(size: int, root: int = 0) -> Schedule:
@@ -240,7 +225,7 @@ def direct_gather(size: int, root: int = 0) -> Schedule:
         Steps: 1. Sent by each rank but the root: 1/n of the message, the least possible. Any number of
         ranks; blocks of any sizes.
     """
-    return schedule_of("gather", "direct", size, size, _one(size), partial(_to_root, size, root), root)
+    return reverse(direct_scatter(size, root))
 
 
 def direct_alltoall(size: int) -> Schedule:

@@ -4,9 +4,9 @@
 
     step 0:  r -> r+1     each knows of 2 ranks
     step 1:  r -> r+2     of 4
-    step 2:  r -> r+4     of 8, and so on, counted round the end
+    step 2:  r -> r+4     of 8, and so on; rank 0 follows the last
 
-Ranks may be heard of twice, which does no harm to a barrier.
+A rank may hear of another twice, which does no harm to a barrier.
 
 Source: Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization", Int. J. Parallel
 Programming 17 (1988).
@@ -17,15 +17,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from flagcx.algorithms.moves import Move, rounds_to_double, schedule_of
-from flagcx.schedule.model import RecvReduce, Schedule, Send
+from flagcx.schedule.compose import ChunkTransfer, doublings, recv_reduce, schedule_of, send
+from flagcx.schedule.model import Schedule
 
 
-def _moves(size: int, rank: int) -> Iterator[Move]:
-    for now in range(rounds_to_double(size)):
+def _transfers(size: int, rank: int) -> Iterator[ChunkTransfer]:
+    for now in range(doublings(size)):
         distance = 1 << now
-        yield Move(now, Send, 0, 1, (rank + distance) % size)
-        yield Move(now, RecvReduce, 0, 1, (rank - distance) % size)
+        yield send(now, (rank + distance) % size, 0)
+        yield recv_reduce(now, (rank - distance) % size, 0)
 
 
 def dissemination_barrier(size: int) -> Schedule:
@@ -38,4 +38,4 @@ def dissemination_barrier(size: int) -> Schedule:
         Steps: ceil(log2 n), the least possible. Sent by each rank: one message a step. Any number of
         ranks.
     """
-    return schedule_of("barrier", "dissemination", size, 1, rounds_to_double(size), partial(_moves, size))
+    return schedule_of("barrier", "dissemination", size, 1, doublings(size), partial(_transfers, size))

@@ -4,7 +4,7 @@
 
     group 0:   0  1  2  3        lane l joins the l-th ranks of all groups. Each lane carries its
                |  |  |  |        own part of the message, so that between the groups (hosts) every
-    group 1:   4  5  6  7        rank is at work and the message crosses once, not once a rank.
+    group 1:   4  5  6  7        rank sends, and the message crosses once, not once a rank.
                |  |  |  |
     group 2:   8  9 10 11
 
@@ -12,7 +12,7 @@ Groups may have different sizes: there are as many lanes as the smallest group h
 ranks of a group take part in its inner steps alone. Inside a group all exchange directly; between groups a
 lane goes by doubling distances (``bruck``, ``binomial``).
 
-All reductions are the distributions of this file run backwards.
+The reduce and the reduce_scatter are the broadcast and the allgather of this file run backwards.
 
 Source: Jia and others, "Highly scalable deep learning training system with mixed-precision: training
 ImageNet in four minutes" (2018), arXiv 1807.11205, on hierarchical all-reduce; the lanes: Traff, "Decomposing
@@ -28,15 +28,16 @@ from functools import cached_property, partial
 from itertools import accumulate, chain, pairwise
 from math import isqrt
 
-from flagcx.algorithms.moves import Move, arc, backwards, rounds_to_double, schedule_of
 from flagcx.errors import ArgumentError
 from flagcx.schedule.collectives import cut
-from flagcx.schedule.model import Recv, RecvReduce, Schedule, Send
+from flagcx.schedule.compose import ChunkTransfer, arc, doublings, recv, reverse, schedule_of, send
+from flagcx.schedule.model import RecvReduce, Schedule
+from flagcx.schedule.pattern import backwards, later
 
 Groups = tuple[tuple[int, ...], ...]
 
 WIDEST = 8
-"""Ranks in a group at most, where nobody says which ranks share a host: as many as hosts have GPUs."""
+"""Ranks in a group at most, where the caller does not name the groups: as many as hosts have GPUs."""
 
 
 def even_groups(size: int, groups: int | None = None) -> Groups:
@@ -45,7 +46,7 @@ def even_groups(size: int, groups: int | None = None) -> Groups:
     Args:
         size: Number of ranks.
         groups: Number of groups; by default the square root of ``size``, rounded down, but so many that a
-            group has no more than ``WIDEST`` ranks: inside a group all talk to all.
+            group has no more than ``WIDEST`` ranks: inside a group every rank sends to all others.
 
     Example:
         >>> even_groups(5, 2)
@@ -79,7 +80,7 @@ class Lanes:
     @cached_property
     def between(self) -> int:
         """Rounds between the groups."""
-        return rounds_to_double(len(self.groups))
+        return doublings(len(self.groups))
 
     @cached_property
     def inside(self) -> int:
@@ -88,7 +89,7 @@ class Lanes:
 
     @cached_property
     def gathering(self) -> int:
-        """Rounds in which ranks without a lane hand their block to one with a lane."""
+        """Rounds in which ranks without a lane send their block to one with a lane."""
         return 1 if self.widest > self.count else 0
 
     @cached_property
@@ -126,49 +127,38 @@ def lanes_of(size: int, groups: Sequence[Sequence[int]] | None) -> Lanes:
     return Lanes(frozen)
 
 
-def _spread_moves(lanes: Lanes, rank: int) -> Iterator[Move]:
+def _spread(lanes: Lanes, rank: int) -> Iterator[ChunkTransfer]:
     """Parts of the message, one an owner, to all: part ``lane * groups + group``."""
-    group, place = lanes.place(rank)
+    group, lane = lanes.place(rank)
     count = len(lanes.groups)
-    if place < lanes.count:
-        for now in range(lanes.between):
-            distance = 1 << now
-            number = min(distance, count - distance)
-            before, after = (group - distance) % count, (group + distance) % count
-            for start, stop in arc(group, number, count):
-                yield _lane_move(lanes, now, Send, place, start, stop, before)
-            for start, stop in arc(after, number, count):
-                yield _lane_move(lanes, now, Recv, place, start, stop, after)
-    yield from _inner_moves(lanes, rank, lanes.between, count)
+    for now in range(lanes.between if lane < lanes.count else 0):
+        distance, first = 1 << now, lane * count
+        number = min(distance, count - distance)
+        before, after = (group - distance) % count, (group + distance) % count
+        for start, stop in arc(group, number, count):
+            yield send(now, lanes.groups[before][lane], first + start, first + stop)
+        for start, stop in arc(after, number, count):
+            yield recv(now, lanes.groups[after][lane], first + start, first + stop)
+    yield from _to_group(lanes, rank, lanes.between, count)
 
 
-def _lane_move(lanes: Lanes, now: int, kind: type, lane: int, start: int, stop: int, group: int) -> Move:
-    first = lane * len(lanes.groups)
-    return Move(now, kind, first + start, first + stop, lanes.groups[group][lane])
-
-
-def _inner_moves(lanes: Lanes, rank: int, now: int, width: int, skip: int | None = None) -> Iterator[Move]:
-    """Each owner sends its lane's ``width`` chunks to all of its group but ``skip``, who has them."""
+def _to_group(
+    lanes: Lanes, rank: int, now: int, width: int, skip: int | None = None
+) -> Iterator[ChunkTransfer]:
+    """Each owner sends its lane's ``width`` chunks to all of its group but ``skip``, which has them."""
     group, _ = lanes.place(rank)
     for lane, owner in enumerate(lanes.groups[group][: lanes.count]):
-        chunks = (lane * width, (lane + 1) * width)
+        start, stop = lane * width, (lane + 1) * width
         if owner == rank:
             others = (peer for peer in lanes.groups[group] if peer not in (rank, skip))
-            yield from (Move(now, Send, *chunks, peer) for peer in others)
+            yield from (send(now, peer, start, stop) for peer in others)
         elif rank != skip:
-            yield Move(now, Recv, *chunks, owner)
+            yield recv(now, owner, start, stop)
 
 
-def spread_rounds(lanes: Lanes) -> int:
-    """Rounds of ``_spread_moves``."""
-    return lanes.between + lanes.inside
-
-
-def _allreduce_moves(lanes: Lanes, rank: int) -> Iterator[Move]:
-    rounds = 2 * spread_rounds(lanes)
-    spread = list(_spread_moves(lanes, rank))
-    late = (move._replace(round=move.round + rounds // 2) for move in spread)
-    return chain(backwards(spread, rounds // 2, RecvReduce), late)
+def _there_and_back(lanes: Lanes, rank: int) -> Iterator[ChunkTransfer]:
+    rounds, spread = lanes.between + lanes.inside, list(_spread(lanes, rank))
+    return chain(backwards(spread, rounds, RecvReduce), later(spread, rounds))
 
 
 def hierarchical_allreduce(size: int, groups: Sequence[Sequence[int]] | None = None) -> Schedule:
@@ -183,9 +173,8 @@ def hierarchical_allreduce(size: int, groups: Sequence[Sequence[int]] | None = N
         inside its group and 2(m-1)/(mg) between groups. Any number of ranks; groups of any sizes.
     """
     lanes = lanes_of(size, groups)
-    chunks = lanes.count * len(lanes.groups)
-    moves = partial(_allreduce_moves, lanes)
-    return schedule_of("allreduce", "hierarchical", size, chunks, 2 * spread_rounds(lanes), moves)
+    chunks, rounds = lanes.count * len(lanes.groups), 2 * (lanes.between + lanes.inside)
+    return schedule_of("allreduce", "hierarchical", size, chunks, rounds, partial(_there_and_back, lanes))
 
 
 def allreduce_sent(lanes: Lanes) -> Fraction:
@@ -196,42 +185,34 @@ def allreduce_sent(lanes: Lanes) -> Fraction:
     return max(Fraction(adding + spreading, owners), Fraction(lanes.gathering))
 
 
-def broadcast_rounds(lanes: Lanes) -> int:
-    """Rounds of the broadcast: out to the lanes, between the groups, in the groups."""
-    return lanes.between + (2 * lanes.inside)
-
-
 def broadcast_sent(lanes: Lanes) -> Fraction:
     """What the root of the broadcast sends, where it owns a lane and its group is the largest."""
     return Fraction(lanes.count - 1 + lanes.between + lanes.widest - 1, lanes.count)
 
 
-def _broadcast_moves(lanes: Lanes, root: int, rank: int) -> Iterator[Move]:
+def _broadcast(lanes: Lanes, root: int, rank: int) -> Iterator[ChunkTransfer]:
     count = len(lanes.groups)
     home, _ = lanes.place(root)
-    group, place = lanes.place(rank)
+    group, lane = lanes.place(rank)
     owners = lanes.groups[home][: lanes.count]
     if rank == root:
-        yield from (Move(0, Send, lane, lane + 1, q) for lane, q in enumerate(owners) if q != root)
-    elif group == home and place < lanes.count:
-        yield Move(0, Recv, place, place + 1, root)
+        yield from (send(0, owner, part) for part, owner in enumerate(owners) if owner != root)
+    elif group == home and lane < lanes.count:
+        yield recv(0, root, lane)
     distance = (group - home) % count
-    for now in range(lanes.between if place < lanes.count else 0):
+    for now in range(lanes.between if lane < lanes.count else 0):
         half = 1 << (lanes.between - 1 - now)
-        round_number = now + lanes.inside
         if distance % (2 * half) == 0 and distance + half < count:
-            peer = lanes.groups[(group + half) % count][place]
-            yield Move(round_number, Send, place, place + 1, peer)
+            yield send(now + lanes.inside, lanes.groups[(group + half) % count][lane], lane)
         elif distance % (2 * half) == half:
-            peer = lanes.groups[(group - half) % count][place]
-            yield Move(round_number, Recv, place, place + 1, peer)
-    yield from _inner_moves(lanes, rank, lanes.between + lanes.inside, 1, skip=root)
+            yield recv(now + lanes.inside, lanes.groups[(group - half) % count][lane], lane)
+    yield from _to_group(lanes, rank, lanes.between + lanes.inside, 1, skip=root)
 
 
 def hierarchical_broadcast(
     size: int, root: int = 0, groups: Sequence[Sequence[int]] | None = None
 ) -> Schedule:
-    """The root deals its message out to the lanes of its group; each lane carries its part to all groups.
+    """The root sends each lane of its group a part of the message, which the lane carries to all groups.
 
     Args:
         size: Number of ranks.
@@ -243,12 +224,8 @@ def hierarchical_broadcast(
         inside its group and ceil(log2 m)/g between groups. Any number of ranks; groups of any sizes.
     """
     lanes = lanes_of(size, groups)
-    moves = partial(_broadcast_moves, lanes, root)
-    return schedule_of("broadcast", "hierarchical", size, lanes.count, broadcast_rounds(lanes), moves, root)
-
-
-def _reduce_moves(lanes: Lanes, root: int, rank: int) -> Iterator[Move]:
-    return backwards(_broadcast_moves(lanes, root, rank), broadcast_rounds(lanes), RecvReduce)
+    rounds, transfers = lanes.between + 2 * lanes.inside, partial(_broadcast, lanes, root)
+    return schedule_of("broadcast", "hierarchical", size, lanes.count, rounds, transfers, root)
 
 
 def hierarchical_reduce(size: int, root: int = 0, groups: Sequence[Sequence[int]] | None = None) -> Schedule:
@@ -263,14 +240,7 @@ def hierarchical_reduce(size: int, root: int = 0, groups: Sequence[Sequence[int]
         Steps: ceil(log2 m) + 2, with m groups of g ranks. Sent by each rank: the message once inside
         its group, 1/g of it between groups. Any number of ranks; groups of any sizes.
     """
-    lanes = lanes_of(size, groups)
-    moves = partial(_reduce_moves, lanes, root)
-    return schedule_of("reduce", "hierarchical", size, lanes.count, broadcast_rounds(lanes), moves, root)
-
-
-def allgather_rounds(lanes: Lanes) -> int:
-    """Rounds of the allgather and of the reduce_scatter."""
-    return lanes.gathering + lanes.between + lanes.inside
+    return reverse(hierarchical_broadcast(size, root, groups))
 
 
 def allgather_sent(lanes: Lanes) -> Fraction:
@@ -286,45 +256,43 @@ def allgather_sent(lanes: Lanes) -> Fraction:
     return Fraction(busiest, sum(map(len, lanes.groups)))
 
 
-def _allgather_moves(lanes: Lanes, rank: int) -> Iterator[Move]:
+def _allgather(lanes: Lanes, rank: int) -> Iterator[ChunkTransfer]:
     group, place = lanes.place(rank)
     lane = place % lanes.count
     if place >= lanes.count:
-        yield Move(0, Send, rank, rank + 1, lanes.groups[group][lane])
+        yield send(0, lanes.groups[group][lane], rank)
     else:
-        further = lanes.groups[group][place + lanes.count :: lanes.count]
-        yield from (Move(0, Recv, q, q + 1, q) for q in further)
-        yield from _between_moves(lanes, group, lane)
-    yield from _share_moves(lanes, rank)
+        yield from (recv(0, q, q) for q in lanes.groups[group][place + lanes.count :: lanes.count])
+        yield from _between_groups(lanes, group, lane)
+    yield from _blocks_to_group(lanes, rank)
 
 
-def _between_moves(lanes: Lanes, group: int, lane: int) -> Iterator[Move]:
+def _between_groups(lanes: Lanes, group: int, lane: int) -> Iterator[ChunkTransfer]:
     """The blocks of a lane to the owners of that lane in all groups."""
     count = len(lanes.groups)
     for k in range(lanes.between):
         distance = 1 << k
-        for kind, first, other in (
-            (Send, group, group - distance),
-            (Recv, group + distance, group + distance),
+        for transfer, first, other in (
+            (send, group, group - distance),
+            (recv, group + distance, group + distance),
         ):
             peer = lanes.groups[other % count][lane]
             for number in range(min(distance, count - distance)):
                 for start, stop in _runs(lanes.blocks((first + number) % count, lane)):
-                    yield Move(lanes.gathering + k, kind, start, stop, peer)
+                    yield transfer(lanes.gathering + k, peer, start, stop)
 
 
-def _share_moves(lanes: Lanes, rank: int) -> Iterator[Move]:
+def _blocks_to_group(lanes: Lanes, rank: int) -> Iterator[ChunkTransfer]:
     """All blocks of a lane from its owner to the others of the group, but no rank its own block."""
     group, _ = lanes.place(rank)
     now = lanes.gathering + lanes.between
     for lane, owner in enumerate(lanes.groups[group][: lanes.count]):
         blocks = [b for g in range(len(lanes.groups)) for b in lanes.blocks(g, lane)]
-        targets = lanes.groups[group] if owner == rank else (rank,)
-        for target in targets:
+        for target in lanes.groups[group] if owner == rank else (rank,):
             if target != owner:
-                kind, peer = (Send, target) if owner == rank else (Recv, owner)
+                transfer, peer = (send, target) if owner == rank else (recv, owner)
                 for start, stop in _runs([b for b in blocks if b != target]):
-                    yield Move(now, kind, start, stop, peer)
+                    yield transfer(now, peer, start, stop)
 
 
 def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -353,12 +321,8 @@ def hierarchical_allgather(size: int, groups: Sequence[Sequence[int]] | None = N
         groups of any sizes; blocks of any sizes.
     """
     lanes = lanes_of(size, groups)
-    moves = partial(_allgather_moves, lanes)
-    return schedule_of("allgather", "hierarchical", size, size, allgather_rounds(lanes), moves)
-
-
-def _reduce_scatter_moves(lanes: Lanes, rank: int) -> Iterator[Move]:
-    return backwards(_allgather_moves(lanes, rank), allgather_rounds(lanes), RecvReduce)
+    rounds = lanes.gathering + lanes.between + lanes.inside
+    return schedule_of("allgather", "hierarchical", size, size, rounds, partial(_allgather, lanes))
 
 
 def hierarchical_reduce_scatter(size: int, groups: Sequence[Sequence[int]] | None = None) -> Schedule:
@@ -373,6 +337,4 @@ def hierarchical_reduce_scatter(size: int, groups: Sequence[Sequence[int]] | Non
         (n-1)/n of the message, of which (m-1)/(mg) between groups. Any number of ranks; groups of any
         sizes; blocks of any sizes.
     """
-    lanes = lanes_of(size, groups)
-    moves = partial(_reduce_scatter_moves, lanes)
-    return schedule_of("reduce_scatter", "hierarchical", size, size, allgather_rounds(lanes), moves)
+    return reverse(hierarchical_allgather(size, groups))

@@ -1,25 +1,26 @@
-"""A message in pieces up or down any tree, each piece one level behind the one before it.
+"""A message in pieces up or down any tree, each piece one round after the one before it.
 
 Shared by the chain, the binary tree and the double binary tree, which differ in the tree alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from flagcx.algorithms.moves import Move
-from flagcx.schedule.model import Recv, RecvReduce, Send
+from flagcx.schedule.compose import ChunkTransfer, recv, recv_reduce, schedule_of, send
+from flagcx.schedule.model import Schedule
 
 
 @dataclass(frozen=True, slots=True)
-class Links:
-    """One rank's place in a tree.
+class TreePosition:
+    """One rank's position in a tree.
 
     Attributes:
         parent: The rank above, or None at the top.
         children: The ranks below, in the order in which their contributions are added.
-        depth: Links between this rank and the top.
+        depth: Edges between this rank and the top.
     """
 
     parent: int | None
@@ -27,47 +28,58 @@ class Links:
     depth: int
 
 
-def up(links: Links, height: int, pieces: int, first: int = 0, start: int = 0) -> Iterator[Move]:
-    """Adds up chunks ``first`` to ``first + pieces`` towards the top, in ``height + pieces - 1`` rounds.
+Tree = Callable[[int], TreePosition]
+"""(rank) -> its position."""
+
+
+def pipelined(
+    collective: str,
+    algorithm: str,
+    size: int,
+    height: int,
+    trees: Sequence[Tree],
+    pieces: int,
+    root: int | None = None,
+) -> Schedule:
+    """A broadcast down trees, a reduce up, or an allreduce up and down, the two at once for different pieces.
 
     Args:
-        links: The rank's place.
-        height: Depth of the deepest rank of the tree.
-        pieces: Number of chunks.
-        first: The first chunk.
-        start: The first round.
+        collective: "broadcast", "reduce" or "allreduce".
+        algorithm: Name of the algorithm.
+        size: Number of ranks.
+        height: Depth of the deepest rank of any of the trees.
+        trees: Each carries an equal part of the message.
+        pieces: Pieces that each part is cut into.
+        root: The root, at the top of all trees; None for an allreduce, whose trees may have different tops.
     """
-    for piece in range(pieces):
-        chunk = first + piece
-        sent = start + piece + height - links.depth
-        for child in links.children:
-            yield Move(sent - 1, RecvReduce, chunk, chunk + 1, child)
-        if links.parent is not None:
-            yield Move(sent, Send, chunk, chunk + 1, links.parent)
+    rises, falls = collective != "broadcast", collective != "reduce"
+    rounds = (rises + falls) * height + pieces - 1 if height else 0
+    transfers = partial(_transfers, trees, height, pieces, rises, falls)
+    return schedule_of(collective, algorithm, size, len(trees) * pieces, rounds, transfers, root)
 
 
-def down(links: Links, pieces: int, first: int = 0, start: int = 0) -> Iterator[Move]:
-    """Sends chunks ``first`` to ``first + pieces`` from the top to all, in ``height + pieces - 1`` rounds."""
-    for piece in range(pieces):
-        chunk = first + piece
-        sent = start + piece + links.depth
-        if links.parent is not None:
-            yield Move(sent - 1, Recv, chunk, chunk + 1, links.parent)
-        for child in links.children:
-            yield Move(sent, Send, chunk, chunk + 1, child)
+def _transfers(
+    trees: Sequence[Tree], height: int, pieces: int, rises: bool, falls: bool, rank: int
+) -> Iterator[ChunkTransfer]:
+    for number, tree in enumerate(trees):
+        position, chunks = tree(rank), range(number * pieces, (number + 1) * pieces)
+        if rises:
+            yield from _up(position, height, chunks)
+        if falls:
+            yield from _down(position, height if rises else 0, chunks)
 
 
-def up_and_down(links: Links, height: int, pieces: int, first: int = 0) -> Iterator[Move]:
-    """Adds up to the top and sends back down, both at once once the top has the first piece."""
-    yield from up(links, height, pieces, first)
-    yield from down(links, pieces, first, start=height)
+def _up(position: TreePosition, height: int, chunks: range) -> Iterator[ChunkTransfer]:
+    """Adds up towards the top, in ``height + len(chunks) - 1`` rounds."""
+    for now, chunk in enumerate(chunks, height - position.depth):
+        yield from (recv_reduce(now - 1, child, chunk) for child in position.children)
+        if position.parent is not None:
+            yield send(now, position.parent, chunk)
 
 
-def one_way_rounds(height: int, pieces: int) -> int:
-    """Rounds of ``up`` or ``down``."""
-    return height + pieces - 1 if height else 0
-
-
-def both_ways_rounds(height: int, pieces: int) -> int:
-    """Rounds of ``up_and_down``."""
-    return 2 * height + pieces - 1 if height else 0
+def _down(position: TreePosition, first_round: int, chunks: range) -> Iterator[ChunkTransfer]:
+    """Sends from the top to all, in ``height + len(chunks) - 1`` rounds from ``first_round`` on."""
+    for now, chunk in enumerate(chunks, first_round + position.depth):
+        if position.parent is not None:
+            yield recv(now - 1, position.parent, chunk)
+        yield from (send(now, child, chunk) for child in position.children)

@@ -6,9 +6,9 @@
     step 1:  0-2  1-3  4-6  5-7
     step 2:  0-4  1-5  2-6  3-7
 
-That needs a power of two. Of n = p + e ranks, p the power, the last e are folded: rank p + i first gives
-what it has to rank i, which stands for both, and gets its result from it at the end. This costs two more
-steps. (``bruck`` does without, where the pairing is not wanted for its own sake.)
+That needs a power of two. Of n = p + e ranks, p the power, the last e are folded: rank p + i first sends all
+that it has to rank i, which stands for both, and receives its result from rank i at the end. This costs two
+more steps. (``bruck`` does without, where the pairing is not wanted for its own sake.)
 
 Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH",
 Int. J. High Perform. Comput. Appl. 19 (2005), on allgather, reduce-scatter and allreduce; the folding and the
@@ -21,8 +21,9 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import chain
 
-from flagcx.algorithms.moves import Move, backwards, later, schedule_of
-from flagcx.schedule.model import Recv, RecvReduce, Schedule, Send
+from flagcx.schedule.compose import ChunkTransfer, recv, recv_reduce, reverse, schedule_of, send
+from flagcx.schedule.model import Recv, Schedule
+from flagcx.schedule.pattern import backwards
 
 
 def core(size: int) -> tuple[int, int, int]:
@@ -31,31 +32,29 @@ def core(size: int) -> tuple[int, int, int]:
     return 1 << exponent, exponent, size - (1 << exponent)
 
 
-def _fold(size: int, chunks: int, rank: int) -> Iterator[Move]:
-    """Round 0: the ranks left over give all that they have."""
+def _fold(size: int, chunks: int, rank: int) -> Iterator[ChunkTransfer]:
+    """Round 0: the ranks left over send all that they have."""
     power, _, extra = core(size)
     if rank >= power:
-        yield Move(0, Send, 0, chunks, rank - power)
+        yield send(0, rank - power, 0, chunks)
     elif rank < extra:
-        yield Move(0, RecvReduce, 0, chunks, rank + power)
+        yield recv_reduce(0, rank + power, 0, chunks)
 
 
-def doubling_rounds(size: int) -> int:
+def _rounds(size: int) -> int:
     """Rounds of recursive doubling, and of the allgather and reduce_scatter here."""
     _, exponent, extra = core(size)
     return exponent + (2 if extra else 0)
 
 
-def _doubling_moves(size: int, rank: int) -> Iterator[Move]:
+def _doubling(size: int, rank: int) -> Iterator[ChunkTransfer]:
     power, exponent, extra = core(size)
-    first = 1 if extra else 0
     fold = list(_fold(size, 1, rank))
     yield from fold
-    for k in range(exponent if rank < power else 0):
-        partner = rank ^ (1 << k)
-        yield Move(first + k, Send, 0, 1, partner)
-        yield Move(first + k, RecvReduce, 0, 1, partner)
-    yield from backwards(fold, doubling_rounds(size), Recv)
+    for now, k in enumerate(range(exponent if rank < power else 0), 1 if extra else 0):
+        yield send(now, rank ^ (1 << k), 0)
+        yield recv_reduce(now, rank ^ (1 << k), 0)
+    yield from backwards(fold, _rounds(size), Recv)
 
 
 def recursive_doubling_allreduce(size: int) -> Schedule:
@@ -70,8 +69,7 @@ def recursive_doubling_allreduce(size: int) -> Schedule:
         Steps: log2 n for powers of two, the least possible; else floor(log2 n) + 2. Sent by each rank:
         the message once in each step it takes part in. Any number of ranks.
     """
-    moves = partial(_doubling_moves, size)
-    return schedule_of("allreduce", "recursive_doubling", size, 1, doubling_rounds(size), moves)
+    return schedule_of("allreduce", "recursive_doubling", size, 1, _rounds(size), partial(_doubling, size))
 
 
 def recursive_doubling_barrier(size: int) -> Schedule:
@@ -84,40 +82,30 @@ def recursive_doubling_barrier(size: int) -> Schedule:
         Steps: log2 n for powers of two, else floor(log2 n) + 2. Sent by each rank: one message a step.
         Any number of ranks.
     """
-    return schedule_of(
-        "barrier", "recursive_doubling", size, 1, doubling_rounds(size), partial(_doubling_moves, size)
-    )
+    return schedule_of("barrier", "recursive_doubling", size, 1, _rounds(size), partial(_doubling, size))
 
 
-def _halving_moves(size: int, pieces: int, rank: int) -> Iterator[Move]:
+def _halving(size: int, rank: int) -> Iterator[ChunkTransfer]:
     """Fold, then halve: nearest partners first, since they exchange the most."""
     power, exponent, extra = core(size)
-    yield from _fold(size, power * pieces, rank)
-    start, stop = 0, power * pieces
-    for k in range(exponent if rank < power else 0):
-        partner = rank ^ (1 << k)
-        now, middle = k + (1 if extra else 0), (start + stop) // 2
+    yield from _fold(size, power, rank)
+    start, stop = 0, power
+    for now, k in enumerate(range(exponent if rank < power else 0), 1 if extra else 0):
+        partner, middle = rank ^ (1 << k), (start + stop) // 2
         lower, upper = (start, middle), (middle, stop)
-        kept, given = (upper, lower) if rank >> k & 1 else (lower, upper)
-        yield Move(now, Send, *given, partner)
-        yield Move(now, RecvReduce, *kept, partner)
+        kept, sent = (upper, lower) if rank >> k & 1 else (lower, upper)
+        yield send(now, partner, *sent)
+        yield recv_reduce(now, partner, *kept)
         start, stop = kept
 
 
-def halving_doubling_rounds(size: int) -> int:
-    """Rounds of the allreduce by halving and doubling."""
-    _, exponent, extra = core(size)
-    return 2 * (exponent + (1 if extra else 0))
-
-
-def _halving_doubling_moves(size: int, rank: int) -> Iterator[Move]:
-    rounds = halving_doubling_rounds(size)
-    there = list(_halving_moves(size, 1, rank))
+def _halving_doubling(size: int, rounds: int, rank: int) -> Iterator[ChunkTransfer]:
+    there = list(_halving(size, rank))
     return chain(there, backwards(there, rounds, Recv))
 
 
 def halving_doubling_allreduce(size: int) -> Schedule:
-    """Partners exchange halves, quarters, ... and add; then the same way back without adding.
+    """Partners exchange halves, quarters, ... and add; then the same transfers backwards without adding.
 
     Args:
         size: Number of ranks.
@@ -126,27 +114,27 @@ def halving_doubling_allreduce(size: int) -> Schedule:
         Steps: 2 log2 n for powers of two p; else 2 floor(log2 n) + 2. Sent by each rank: 2(p-1)/p of the
         message, and the message once more by ranks that stand for two. Any number of ranks.
     """
-    power, _, _ = core(size)
-    moves = partial(_halving_doubling_moves, size)
-    rounds = halving_doubling_rounds(size)
-    return schedule_of("allreduce", "halving_doubling", size, power, rounds, moves)
-
-
-def _allgather_moves(size: int, rank: int) -> Iterator[Move]:
     power, exponent, extra = core(size)
+    rounds = 2 * (exponent + (1 if extra else 0))
+    transfers = partial(_halving_doubling, size, rounds)
+    return schedule_of("allreduce", "halving_doubling", size, power, rounds, transfers)
+
+
+def _allgather(size: int, rank: int) -> Iterator[ChunkTransfer]:
+    power, exponent, extra = core(size)
+    last = _rounds(size) - 1
     if rank >= power:
-        yield Move(0, Send, rank, rank + 1, rank - power)
-        yield from later(_missing(size, rank, rank - power, Recv), doubling_rounds(size) - 1)
+        yield send(0, rank - power, rank)
+        yield from (recv(last, rank - power, *run) for run in _all_but(size, rank))
         return
     if rank < extra:
-        yield Move(0, Recv, rank + power, rank + power + 1, rank + power)
-    for k in range(exponent):
+        yield recv(0, rank + power, rank + power)
+    for now, k in enumerate(range(exponent), 1 if extra else 0):
         partner = rank ^ (1 << k)
-        for kind, who in ((Send, rank), (Recv, partner)):
-            for start, stop in _held(size, who, 1 << k):
-                yield Move(k + (1 if extra else 0), kind, start, stop, partner)
+        yield from (send(now, partner, *run) for run in _held(size, rank, 1 << k))
+        yield from (recv(now, partner, *run) for run in _held(size, partner, 1 << k))
     if rank < extra:
-        yield from later(_missing(size, rank + power, rank + power, Send), doubling_rounds(size) - 1)
+        yield from (send(last, rank + power, *run) for run in _all_but(size, rank + power))
 
 
 def blocks_sent_by_rank_0(size: int) -> int:
@@ -165,11 +153,9 @@ def _held(size: int, rank: int, width: int) -> Iterator[tuple[int, int]]:
         yield power + first, power + min(first + width, extra)
 
 
-def _missing(size: int, rank: int, peer: int, kind: type) -> Iterator[Move]:
-    """All blocks but that of ``rank``, in round 0."""
-    for start, stop in ((0, rank), (rank + 1, size)):
-        if start < stop:
-            yield Move(0, kind, start, stop, peer)
+def _all_but(size: int, rank: int) -> Iterator[tuple[int, int]]:
+    """All blocks but that of ``rank``."""
+    return ((start, stop) for start, stop in ((0, rank), (rank + 1, size)) if start < stop)
 
 
 def recursive_doubling_allgather(size: int) -> Schedule:
@@ -182,8 +168,8 @@ def recursive_doubling_allgather(size: int) -> Schedule:
         Steps: log2 n for powers of two, else floor(log2 n) + 2. Sent by each rank: (n-1)/n of the
         message, and as much again by ranks that stand for two. Any number of ranks; blocks of any sizes.
     """
-    moves = partial(_allgather_moves, size)
-    return schedule_of("allgather", "recursive_doubling", size, size, doubling_rounds(size), moves)
+    transfers = partial(_allgather, size)
+    return schedule_of("allgather", "recursive_doubling", size, size, _rounds(size), transfers)
 
 
 def halving_reduce_scatter(size: int) -> Schedule:
@@ -196,9 +182,4 @@ def halving_reduce_scatter(size: int) -> Schedule:
         Steps: log2 n for powers of two, else floor(log2 n) + 2. Sent by each rank: (n-1)/n of the
         message; less by ranks that are folded at the end. Any number of ranks; blocks of any sizes.
     """
-    moves = partial(_reduce_scatter_moves, size)
-    return schedule_of("reduce_scatter", "halving_doubling", size, size, doubling_rounds(size), moves)
-
-
-def _reduce_scatter_moves(size: int, rank: int) -> Iterator[Move]:
-    return backwards(_allgather_moves(size, rank), doubling_rounds(size), RecvReduce)
+    return reverse(recursive_doubling_allgather(size), algorithm="halving_doubling")

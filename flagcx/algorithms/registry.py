@@ -1,4 +1,4 @@
-"""Which algorithms there are in this process, those of its user included, and the schedules made so far."""
+"""The algorithms of this process, those that its user registered included, and the schedules made so far."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ import inspect
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from fractions import Fraction
 from functools import lru_cache
 
-from flagcx.algorithms.catalogue import AlgorithmEntry, builtin_entries
-from flagcx.algorithms.counts import count_sent, count_steps
-from flagcx.algorithms.names import Algorithm
+from flagcx.algorithms.catalogue import Algorithm, AlgorithmEntry, builtin_entries, takes
 from flagcx.errors import ArgumentError
 from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.schedule.model import Schedule
@@ -165,8 +162,8 @@ def register(
     """Adds an algorithm of the user's own, for ``algorithm=name`` in calls of ``collective``.
 
     It is verified here for the numbers of ranks in ``sizes``, all roots and, if it takes ``pieces``, one and
-    two of them; and again when it is first used with other ones (up to 64 ranks). All ranks must register
-    it alike.
+    two of them; and again when it is first used with other numbers (up to 64 ranks). All ranks must register
+    it alike. ``flagcx.schedule.compose`` has the words in which it is written.
 
     Args:
         name: The name to call it by.
@@ -191,40 +188,10 @@ def register(
     registry = _registry()
     registry.of(collective)
     _check_function(build, name, collective)
-    takes = inspect.signature(build).parameters
-    pipelined = "pieces" in takes or any(p.kind is p.VAR_KEYWORD for p in takes.values())
-
-    def example(size: int, pieces: int) -> Schedule:
-        return made.make(size, 0 if made.rooted else None, pieces)
-
-    def allows(size: int) -> bool:
-        try:
-            build(size, **({"root": 0} if made.rooted else {}))
-        except ArgumentError:
-            return False
-        return True
-
-    def steps(size: int, pieces: int) -> int:
-        return count_steps(example(size, pieces))
-
-    def sent(size: int, pieces: int) -> Fraction:
-        return count_sent(example(size, pieces))
-
-    made = AlgorithmEntry(
-        str(name),
-        collective,
-        build,
-        steps,
-        sent,
-        uneven,
-        pipelined,
-        restriction="its own function refuses that number",
-        allows=allows,
-        trusted=False,
-    )
+    made = AlgorithmEntry(str(name), collective, build, pipelined=takes(build, "pieces"), uneven=uneven)
     for size in sizes:
         for root in range(size) if made.rooted else (None,):
-            for pieces in (1, 2) if pipelined else (1,):
+            for pieces in (1, 2) if made.pipelined else (1,):
                 verify(_matching(made, made.make(size, root, pieces), size, root), uneven=uneven)
     registry.add(made)
 

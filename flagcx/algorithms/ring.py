@@ -15,43 +15,25 @@ J. Parallel Distrib. Comput. 69 (2009).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import chain
 
-from flagcx.algorithms.moves import Move, later, schedule_of
-from flagcx.schedule.model import Recv, RecvReduce, Schedule, Send
-
-
-def ring_rounds(size: int, pieces: int = 1) -> int:
-    """Rounds in which every block goes once round the ring."""
-    return (size - 1) * pieces
+from flagcx.schedule.compose import ChunkTransfer, recv, recv_reduce, schedule_of, send, then
+from flagcx.schedule.model import Schedule
 
 
-def reduce_scatter_moves(size: int, pieces: int, rank: int) -> Iterator[Move]:
-    """Block b starts at rank b + 1 and ends, complete, at rank b."""
-    yield from _once_round(size, pieces, rank, rank - 1, RecvReduce)
-
-
-def allgather_moves(size: int, pieces: int, rank: int) -> Iterator[Move]:
-    """Block b starts at rank b and ends at rank b - 1."""
-    yield from _once_round(size, pieces, rank, rank, Recv)
-
-
-def _once_round(size: int, pieces: int, rank: int, first: int, arriving: type) -> Iterator[Move]:
+def _once_round(
+    size: int, pieces: int, shift: int, arriving: Callable[..., ChunkTransfer], rank: int
+) -> Iterator[ChunkTransfer]:
+    """Block b starts at rank b + ``shift`` and ends at the rank before."""
     following, previous = (rank + 1) % size, (rank - 1) % size
     for step in range(size - 1):
-        sent = (first - step) % size * pieces
-        received = (first - step - 1) % size * pieces
+        sent = (rank - shift - step) % size * pieces
+        received = (rank - shift - step - 1) % size * pieces
         for piece in range(pieces):
             now = step * pieces + piece
-            yield Move(now, Send, sent + piece, sent + piece + 1, following)
-            yield Move(now, arriving, received + piece, received + piece + 1, previous)
-
-
-def _allreduce_moves(size: int, pieces: int, rank: int) -> Iterator[Move]:
-    second = later(allgather_moves(size, pieces, rank), ring_rounds(size, pieces))
-    return chain(reduce_scatter_moves(size, pieces, rank), second)
+            yield send(now, following, sent + piece)
+            yield arriving(now, previous, received + piece)
 
 
 def ring_allreduce(size: int, pieces: int = 1) -> Schedule:
@@ -67,8 +49,7 @@ def ring_allreduce(size: int, pieces: int = 1) -> Schedule:
         Steps: 2(n-1) pieces. Sent by each rank: 2(n-1)/n of the message, the least possible.
         n links carry data, in one direction; 2n(n-1) messages for one piece. Any number of ranks.
     """
-    moves = partial(_allreduce_moves, size, pieces)
-    return schedule_of("allreduce", "ring", size, size * pieces, 2 * ring_rounds(size, pieces), moves)
+    return then(ring_reduce_scatter(size, pieces), ring_allgather(size, pieces))
 
 
 def ring_reduce_scatter(size: int, pieces: int = 1) -> Schedule:
@@ -82,8 +63,8 @@ def ring_reduce_scatter(size: int, pieces: int = 1) -> Schedule:
         Steps: (n-1) pieces. Sent by each rank: (n-1)/n of the message, the least possible.
         Any number of ranks; blocks of any sizes.
     """
-    moves = partial(reduce_scatter_moves, size, pieces)
-    return schedule_of("reduce_scatter", "ring", size, size * pieces, ring_rounds(size, pieces), moves)
+    transfers = partial(_once_round, size, pieces, 1, recv_reduce)
+    return schedule_of("reduce_scatter", "ring", size, size * pieces, (size - 1) * pieces, transfers)
 
 
 def ring_allgather(size: int, pieces: int = 1) -> Schedule:
@@ -97,5 +78,5 @@ def ring_allgather(size: int, pieces: int = 1) -> Schedule:
         Steps: (n-1) pieces. Sent by each rank: (n-1)/n of the message, the least possible.
         Any number of ranks; blocks of any sizes.
     """
-    moves = partial(allgather_moves, size, pieces)
-    return schedule_of("allgather", "ring", size, size * pieces, ring_rounds(size, pieces), moves)
+    transfers = partial(_once_round, size, pieces, 0, recv)
+    return schedule_of("allgather", "ring", size, size * pieces, (size - 1) * pieces, transfers)

@@ -11,23 +11,10 @@ library", SC 1994, on long vectors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
-from itertools import chain
-
-from flagcx.algorithms import binomial, bruck
-from flagcx.algorithms.moves import Move, later, rounds_to_double, schedule_of
+from flagcx.algorithms.binomial import binomial_gather, binomial_scatter
+from flagcx.algorithms.bruck import bruck_allgather, bruck_reduce_scatter
+from flagcx.schedule.compose import then
 from flagcx.schedule.model import Schedule
-
-
-def _there(size: int, root: int, rank: int) -> Iterator[Move]:
-    second = later(bruck.allgather_moves(size, rank), rounds_to_double(size))
-    return chain(binomial.scatter_moves(size, root, rank), second)
-
-
-def _back(size: int, root: int, rank: int) -> Iterator[Move]:
-    second = later(binomial.gather_moves(size, root, rank), rounds_to_double(size))
-    return chain(bruck.reduce_scatter_moves(size, rank), second)
 
 
 def scatter_allgather_broadcast(size: int, root: int = 0) -> Schedule:
@@ -41,10 +28,7 @@ def scatter_allgather_broadcast(size: int, root: int = 0) -> Schedule:
         Steps: 2 ceil(log2 n). Sent by the root: 2(n-1)/n of the message; by others at most 3/2 of it.
         Any number of ranks.
     """
-    rounds = 2 * rounds_to_double(size)
-    return schedule_of(
-        "broadcast", "scatter_allgather", size, size, rounds, partial(_there, size, root), root
-    )
+    return then(binomial_scatter(size, root), bruck_allgather(size), algorithm="scatter_allgather")
 
 
 def reduce_scatter_gather_reduce(size: int, root: int = 0) -> Schedule:
@@ -57,7 +41,4 @@ def reduce_scatter_gather_reduce(size: int, root: int = 0) -> Schedule:
     Returns:
         Steps: 2 ceil(log2 n). Sent by each rank: at most 3/2 of the message. Any number of ranks.
     """
-    rounds = 2 * rounds_to_double(size)
-    return schedule_of(
-        "reduce", "reduce_scatter_gather", size, size, rounds, partial(_back, size, root), root
-    )
+    return then(bruck_reduce_scatter(size), binomial_gather(size, root), algorithm="reduce_scatter_gather")

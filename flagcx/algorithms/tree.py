@@ -16,36 +16,25 @@ from __future__ import annotations
 
 from functools import partial
 
-from flagcx.algorithms import pipeline
-from flagcx.algorithms.moves import schedule_of
+from flagcx.algorithms.pipeline import TreePosition, pipelined
 from flagcx.schedule.model import Schedule
 
 
 def tree_height(size: int) -> int:
-    """Links between the root and the deepest rank."""
+    """Edges between the root and the deepest rank."""
     return size.bit_length() - 1
 
 
-def tree_links(size: int, root: int, rank: int) -> pipeline.Links:
-    """The place of ``rank`` in the complete binary tree under ``root``."""
+def tree_position(size: int, root: int, rank: int) -> TreePosition:
+    """The position of ``rank`` in the complete binary tree under ``root``."""
     place = (rank - root) % size
     parent = ((place - 1) // 2 + root) % size if place else None
     below = range(2 * place + 1, min(2 * place + 3, size))
-    return pipeline.Links(parent, tuple((p + root) % size for p in below), (place + 1).bit_length() - 1)
-
-
-def one_way(size: int, pieces: int = 1) -> int:
-    """Rounds of a broadcast or a reduce."""
-    return pipeline.one_way_rounds(tree_height(size), pieces)
-
-
-def both_ways(size: int, pieces: int = 1) -> int:
-    """Rounds of an allreduce."""
-    return pipeline.both_ways_rounds(tree_height(size), pieces)
+    return TreePosition(parent, tuple((p + root) % size for p in below), (place + 1).bit_length() - 1)
 
 
 def tree_broadcast(size: int, root: int = 0, pieces: int = 1) -> Schedule:
-    """Each rank hands every piece to its two children.
+    """Each rank sends every piece to its two children.
 
     Args:
         size: Number of ranks.
@@ -56,12 +45,12 @@ def tree_broadcast(size: int, root: int = 0, pieces: int = 1) -> Schedule:
         Steps: floor(log2 n) + pieces - 1. Sent by each inner rank: the message once for each child. Any
         number of ranks.
     """
-    moves = partial(_down, size, root, pieces)
-    return schedule_of("broadcast", "tree", size, pieces, one_way(size, pieces), moves, root)
+    tree = partial(tree_position, size, root)
+    return pipelined("broadcast", "tree", size, tree_height(size), [tree], pieces, root)
 
 
 def tree_reduce(size: int, root: int = 0, pieces: int = 1) -> Schedule:
-    """Each rank adds what its two children have to its own and hands every piece to its parent.
+    """Each rank adds what its two children have to its own and sends every piece to its parent.
 
     Args:
         size: Number of ranks.
@@ -72,8 +61,8 @@ def tree_reduce(size: int, root: int = 0, pieces: int = 1) -> Schedule:
         Steps: floor(log2 n) + pieces - 1. Sent by each rank but the root: the message once. Any number
         of ranks.
     """
-    moves = partial(_up, size, root, pieces)
-    return schedule_of("reduce", "tree", size, pieces, one_way(size, pieces), moves, root)
+    tree = partial(tree_position, size, root)
+    return pipelined("reduce", "tree", size, tree_height(size), [tree], pieces, root)
 
 
 def tree_allreduce(size: int, pieces: int = 1) -> Schedule:
@@ -87,17 +76,4 @@ def tree_allreduce(size: int, pieces: int = 1) -> Schedule:
         Steps: 2 floor(log2 n) + pieces - 1. Sent by each inner rank: the message up to three times (once
         up, twice down). Any number of ranks.
     """
-    moves = partial(_both, size, pieces)
-    return schedule_of("allreduce", "tree", size, pieces, both_ways(size, pieces), moves)
-
-
-def _down(size: int, root: int, pieces: int, rank: int):
-    return pipeline.down(tree_links(size, root, rank), pieces)
-
-
-def _up(size: int, root: int, pieces: int, rank: int):
-    return pipeline.up(tree_links(size, root, rank), tree_height(size), pieces)
-
-
-def _both(size: int, pieces: int, rank: int):
-    return pipeline.up_and_down(tree_links(size, 0, rank), tree_height(size), pieces)
+    return pipelined("allreduce", "tree", size, tree_height(size), [partial(tree_position, size, 0)], pieces)

@@ -1,13 +1,12 @@
 """Each collective as what every rank holds before and after, and how large its buffers are.
 
-A contribution is named ``(rank, chunk)``: chunk ``chunk`` of the INPUT of ``rank``. A collective is
-then a table of which contributions each chunk of each rank's OUTPUT is made of, each exactly once.
+A contribution is named ``(rank, chunk)``: chunk ``chunk`` of the INPUT of ``rank``. ``Collective.expected``
+says of which contributions each chunk of each rank's OUTPUT is made, each exactly once.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -41,27 +40,44 @@ class Collective:
 
     Attributes:
         name: As MPI and NCCL call it.
-        rooted: Whether one rank is set apart.
+        before: Where the message is before the call: the whole message on "all" ranks or on the "root"; or a
+            block of it on "each" rank, its own.
+        after: Where the result is after the call, in the same terms.
         reduces: Whether contributions are combined by an operation.
-        blocks: Whether the message has one block a rank.
-        has_input: (rank, root) -> whether that rank contributes.
-        has_output: (rank, root) -> whether that rank gets a result.
-        input_blocks: (size) -> blocks in an INPUT; likewise ``output_blocks``.
-        expected: (rank, chunk, size, k, root) -> the contributions that OUTPUT chunk is made of,
-            where a block has k chunks.
         repeats: Whether a contribution may count more than once (a barrier carries no data).
     """
 
     name: str
-    rooted: bool
-    reduces: bool
-    blocks: bool
-    has_input: Callable[[int, int | None], bool]
-    has_output: Callable[[int, int | None], bool]
-    input_blocks: Callable[[int], int]
-    output_blocks: Callable[[int], int]
-    expected: Callable[[int, int, int, int, int | None], tuple[Contribution, ...]]
+    before: str
+    after: str
+    reduces: bool = False
     repeats: bool = False
+
+    @property
+    def rooted(self) -> bool:
+        """Whether one rank, the root, is set apart."""
+        return "root" in (self.before, self.after)
+
+    @property
+    def blocks(self) -> bool:
+        """Whether the message has one block a rank."""
+        return "each" in (self.before, self.after) or self.name == "alltoall"
+
+    def has_input(self, rank: int, root: int | None) -> bool:
+        """Whether ``rank`` contributes."""
+        return self.before != "root" or rank == root
+
+    def has_output(self, rank: int, root: int | None) -> bool:
+        """Whether ``rank`` gets a result."""
+        return self.after != "root" or rank == root
+
+    def input_blocks(self, size: int) -> int:
+        """Blocks in an INPUT; 1 where the message is not made of blocks."""
+        return size if self.blocks and self.before != "each" else 1
+
+    def output_blocks(self, size: int) -> int:
+        """Blocks in an OUTPUT; 1 where the message is not made of blocks."""
+        return size if self.blocks and self.after != "each" else 1
 
     def per_block(self, size: int, chunks: int) -> int:
         """Chunks in one block, of a schedule with ``chunks`` chunks."""
@@ -74,11 +90,17 @@ class Collective:
             return self.input_blocks(size) * per_block if self.has_input(rank, root) else 0
         return self.output_blocks(size) * per_block if self.has_output(rank, root) else 0
 
-    def postcondition(
-        self, rank: int, chunk: int, size: int, chunks: int, root: int | None
-    ) -> Counter[Contribution]:
-        """The contributions, with multiplicity, that OUTPUT chunk ``chunk`` of ``rank`` must end with."""
-        return Counter(self.expected(rank, chunk, size, self.per_block(size, chunks), root))
+    def expected(
+        self, rank: int, chunk: int, size: int, per_block: int, root: int | None
+    ) -> tuple[Contribution, ...]:
+        """The contributions that OUTPUT chunk ``chunk`` of ``rank`` must end with, each exactly once."""
+        block, place = divmod(chunk, per_block)
+        if self.name == "alltoall":
+            return ((block, rank * per_block + place),)
+        in_message = rank * per_block + chunk if self.after == "each" else chunk
+        if self.reduces:
+            return tuple((source, in_message) for source in range(size))
+        return ((block, place),) if self.before == "each" else ((root or 0, in_message),)
 
     def in_place_shift(self, rank: int, size: int, chunks: int, root: int | None) -> tuple[int, int] | None:
         """How INPUT and OUTPUT of ``rank`` lie over each other in a call in place.
@@ -98,59 +120,18 @@ class Collective:
         return 0, 0
 
 
-def _always(rank: int, root: int | None) -> bool:
-    return True
-
-
-def _at_root(rank: int, root: int | None) -> bool:
-    return rank == root
-
-
-def _one(size: int) -> int:
-    return 1
-
-
-def _each(size: int) -> int:
-    return size
-
-
-def _sum_of_all(rank, chunk, size, k, root):
-    return tuple((q, chunk) for q in range(size))
-
-
-def _from_root(rank, chunk, size, k, root):
-    return ((root, chunk),)
-
-
-def _block_of_each(rank, chunk, size, k, root):
-    return ((chunk // k, chunk % k),)
-
-
-def _sum_of_own_block(rank, chunk, size, k, root):
-    return tuple((q, rank * k + chunk) for q in range(size))
-
-
-def _own_block_from_root(rank, chunk, size, k, root):
-    return ((root, rank * k + chunk),)
-
-
-def _own_block_of_each(rank, chunk, size, k, root):
-    return ((chunk // k, rank * k + chunk % k),)
-
-
 COLLECTIVES: dict[str, Collective] = {
     c.name: c
     for c in (
-        # name, rooted, reduces, blocks, has input, has output, input and output blocks, expected
-        Collective("allreduce", False, True, False, _always, _always, _one, _one, _sum_of_all),
-        Collective("reduce", True, True, False, _always, _at_root, _one, _one, _sum_of_all),
-        Collective("broadcast", True, False, False, _at_root, _always, _one, _one, _from_root),
-        Collective("allgather", False, False, True, _always, _always, _one, _each, _block_of_each),
-        Collective("reduce_scatter", False, True, True, _always, _always, _each, _one, _sum_of_own_block),
-        Collective("gather", True, False, True, _always, _at_root, _one, _each, _block_of_each),
-        Collective("scatter", True, False, True, _at_root, _always, _each, _one, _own_block_from_root),
-        Collective("alltoall", False, False, True, _always, _always, _each, _each, _own_block_of_each),
-        Collective("barrier", False, True, False, _always, _always, _one, _one, _sum_of_all, repeats=True),
+        Collective("allreduce", "all", "all", reduces=True),
+        Collective("reduce", "all", "root", reduces=True),
+        Collective("broadcast", "root", "all"),
+        Collective("allgather", "each", "all"),
+        Collective("reduce_scatter", "all", "each", reduces=True),
+        Collective("gather", "each", "root"),
+        Collective("scatter", "root", "each"),
+        Collective("alltoall", "all", "all"),
+        Collective("barrier", "all", "all", reduces=True, repeats=True),
     )
 }
 

@@ -1,101 +1,191 @@
-"""Schedules made of schedules: one after the other, beside each other, with other ranks, in hierarchies.
+"""The vocabulary in which algorithms are written: transfers in rounds, and schedules made of schedules.
 
-All of it is lazy: a program of the whole is made from programs of the parts when it is asked for.
+A new algorithm is a function of the number of ranks that returns a schedule. It is written from scratch, as
+the transfers of each rank, or made of other schedules; the built-in algorithms are written in these same
+words.
 
-    then(reduce_scatter, allgather)                      an all-reduce
-    beside(ring, tree, 0.75)                             ring on 3/4 of the message, tree on the rest
-    relabel(ring, order)                                 the ring along another order of the ranks
-    then(within(hosts, reduce_scatter), across(hosts, allreduce), within(hosts, allgather),
-         collective="allreduce")                         a hierarchy
+    schedule_of(collective, name, size, chunks, rounds, transfers)    from scratch, with
+    send(round, peer, start, stop), recv(...), recv_reduce(...)       the transfers of one rank
+    arc(first, count, size), doublings(size)                          blocks that go on at 0; log2, rounded up
+    reverse(allgather)                     from the end to the start: a reduce_scatter
+    then(reduce_scatter, allgather)        one after the other: an all-reduce
+    beside(ring, tree, 0.75)               at once: the ring on 3/4 of the message, the tree on the rest
+    relabel(ring, order)                   the same with other ranks: the ring along another order
+
+All of it is lazy: a program is made when it is asked for, and of the parts' programs of that rank alone.
+
+Example:
+    An all-reduce round a ring. Block b starts at rank b + 1, goes once round, gathers what each rank adds,
+    and ends at rank b; ``reverse`` sends it back the other way.
+
+    >>> def my_reduce_scatter(size):
+    ...     def transfers(rank):
+    ...         following, previous = (rank + 1) % size, (rank - 1) % size
+    ...         for step in range(size - 1):
+    ...             yield send(step, following, (rank - 1 - step) % size)
+    ...             yield recv_reduce(step, previous, (rank - 2 - step) % size)
+    ...     return schedule_of("reduce_scatter", "mine", size, size, size - 1, transfers)
+    >>> def my_allreduce(size):
+    ...     return then(my_reduce_scatter(size), reverse(my_reduce_scatter(size)))
+
+    >>> import flagcx
+    >>> flagcx.register("mine", "allreduce", my_allreduce)  # verified here, for 1 to 9 ranks
+    >>> from flagcx.algorithms import build
+    >>> len(build("allreduce", "mine", 4).program(0).steps)
+    7
+    >>> flagcx.unregister("mine", "allreduce")
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
-from functools import cache
-from math import gcd
+from functools import cache, partial
+from math import gcd, lcm
 
 from flagcx.errors import ArgumentError
-from flagcx.schedule.collectives import COLLECTIVES
+from flagcx.schedule.collectives import COLLECTIVES, Collective
 from flagcx.schedule.embed import Embedding, Home, cut_places
-from flagcx.schedule.hierarchy import Stage, across, stack, within
 from flagcx.schedule.lower import levels
 from flagcx.schedule.model import Buffer, Program, Schedule, Step
+from flagcx.schedule.pattern import (
+    ChunkTransfer,
+    Pattern,
+    arc,
+    doublings,
+    in_sequence,
+    recv,
+    recv_reduce,
+    reverse,
+    schedule_of,
+    send,
+)
 
-__all__ = ["Stage", "across", "beside", "relabel", "then", "within"]
+__all__ = [
+    "ChunkTransfer",
+    "arc",
+    "beside",
+    "doublings",
+    "recv",
+    "recv_reduce",
+    "relabel",
+    "reverse",
+    "schedule_of",
+    "send",
+    "then",
+]
 
-_THEN: dict[tuple[str, ...], str] = {
-    ("reduce_scatter", "allgather"): "allreduce",
-    ("reduce", "broadcast"): "allreduce",
-    ("gather", "broadcast"): "allgather",
-    ("scatter", "allgather"): "broadcast",
-    ("reduce_scatter", "gather"): "reduce",
-    ("reduce", "scatter"): "reduce_scatter",
-}
 
-
-def then(
-    *parts: Schedule | Stage,
-    collective: str | None = None,
-    root: int | None = None,
-    algorithm: str | None = None,
-) -> Schedule:
+def then(*parts: Schedule, collective: str | None = None, algorithm: str | None = None) -> Schedule:
     """Runs the parts one after the other: what one leaves in its OUTPUT, the next finds in its INPUT.
 
-    No data is copied in between. From the second part on, each works in place on the whole's OUTPUT
-    (on SCRATCH where a rank has none that is large enough), so a copy from INPUT to OUTPUT that a part
-    begins with falls away. Chunks are cut finer where the parts disagree on their number. A part that
-    has blocks must be fit for blocks of different sizes (``verify(part, uneven=True)``) if the whole
-    has none, since an all-reduce of any count is cut into unequal blocks.
+    No data is copied in between: the whole is a pattern if all parts are; otherwise each part after the first
+    works in place on the whole's OUTPUT (on SCRATCH where a rank has none that is large enough). Chunks are
+    cut finer where the parts disagree on their number. A part that has blocks must serve blocks of different
+    sizes (``verify(part, uneven=True)``) if the whole has none, since an all-reduce of any count is cut into
+    unequal blocks.
 
     Args:
-        parts: Schedules of all ranks, or stages made by ``within`` and ``across``.
-        collective: What the whole is. It may be left out for two schedules: reduce_scatter then
-            allgather, or reduce then broadcast: allreduce; gather then broadcast: allgather; scatter then
-            allgather: broadcast; reduce_scatter then gather: reduce; reduce then scatter: reduce_scatter.
-        root: The root of the whole, if it has one. It may be left out where the only parts that have
-            a root are schedules of all ranks.
+        parts: Schedules for the same ranks, where each begins with what the one before leaves: after a
+            reduce_scatter each rank has its block, with which an allgather or a gather begins.
+        collective: What the whole is, where another collective begins and ends alike (a barrier as reduce
+            and broadcast); by default it follows from the first part and the last.
         algorithm: A name for the whole; by default those of the parts, joined by "+".
 
     Returns:
         The schedule of the whole. It is aligned if all parts are.
 
     Raises:
-        ArgumentError: The parts do not fit each other, or it is not clear what the whole is.
+        ArgumentError: The parts do not fit each other, or the whole is no collective.
 
     Example:
-        >>> from flagcx.algorithms.ring import allgather, reduce_scatter  # doctest: +SKIP
-        >>> then(reduce_scatter(4), allgather(4)).collective  # doctest: +SKIP
+        >>> from flagcx.algorithms import build
+        >>> then(build("reduce_scatter", "ring", 4), build("allgather", "ring", 4)).collective
         'allreduce'
     """
     if not parts:
         raise ArgumentError("then() needs at least one part")
-    sizes = {p.size for p in parts}
-    if len(sizes) > 1:
-        raise ArgumentError(f"then() needs parts with the same number of ranks, got {sorted(sizes)}")
-    if collective is None:
-        names = tuple(p.collective if isinstance(p, Schedule) else "a stage" for p in parts)
-        collective = _THEN.get(names)
-        if collective is None:
-            raise ArgumentError(f"{' then '.join(names)} is no collective known to then(); pass collective=")
-    if COLLECTIVES[collective].rooted:
-        root = _root(parts) if root is None else root
-    elif root is not None:
-        raise ArgumentError(f"{collective} has no root, got root={root}")
-    whole = [within([range(p.size)], p) if isinstance(p, Schedule) else p for p in parts]
-    if algorithm is None:
-        algorithm = "+".join(dict.fromkeys(p.algorithm for p in parts))
-    return stack(collective, whole, root, algorithm)
+    size = parts[0].size
+    if any(part.size != size for part in parts):
+        sizes = sorted({part.size for part in parts})
+        raise ArgumentError(f"then() needs parts with the same number of ranks, got {sizes}")
+    kind, root = _whole(parts, collective)
+    chunks = lcm(*(part.chunks for part in parts), size if kind.blocks else 1)
+    name = algorithm or "+".join(dict.fromkeys(str(part.algorithm) for part in parts))
+    patterns = [part.make for part in parts if isinstance(part.make, Pattern)]
+    if len(patterns) == len(parts):
+        rounds = sum(pattern.rounds for pattern in patterns)
+        transfers = partial(in_sequence, patterns, chunks)
+        return schedule_of(kind.name, name, size, chunks, rounds, transfers, root)
+    make = partial(_in_sequence, parts, kind, chunks, root)
+    return Schedule(kind.name, name, size, chunks, make, root, all(part.aligned for part in parts))
 
 
-def _root(parts: Sequence[Schedule | Stage]) -> int:
-    roots = {p.root for p in parts if isinstance(p, Schedule) and p.root is not None}
-    if len(roots) != 1:
-        raise ArgumentError(
-            f"then() cannot tell the root of the whole from the parts' roots {sorted(roots)}; pass root="
+def _whole(parts: Sequence[Schedule], collective: str | None) -> tuple[Collective, int | None]:
+    """What parts are together, and its root."""
+    names = " then ".join(part.collective for part in parts)
+    kinds = [COLLECTIVES[part.collective] for part in parts]
+    if any(kind.name == "alltoall" for kind in kinds):
+        raise ArgumentError(f"{names}: alltoall cannot be a part of then(): it changes the blocks' owners")
+    for number in range(1, len(parts)):
+        left = _held(kinds[number - 1].after, parts[number - 1])
+        wanted = _held(kinds[number].before, parts[number])
+        if left != wanted:
+            raise ArgumentError(
+                f"{names}: the {parts[number].collective} begins with {wanted}, but the "
+                f"{parts[number - 1].collective} before it leaves {left}"
+            )
+    ends = (kinds[0].before, kinds[-1].after)
+    alike = [kind for kind in COLLECTIVES.values() if (kind.before, kind.after) == ends]
+    for kind in alike:
+        if collective in (None, kind.name) and kind.name != "alltoall":
+            ended = [part.root for part, end in ((parts[0], ends[0]), (parts[-1], ends[1])) if end == "root"]
+            return kind, ended[0] if ended else None
+    raise ArgumentError(
+        f"{names} is no {collective or 'collective'}: it begins with {_held(ends[0], parts[0])} and ends "
+        f"with {_held(ends[1], parts[-1])}"
+    )
+
+
+def _held(where: str, part: Schedule) -> str:
+    """Which ranks have how much of the message, for messages."""
+    wholes = {"all": "all of the message on every rank", "each": "one block on each rank"}
+    return wholes.get(where, f"all of the message on rank {part.root}")
+
+
+def _in_sequence(
+    parts: Sequence[Schedule], kind: Collective, chunks: int, root: int | None, rank: int
+) -> Program:
+    """The program of schedules that follow each other, of which some are no patterns."""
+    size = parts[0].size
+    outputs = kind.buffer_chunks(Buffer.OUTPUT, rank, size, chunks, root)
+    work = Buffer.OUTPUT if outputs == chunks else Buffer.SCRATCH
+    whole, own = range(chunks), range(rank * chunks // size, (rank + 1) * chunks // size)
+    stored = work is Buffer.SCRATCH and len(parts) > 1
+    steps: list[Step] = []
+    for number, part in enumerate(parts):
+        part_kind = COLLECTIVES[part.collective]
+        source: Home = (work, own if part_kind.before == "each" else whole)
+        result: Home = (work, own if part_kind.after == "each" else whole)
+        if number == 0:
+            source = Buffer.INPUT, range(len(source[1]))
+        if number == len(parts) - 1:
+            result = Buffer.OUTPUT, range(len(result[1]))
+        factor = chunks // part.chunks
+        embedding = Embedding(
+            rank=rank,
+            peers=range(size),
+            factor=factor,
+            message=whole,
+            source=source,
+            result=result,
+            chunks=chunks,
+            scratch_base=chunks * stored,
+            cuts=(),
+            period=part_kind.per_block(size, part.chunks) * factor,
         )
-    return roots.pop()
+        steps.extend(embedding.program(part.program(rank)).steps)
+    return Program(rank, tuple(steps))
 
 
 def beside(
@@ -164,7 +254,7 @@ def beside(
                 peers=range(a.size),
                 factor=factor,
                 message=message,
-                given=(Buffer.INPUT, message if kind.input_blocks(a.size) > 1 else one),
+                source=(Buffer.INPUT, message if kind.input_blocks(a.size) > 1 else one),
                 result=(Buffer.OUTPUT, message if kind.output_blocks(a.size) > 1 else one),
                 chunks=chunks,
                 scratch_base=0,
@@ -236,7 +326,7 @@ def relabel(schedule: Schedule, order: Sequence[int], *, algorithm: str | None =
             peers=order,
             factor=1,
             message=message(),
-            given=home(Buffer.INPUT, kind.input_blocks(size)),
+            source=home(Buffer.INPUT, kind.input_blocks(size)),
             result=home(Buffer.OUTPUT, kind.output_blocks(size)),
             chunks=chunks,
             scratch_base=0,

@@ -1,4 +1,4 @@
-"""How a schedule is laid into a larger one: where its chunks lie there, and who its ranks are."""
+"""How a schedule is laid into a larger one: where its chunks lie there, and which ranks run it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Embedding:
         peers: The larger schedule's rank for each embedded rank.
         factor: Into how many each chunk is cut.
         message: The larger message's chunk for each chunk of the embedded message.
-        given: Home of INPUT, or None where the rank has none.
-        result: Home of OUTPUT, or None.
+        source: Home of INPUT; of no use where the rank has none.
+        result: Home of OUTPUT, likewise.
         chunks: Chunks of the larger message.
         scratch_base: First chunk of the larger SCRATCH to use, a multiple of ``chunks``.
         cuts: Places in a block, as ``cut_places`` finds them, where spans fall apart; sorted.
@@ -36,8 +36,8 @@ class Embedding:
     peers: Sequence[int]
     factor: int
     message: Sequence[int]
-    given: Home | None
-    result: Home | None
+    source: Home
+    result: Home
     chunks: int
     scratch_base: int
     cuts: Sequence[int]
@@ -82,10 +82,8 @@ class Embedding:
             layer, chunk = divmod(start, len(self.message))
             first = self.scratch_base + layer * self.chunks + self.message[chunk]
             return Span(Buffer.SCRATCH, first, first + count)
-        home = self.given if buffer is Buffer.INPUT else self.result
-        assert home is not None, f"rank {self.rank} has no {buffer.name}"
-        first = home[1][start]
-        return Span(home[0], first, first + count)
+        home, chunks = self.source if buffer is Buffer.INPUT else self.result
+        return Span(home, chunks[start], chunks[start] + count)
 
 
 def cut_places(message: Sequence[int], chunks: int, period: int) -> tuple[int, ...]:

@@ -1,33 +1,28 @@
-"""Schedule to schedule: other steps, the same effect.
+"""From a schedule to an aligned one: both sides of every message in steps of the same number.
 
-``levels`` makes any schedule aligned, so that each step can be one group of grouped sends and receives;
-``merge_spans``, ``merge_steps`` and ``drop_empty_steps`` make fewer and larger operations of many. What
-they return is an ordinary schedule, to be verified like any other. All of them look at every program.
+On which level a message can be is a longest path through what must come before what. What this makes is an
+ordinary schedule with the same effect, to be verified like any other. It looks at the programs of all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
-from flagcx.schedule.leveling import message_levels
-from flagcx.schedule.memory import cells
-from flagcx.schedule.messages import wire
+from flagcx.schedule.collectives import COLLECTIVES
+from flagcx.schedule.memory import Cells, cells
+from flagcx.schedule.messages import Wiring, completion_order, wire
 from flagcx.schedule.model import (
+    Buffer,
     Program,
     Recv,
     RecvReduce,
+    Reduce,
     Schedule,
-    Send,
     Span,
     Step,
     Transfer,
 )
-
-
-def with_programs(schedule: Schedule, programs: Iterable[Program], aligned: bool) -> Schedule:
-    """``schedule`` with these programs."""
-    return replace(schedule, make=tuple(programs).__getitem__, aligned=aligned)
 
 
 def levels(schedule: Schedule) -> Schedule:
@@ -53,11 +48,8 @@ def levels(schedule: Schedule) -> Schedule:
     """
     if schedule.aligned:
         return schedule
-    wiring, level = message_levels(schedule)
-    depth = 1 + max(
-        (end for ends in level.ends for end in ends),
-        default=-1,
-    )
+    wiring, level = _message_levels(schedule)
+    depth = 1 + max((end for ends in level.ends for end in ends), default=-1)
     programs = []
     for program in wiring.programs:
         rank = program.rank
@@ -77,122 +69,167 @@ def levels(schedule: Schedule) -> Schedule:
             for at, work in zip(transfers, local, strict=True)
         )
         programs.append(Program(rank, tuple(steps)))
-    return with_programs(schedule, programs, aligned=True)
+    return replace(schedule, make=tuple(programs).__getitem__, aligned=True)
 
 
-def drop_empty_steps(schedule: Schedule) -> Schedule:
-    """Leaves out steps in which nothing happens: on any rank if the schedule is aligned, else on one."""
-    programs = tuple(schedule.programs())
-    if schedule.aligned:
-        busy = [
-            any(s.transfers or s.local for s in at) for at in zip(*(p.steps for p in programs), strict=True)
-        ]
-        kept = (Program(p.rank, tuple(s for s, b in zip(p.steps, busy, strict=True) if b)) for p in programs)
-    else:
-        kept = (Program(p.rank, tuple(s for s in p.steps if s.transfers or s.local)) for p in programs)
-    return with_programs(schedule, kept, schedule.aligned)
+@dataclass(frozen=True, slots=True)
+class _Levels:
+    """Levels of messages.
 
-
-def merge_spans(schedule: Schedule) -> Schedule:
-    """Makes one message of messages between two ranks that lie side by side at both ends.
-
-    They must be in the same step at both ends and follow each other between these ranks. Composition
-    cuts spans where blocks may lie apart; this joins what does lie together.
+    Attributes:
+        of: By the message's number.
+        ends: ``ends[rank][step]`` is the level on which the step has ended; its local work is done there.
     """
-    wiring = wire(schedule)
-    steps: list[list[list[Transfer | None]]] = [[list(s.transfers) for s in p.steps] for p in wiring.programs]
-    last = None
-    for m in wiring.messages:  # in order for each pair of ranks
-        joined = None
-        if (
-            last is not None
-            and _side_by_side(last, m)
-            and _order_allows(steps[m.target][m.recv_step], last, m)
-        ):
-            src = Span(m.src.buffer, last.src.start, m.src.stop)
-            dst = Span(m.dst.buffer, last.dst.start, m.dst.stop)
-            joined = last._replace(src=src, dst=dst)
-            sending, receiving = steps[m.source][m.send_step], steps[m.target][m.recv_step]
-            sending[m.send_index] = receiving[m.recv_index] = None
-            sending[last.send_index] = Send(src, m.target)
-            receiving[last.recv_index] = (RecvReduce if m.reduces else Recv)(dst, m.source)
-        last = joined or m
-    programs = (
-        Program(
-            p.rank,
-            tuple(
-                Step(tuple(t for t in transfers if t is not None), step.local)
-                for transfers, step in zip(steps[p.rank], p.steps, strict=True)
-            ),
-        )
-        for p in wiring.programs
-    )
-    return with_programs(schedule, programs, schedule.aligned)
+
+    of: list[int]
+    ends: list[list[int]]
 
 
-def _side_by_side(a, b) -> bool:
-    return (
-        (a.source, a.target, a.send_step, a.recv_step, a.reduces)
-        == (b.source, b.target, b.send_step, b.recv_step, b.reduces)
-        and (a.src.buffer, a.src.stop) == (b.src.buffer, b.src.start)
-        and (a.dst.buffer, a.dst.stop) == (b.dst.buffer, b.dst.start)
-    )
+def _message_levels(schedule: Schedule) -> tuple[Wiring, _Levels]:
+    """Gives each message a level, such that the steps of every rank keep their order.
 
-
-def _order_allows(transfers: Sequence[Transfer | None], a, b) -> bool:
-    """Whether b may be reduced where a is in the list, with no other reduction of the same chunks between."""
-    if not b.reduces:
-        return True
-    between = transfers[a.recv_index + 1 : b.recv_index]
-    return not any(isinstance(t, RecvReduce) and t.dst.overlaps(b.dst) for t in between)
-
-
-def merge_steps(schedule: Schedule) -> Schedule:
-    """Makes one step of two that follow each other, where on no rank the second needs the first.
-
-    Args:
-        schedule: A schedule; it is put on levels first.
+    All messages of a step come after those of the steps before it, on both ranks. Within a step, a
+    send comes no later than a reduction into what it reads, and reductions into the same chunks
+    keep their order. Where these wishes contradict each other, what arrives early is put aside in
+    SCRATCH and reduced when the step ends.
 
     Returns:
-        An aligned schedule with as many steps or fewer.
+        The messages of the schedule (with such changes), and their levels.
+
+    Raises:
+        ScheduleError: The schedule has unmatched messages or a deadlock.
     """
-    schedule = levels(schedule)
-    programs = tuple(schedule.programs())
-    places = [[cells(schedule, rank, form) for form in (False, True)] for rank in range(schedule.size)]
-    merged: list[list[Step]] = []
-    for at in zip(*(p.steps for p in programs), strict=True):
-        fits = bool(merged) and all(
-            _independent(first, second, place)
-            for first, second, forms in zip(merged[-1], at, places, strict=True)
-            for place in forms
-        )
-        if fits:
-            pairs = zip(merged[-1], at, strict=True)
-            merged[-1] = [Step(a.transfers + b.transfers, a.local + b.local) for a, b in pairs]
-        else:
-            merged.append(list(at))
-    kept = (Program(p.rank, tuple(at[p.rank] for at in merged)) for p in programs)
-    return with_programs(schedule, kept, aligned=True)
+    wiring = wire(schedule)
+    order = completion_order(wiring)
+    found = _simple(wiring, order)
+    wishes = list(_wishes(schedule, wiring))
+    if all(found.of[first] <= found.of[second] for first, second in wishes):
+        return wiring, found
+    levels, knots = _longest_path(wiring, order, wishes)
+    if levels is not None:
+        return wiring, levels
+    return _message_levels(_put_aside(schedule, wiring, knots))
 
 
-def _independent(first: Step, second: Step, place) -> bool:
-    """Whether the transfers of ``second`` may run along with those of ``first``, before its local work."""
+def _simple(wiring: Wiring, order: list[tuple[int, int]]) -> _Levels:
+    of = [-1] * len(wiring.messages)
+    ends = [[-1] * len(p.steps) for p in wiring.programs]
+    for rank, step in order:
+        end = ends[rank][step - 1] if step else -1
+        for number in wiring.sent[rank][step] + wiring.received[rank][step]:
+            if of[number] < 0:
+                m = wiring.messages[number]
+                a = ends[m.source][m.send_step - 1] if m.send_step else -1
+                b = ends[m.target][m.recv_step - 1] if m.recv_step else -1
+                of[number] = max(a, b) + 1
+            end = max(end, of[number])
+        if end < 0 and wiring.programs[rank].steps[step].local:
+            end = 0
+        ends[rank][step] = end
+    return _Levels(of, ends)
 
-    def ranges(spans: Iterable[Span]) -> list[tuple[int, int]]:
-        return [place.range(s) for s in spans]
 
-    def apart(some: list[tuple[int, int]], others: list[tuple[int, int]]) -> bool:
-        return not any(a < d and c < b for a, b in some for c, d in others)
+def _wishes(schedule: Schedule, wiring: Wiring) -> Iterator[tuple[int, int]]:
+    """Pairs of messages of one step, of which the first must not be on a later level than the second."""
+    for program in wiring.programs:
+        rank = program.rank
+        forms: list[Cells] = []
+        for s in range(len(program.steps)):
+            reduced = [n for n in wiring.received[rank][s] if wiring.messages[n].reduces]
+            if not reduced:
+                continue
+            forms = forms or [cells(schedule, rank, form) for form in (False, True)]
+            for i, second in enumerate(reduced):
+                dst = wiring.messages[second].dst
+                for first in wiring.sent[rank][s]:
+                    if _meet(wiring.messages[first].src, dst, forms):
+                        yield first, second
+                for first in reduced[:i]:
+                    if _meet(wiring.messages[first].dst, dst, forms):
+                        yield first, second
 
-    def of(step: Step, kind: type) -> list[tuple[int, int]]:
-        return ranges(t.src if isinstance(t, Send) else t.dst for t in step.transfers if type(t) is kind)
 
-    landed, reduced = of(first, Recv), of(first, RecvReduce)
-    written = ranges(w.dst for w in first.local)
-    worked = written + ranges(w.src for w in first.local)
-    landing, reducing = of(second, Recv), of(second, RecvReduce)
-    return (
-        apart(of(second, Send), landed + reduced + written)
-        and apart(landing, of(first, Send) + landed + reduced + worked)
-        and apart(reducing, landed + worked)
-    )
+def _meet(one: Span, other: Span, forms: list[Cells]) -> bool:
+    for place in forms:
+        (a, b), (c, d) = place.range(one), place.range(other)
+        if a < d and c < b:
+            return True
+    return False
+
+
+def _longest_path(
+    wiring: Wiring, order: list[tuple[int, int]], wishes: list[tuple[int, int]]
+) -> tuple[_Levels | None, set[int]]:
+    """Levels that heed the wishes; or None and the messages whose wishes contradict the order of steps."""
+    import networkx
+
+    graph = networkx.DiGraph()
+    for rank, program in enumerate(wiring.programs):
+        for s, step in enumerate(program.steps):
+            numbers = wiring.sent[rank][s] + wiring.received[rank][s]
+            if s:
+                graph.add_edge((rank, s - 1), (rank, s), weight=0)
+            if step.local:
+                graph.add_edge("start", (rank, s), weight=1)
+            for number in numbers:
+                graph.add_edge((rank, s - 1) if s else "start", number, weight=1)
+                graph.add_edge(number, (rank, s), weight=0)
+    graph.add_edges_from(wishes, weight=0)
+    whole = networkx.condensation(graph)
+    knots = set()
+    for part in whole:
+        members = whole.nodes[part]["members"]
+        if any(not isinstance(node, int) for node in members) and len(members) > 1:
+            knots |= {second for first, second in wishes if first in members and second in members}
+    if knots:
+        return None, knots
+    level: dict = {}
+    for part in networkx.topological_sort(whole):
+        members = whole.nodes[part]["members"]
+        before = [
+            level[p] + graph.edges[p, node]["weight"]
+            for node in members
+            for p in graph.predecessors(node)
+            if p not in members
+        ]
+        for node in members:
+            level[node] = max(before, default=-1)
+    of = [level[n] for n in range(len(wiring.messages))]
+    return _Levels(
+        of, [[level.get((p.rank, s), -1) for s in range(len(p.steps))] for p in wiring.programs]
+    ), knots
+
+
+def _put_aside(schedule: Schedule, wiring: Wiring, knots: set[int]) -> Schedule:
+    """Receives into SCRATCH, and reduces at the end, in the steps in which ``knots`` arrive."""
+    steps = {(wiring.messages[n].target, wiring.messages[n].recv_step) for n in knots}
+    programs = []
+    for program in wiring.programs:
+        changed = [
+            _aside(schedule, program, step) if (program.rank, s) in steps else step
+            for s, step in enumerate(program.steps)
+        ]
+        programs.append(Program(program.rank, tuple(changed)))
+    return replace(schedule, make=tuple(programs).__getitem__)
+
+
+def _aside(schedule: Schedule, program: Program, step: Step) -> Step:
+    chunks = schedule.chunks
+    layer = -(-program.scratch_chunks // chunks)
+    kind = COLLECTIVES[schedule.collective]
+    outputs = kind.buffer_chunks(Buffer.OUTPUT, program.rank, schedule.size, chunks, schedule.root)
+    transfers: list = []
+    late: list[Reduce] = []
+    for t in step.transfers:
+        if not isinstance(t, RecvReduce):
+            transfers.append(t)
+            continue
+        one_block = t.dst.buffer is Buffer.OUTPUT and outputs < chunks
+        first = t.dst.start + (program.rank * outputs if one_block else 0)
+        length = len(t.dst)
+        start = layer * chunks + first % chunks
+        aside = Span(Buffer.SCRATCH, start, start + length)
+        layer += -(-(first % chunks + length) // chunks)
+        transfers.append(Recv(aside, t.peer))
+        late.append(Reduce(aside, t.dst))
+    return Step(tuple(transfers), tuple(late) + step.local)

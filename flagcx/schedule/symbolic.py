@@ -223,7 +223,8 @@ def _wrong(schedule, wiring, rank, chunk, got, place, sums) -> ScheduleError:
     if got == _NOTHING:
         return fault("nothing was ever written to it", rank, step, span)
     kind = COLLECTIVES[schedule.collective]
-    wanted = kind.postcondition(rank, chunk, schedule.size, schedule.chunks, schedule.root)
+    per_block = kind.per_block(schedule.size, schedule.chunks)
+    wanted = Counter(kind.expected(rank, chunk, schedule.size, per_block, schedule.root))
     counts = sums.counter(got)
     missing, extra = sorted(wanted - counts), sorted(counts - wanted)
     said = []

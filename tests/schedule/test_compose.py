@@ -1,25 +1,27 @@
-"""then, beside, relabel and hierarchies: each whole is verified, executed, and made one program at a time."""
+"""then, beside and relabel: each whole is verified, executed, and made one program at a time."""
 
 from __future__ import annotations
 
+import doctest
 import random
 from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 
+from flagcx.algorithms import build
 from flagcx.errors import ArgumentError, ScheduleError
-from flagcx.schedule.compose import across, beside, relabel, then, within
+from flagcx.schedule import compose
+from flagcx.schedule.compose import beside, relabel, then
 from flagcx.schedule.lower import levels
-from flagcx.schedule.model import Buffer, Copy, Program, Schedule, Step
-from flagcx.schedule.statistics import links, sent_chunks
+from flagcx.schedule.model import Buffer, Copy, Program, Schedule, Send, Step
+from flagcx.schedule.traffic import rounds_of
 from flagcx.schedule.verify import verify
 from tests.execute import outcome
 from tests.schedule.samples import (
     all_samples,
     binomial_broadcast,
     binomial_reduce,
-    dissemination_barrier,
     one_shot,
     pairwise_alltoall,
     ring_allgather,
@@ -82,7 +84,7 @@ def test_then_needs_no_copy_between_its_parts():
     copies = [w for step in schedule.program(1).steps for w in step.local if isinstance(w, Copy)]
     assert len(copies) == 1
     assert (copies[0].src.buffer, copies[0].dst.buffer) == (Buffer.INPUT, Buffer.OUTPUT)
-    assert sent_chunks(schedule, 1) == 6
+    assert rounds_of(schedule).sent_chunks().tolist() == [6] * 4
 
 
 def test_then_takes_root_name_and_alignment_from_its_parts():
@@ -98,28 +100,62 @@ def test_then_takes_root_name_and_alignment_from_its_parts():
     assert then(ring_reduce_scatter(4), ring_allgather(4)).algorithm == "ring"
 
 
-def test_then_with_different_roots_is_refused_or_wrong():
-    with pytest.raises(ScheduleError, match="rank 1"):
-        verify(then(binomial_reduce(3, 0), binomial_broadcast(3, 1)))
-
-
 def test_then_refuses_what_does_not_fit():
     with pytest.raises(ArgumentError, match=r"the same number of ranks, got \[3, 4\]"):
         then(ring_reduce_scatter(3), ring_allgather(4))
     with pytest.raises(
-        ArgumentError, match=r"allgather then reduce_scatter is no collective known .* pass collective="
+        ArgumentError,
+        match="is no collective: it begins with one block on each rank and ends with one block on each rank",
     ):
         then(ring_allgather(3), ring_reduce_scatter(3))
+    with pytest.raises(
+        ArgumentError, match="is no broadcast: it begins with all of the message on every rank"
+    ):
+        then(ring_reduce_scatter(3), ring_allgather(3), collective="broadcast")
     with pytest.raises(ArgumentError, match="at least one part"):
         then()
-    with pytest.raises(ArgumentError, match="allreduce has no root, got root=1"):
-        then(ring_reduce_scatter(3), ring_allgather(3), root=1)
-    with pytest.raises(ArgumentError, match="alltoall cannot be a stage"):
+    with pytest.raises(ArgumentError, match=r"alltoall cannot be a part of then\(\)"):
         then(pairwise_alltoall(3), pairwise_alltoall(3), collective="alltoall")
-    with pytest.raises(ArgumentError, match="hold different parts of the message, 1/3, 0, 0"):
-        then(binomial_reduce(3), ring_allgather(3), collective="allgather")
-    with pytest.raises(ArgumentError, match=r"cannot tell the root .* parts' roots \[0, 1\]; pass root="):
-        then(star_gather(3, 0), star_scatter(3, 1), collective="broadcast")
+    with pytest.raises(
+        ArgumentError,
+        match="the allgather begins with one block on each rank, but the reduce before it leaves all of the "
+        "message on rank 0",
+    ):
+        then(binomial_reduce(3), ring_allgather(3))
+    with pytest.raises(
+        ArgumentError, match=r"broadcast begins with all of the message on rank 1, .* the message on rank 0"
+    ):
+        then(binomial_reduce(3, 0), binomial_broadcast(3, 1))
+
+
+def pattern_pairs(n: int) -> list[Schedule]:
+    last, middle = n - 1, n // 2
+    return [
+        then(build("reduce_scatter", "ring", n, None, 2), build("allgather", "ring", n, None, 3)),
+        then(build("reduce", "tree", n, middle, 2), build("broadcast", "chain", n, middle, 3)),
+        then(build("gather", "binomial", n, last), build("broadcast", "tree", n, last, 3)),
+        then(build("scatter", "binomial", n, middle), build("allgather", "ring", n, None, 3)),
+        then(build("reduce_scatter", "bruck", n), build("gather", "direct", n, last)),
+        then(build("reduce", "tree", n, middle, 2), build("scatter", "direct", n, middle)),
+        then(build("reduce", "chain", n, 0), build("broadcast", "direct", n, 0), collective="barrier"),
+    ]
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_then_of_patterns(n):
+    """One pattern is made of all, with the steps of both and no step between them."""
+    for schedule, (collective, _) in zip(
+        pattern_pairs(n), [*then_pairs(n)[1:], ("barrier", None)], strict=True
+    ):
+        assert right(schedule, uneven=collective in ("allgather", "reduce_scatter")).collective == collective
+        assert schedule.aligned
+        assert len(schedule.program(0).steps) == 1 + schedule.make.rounds
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_then_of_a_pattern_and_other_schedules(n):
+    right(then(build("reduce_scatter", "ring", n), ring_allgather(n, 2)))
+    right(then(build("reduce", "direct", n, n - 1), build("broadcast", "tree", n, n - 1, 2)))
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -132,7 +168,14 @@ def test_relabel(n):
 
 
 def test_relabel_moves_the_links():
-    assert set(links(relabel(ring_allreduce(4), [2, 0, 3, 1]))) == {(2, 0), (0, 3), (3, 1), (1, 2)}
+    programs = relabel(ring_allreduce(4), [2, 0, 3, 1]).programs()
+    transfers = [(p.rank, t) for p in programs for step in p.steps for t in step.transfers]
+    assert {(rank, t.peer) for rank, t in transfers if isinstance(t, Send)} == {
+        (2, 0),
+        (0, 3),
+        (3, 1),
+        (1, 2),
+    }
 
 
 def test_relabel_by_the_same_order_changes_nothing():
@@ -190,7 +233,8 @@ def test_beside_gives_each_its_share(n, share, part):
     schedule = beside(ring_allreduce(n), one_shot(n), share)
     of_ring = Fraction(2 * (n - 1), n) * part
     of_one_shot = (n - 1) * (1 - part)
-    assert Fraction(sent_chunks(schedule, 1), schedule.chunks) == of_ring + of_one_shot
+    sent = rounds_of(schedule).sent_chunks()
+    assert Fraction(int(sent[1]), schedule.chunks) == of_ring + of_one_shot
 
 
 def test_beside_rounds_to_the_nearest_share():
@@ -214,116 +258,11 @@ def test_beside_refuses_different_collectives_and_roots():
         beside(one_shot(3), ring_allgather(3))
 
 
-def groupings(inner: int, outer: int) -> list[list[list[int]]]:
-    order = shuffled(inner * outer)
-    plain = [list(range(g * inner, (g + 1) * inner)) for g in range(outer)]
-    return [plain, [[order[r] for r in group] for group in plain]]
-
-
-@pytest.mark.parametrize(("inner", "outer"), [(1, 1), (1, 3), (3, 1), (2, 2), (2, 3), (4, 2), (3, 4)])
-def test_hierarchies(inner, outer):
-    for groups in groupings(inner, outer):
-        lead = groups[0][0]
-        allreduce = then(
-            within(groups, ring_reduce_scatter(inner)),
-            across(groups, ring_allreduce(outer)),
-            within(groups, ring_allgather(inner)),
-            collective="allreduce",
-        )
-        assert right(allreduce).aligned
-        leaders = then(
-            within(groups, binomial_reduce(inner)),
-            across(groups, one_shot(outer)),
-            within(groups, binomial_broadcast(inner)),
-            collective="allreduce",
-        )
-        right(leaders)
-        right(
-            then(
-                across(groups, ring_allgather(outer)),
-                within(groups, ring_allgather(inner)),
-                collective="allgather",
-            )
-        )
-        spread = across(groups, binomial_broadcast(outer)), within(groups, binomial_broadcast(inner))
-        right(then(*spread, collective="broadcast", root=lead))
-        collect = within(groups, binomial_reduce(inner)), across(groups, binomial_reduce(outer))
-        right(then(*collect, collective="reduce", root=lead))
-    plain = groupings(inner, outer)[0]
-    columns = [[g + outer * i for i in range(inner)] for g in range(outer)]
-    scattered = within(columns, ring_reduce_scatter(inner)), across(columns, ring_reduce_scatter(outer))
-    right(then(*scattered, collective="reduce_scatter"), uneven=False)
-    right(
-        then(
-            within(plain, star_gather(inner)), across(plain, star_gather(outer)), collective="gather", root=0
-        )
-    )
-    scatter = across(plain, star_scatter(outer)), within(plain, star_scatter(inner))
-    right(then(*scatter, collective="scatter", root=0))
-    right(then(within(plain, dissemination_barrier(inner)), across(plain, dissemination_barrier(outer)),
-               collective="barrier"))  # fmt: skip
-
-
-def test_hierarchy_moves_less_between_groups():
-    groups = [[0, 1, 2, 3], [4, 5, 6, 7]]
-    schedule = then(
-        within(groups, ring_reduce_scatter(4)),
-        across(groups, ring_allreduce(2)),
-        within(groups, ring_allgather(4)),
-        collective="allreduce",
-    )
-    between = sum(c for (a, b), c in links(schedule).items() if a < 4 <= b)
-    assert Fraction(between, schedule.chunks) == 1
-
-
-@pytest.mark.parametrize(
-    "groups", [[[0, 1, 2], [3, 4]], [[3], [0, 4, 1], [2, 5]], [[0, 1, 2, 3, 4, 5, 6], [7]]]
-)
-def test_groups_of_different_sizes(groups):
-    schedule = then(
-        within(groups, binomial_reduce),
-        across(groups, ring_allreduce),
-        within(groups, binomial_broadcast),
-        collective="allreduce",
-    )
-    right(schedule)
-    mixed = [within(groups, one_shot), across(groups, one_shot)]
-    with pytest.raises(ScheduleError):
-        verify(then(*mixed, collective="allreduce"))
-    with pytest.raises(ArgumentError, match="hold different parts of the message"):
-        then(within(groups, ring_reduce_scatter), across(groups, ring_allreduce), collective="allreduce")
-
-
-def test_groups_must_have_each_rank_once():
-    with pytest.raises(ArgumentError, match="each rank from 0 to 3 once"):
-        within([[0, 1], [1, 2]], one_shot(2))
-    with pytest.raises(
-        ArgumentError, match=r"a schedule for 2 ranks \(one_shot allreduce\) .* group of 3: \[0, 1, 2\]"
-    ):
-        within([[0, 1, 2]], one_shot(2))
-
-
-def test_stages_that_leave_another_block_are_refused():
-    groups = [[0, 1], [2, 3]]
-    stages = within(groups, ring_reduce_scatter(2)), across(groups, ring_reduce_scatter(2))
-    schedule = then(*stages, collective="reduce_scatter")
-    with pytest.raises(
-        ArgumentError, match=r"leave rank 1 with chunks \[2\] of the message, .* its own block"
-    ):
-        list(schedule.programs())
-
-
 def test_composition_of_compositions():
     n = 6
-    hosts = [[0, 1, 2], [3, 4, 5]]
-    hierarchy = then(
-        within(hosts, ring_reduce_scatter(3)),
-        across(hosts, beside(one_shot(2), ring_allreduce(2), 0.25)),
-        within(hosts, ring_allgather(3)),
-        collective="allreduce",
-    )
+    halves = then(ring_reduce_scatter(n), beside(ring_allgather(n), relabel(ring_allgather(n), shuffled(n))))
     tree = then(binomial_reduce(n, 2), binomial_broadcast(n, 2))
-    right(relabel(beside(hierarchy, tree, 0.6), shuffled(n)))
+    right(relabel(beside(halves, tree, 0.6), shuffled(n)))
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -362,15 +301,11 @@ def test_one_program_of_many_ranks_asks_for_few_others():
     beside(ring, ring).program(7)
     assert asked == [7, 7]
     asked.clear()
-    hosts = [range(h * 8, h * 8 + 8) for h in range(n // 8)]
-    between, asked = counting(
-        Schedule("allreduce", "idle", n // 8, n // 8, lambda r: Program(r, ()), aligned=True)
-    )
-    schedule = then(
-        within(hosts, ring_reduce_scatter(8)),
-        across(hosts, between),
-        within(hosts, ring_allgather(8)),
-        collective="allreduce",
-    )
-    schedule.program(9_999)
-    assert asked == [0, 1249]
+    gather, asked = counting(ring_allgather(n))
+    then(ring_reduce_scatter(n), gather).program(9_999)
+    assert asked == [9_999]
+
+
+def test_the_example_of_the_documentation_runs():
+    assert doctest.testmod(compose).attempted >= 8
+    assert doctest.testmod(compose).failed == 0

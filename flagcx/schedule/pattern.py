@@ -1,0 +1,360 @@
+"""Patterns: transfers of one message between ranks in common rounds, and where its chunks come to lie.
+
+Many collectives share one pattern of which rank sends which chunks to which other rank when; they differ in
+where a rank keeps them. So an algorithm is written as the transfers of each rank over one imagined buffer
+that holds the whole message, in rounds that all ranks count alike. ``schedule_of`` makes a schedule of that,
+whose programs settle where each chunk lies on each rank:
+
+- A chunk that a rank contributes stays in INPUT until something is added to it, and is sent from there.
+- It lives in OUTPUT where the rank has that chunk in its OUTPUT, else in SCRATCH under its own number.
+- Where one transfer covers chunks that lie in different places, they are gathered in one place first.
+
+Both sides of a message name the same round, so no rank ever waits for one that waits for it, and two patterns
+with the same clock lie beside each other by listing the transfers of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+from flagcx.errors import ArgumentError, RankError
+from flagcx.schedule.collectives import COLLECTIVES, Collective
+from flagcx.schedule.model import (
+    Buffer,
+    Copy,
+    Program,
+    Recv,
+    RecvReduce,
+    Schedule,
+    Send,
+    Span,
+    Step,
+    Transfer,
+    span_of,
+)
+
+Place = tuple[Buffer, int]
+_IDLE = Step()
+
+
+class ChunkTransfer(NamedTuple):
+    """One side of a message, in chunks of the whole message.
+
+    Attributes:
+        kind: ``Send``, ``Recv`` or ``RecvReduce``.
+        round: When, counted from 0 alike on all ranks.
+        peer: The other rank.
+        start: First chunk.
+        stop: The chunk after the last.
+    """
+
+    kind: type[Send | Recv | RecvReduce]
+    round: int
+    peer: int
+    start: int
+    stop: int
+
+
+def send(round: int, peer: int, start: int, stop: int | None = None) -> ChunkTransfer:
+    """Sends chunks ``start`` to ``stop`` (by default one chunk) to ``peer``, as they are before the round."""
+    return ChunkTransfer(Send, round, peer, start, start + 1 if stop is None else stop)
+
+
+def recv(round: int, peer: int, start: int, stop: int | None = None) -> ChunkTransfer:
+    """Receives chunks ``start`` to ``stop`` (by default one chunk) from ``peer``."""
+    return ChunkTransfer(Recv, round, peer, start, start + 1 if stop is None else stop)
+
+
+def recv_reduce(round: int, peer: int, start: int, stop: int | None = None) -> ChunkTransfer:
+    """Receives chunks from ``peer`` and adds them to what this rank has of these chunks.
+
+    Several of one round are added in the order in which they are listed.
+    """
+    return ChunkTransfer(RecvReduce, round, peer, start, start + 1 if stop is None else stop)
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """Makes the programs of a schedule from a pattern; the ``make`` of what ``schedule_of`` returns.
+
+    Attributes:
+        collective: Name of the collective.
+        size: Number of ranks.
+        chunks: Pieces that the message is cut into.
+        rounds: Number of rounds.
+        transfers: (rank) -> the transfers of that rank.
+        root: The root, or None.
+    """
+
+    collective: str
+    size: int
+    chunks: int
+    rounds: int
+    transfers: Callable[[int], Iterable[ChunkTransfer]]
+    root: int | None
+
+    def __call__(self, rank: int) -> Program:
+        """The program of ``rank``: step 0 has local work alone, step ``i + 1`` is round ``i``."""
+        by_round: dict[int, list[ChunkTransfer]] = {}
+        for transfer in self.transfers(rank):
+            by_round.setdefault(transfer.round, []).append(transfer)
+        places = _ChunkPlaces(COLLECTIVES[self.collective], rank, self.size, self.chunks, self.root)
+        transfers: list[tuple[Transfer, ...]] = [()] * (self.rounds + 1)
+        local: list[tuple[Copy, ...]] = [()] * (self.rounds + 1)
+        for number in sorted(by_round):
+            transfers[number + 1], copies = places.step(by_round[number])
+            local[number] += copies
+        local[self.rounds] += places.finish()
+        steps = (Step(t, work) if t or work else _IDLE for t, work in zip(transfers, local, strict=True))
+        return Program(rank, tuple(steps))
+
+
+def schedule_of(
+    collective: str,
+    algorithm: str,
+    size: int,
+    chunks: int,
+    rounds: int,
+    transfers: Callable[[int], Iterable[ChunkTransfer]],
+    root: int | None = None,
+) -> Schedule:
+    """Makes a schedule of a pattern.
+
+    Args:
+        collective: Name of the collective. Not alltoall, whose blocks have two owners.
+        algorithm: Name of the algorithm.
+        size: Number of ranks.
+        chunks: Pieces that the message is cut into: a multiple of ``size`` where the collective has a block
+            for each rank.
+        rounds: Number of rounds.
+        transfers: (rank) -> the transfers of that rank, made by ``send``, ``recv`` and ``recv_reduce``.
+        root: The root, or None.
+
+    Returns:
+        An aligned schedule of ``rounds + 1`` steps, of which the first has local work alone.
+
+    Raises:
+        ArgumentError: ``size`` or ``chunks`` is below 1.
+        RankError: The root is not one of the ranks.
+    """
+    check(collective, size, chunks, root)
+    make = Pattern(collective, size, chunks, rounds, transfers, root)
+    return Schedule(collective, algorithm, size, chunks, make, root, aligned=True)
+
+
+def check(collective: str, size: int, chunks: int, root: int | None = None) -> None:
+    """Refuses numbers of ranks or pieces below 1 and roots out of range.
+
+    Raises:
+        ArgumentError: ``size`` or ``chunks`` is below 1.
+        RankError: The root is not one of the ranks.
+    """
+    if size < 1:
+        raise ArgumentError(f"{collective}: size={size!r} ranks; expected at least 1")
+    if chunks < 1:
+        raise ArgumentError(f"{collective}: the message would have {chunks} chunks; expected pieces >= 1")
+    if root is not None and not 0 <= root < size:
+        raise RankError(f"{collective}: root={root} is not a rank; expected 0 to {size - 1}")
+
+
+def doublings(size: int) -> int:
+    """How many doublings reach ``size`` from 1: log2, rounded up."""
+    return (size - 1).bit_length()
+
+
+def arc(first: int, count: int, size: int, pieces: int = 1) -> Iterator[tuple[int, int]]:
+    """The chunks of ``count`` blocks from block ``first`` on, going on with block 0 after block ``size - 1``.
+
+    Yields:
+        ``(start, stop)`` in chunks: one pair, or two where the blocks go past the last; none for no block.
+    """
+    first %= size
+    end = min(first + count, size)
+    if count > 0:
+        yield first * pieces, end * pieces
+    if first + count > size:
+        yield 0, (first + count - size) * pieces
+
+
+def later(transfers: Iterable[ChunkTransfer], rounds: int) -> Iterator[ChunkTransfer]:
+    """The same transfers, ``rounds`` rounds later."""
+    return (t._replace(round=t.round + rounds) for t in transfers)
+
+
+def backwards(
+    transfers: Iterable[ChunkTransfer], rounds: int, arriving: type[Recv | RecvReduce]
+) -> Iterator[ChunkTransfer]:
+    """The same transfers from the last round to the first, with senders and receivers exchanged.
+
+    Args:
+        transfers: One rank's transfers.
+        rounds: How many rounds the pattern has.
+        arriving: What receives become: ``RecvReduce`` turns distribution into reduction; ``Recv`` still
+            moves blocks.
+    """
+    for t in transfers:
+        yield t._replace(round=rounds - 1 - t.round, kind=arriving if t.kind is Send else Send)
+
+
+def in_sequence(parts: Iterable[Pattern], chunks: int, rank: int) -> Iterator[ChunkTransfer]:
+    """The transfers of patterns that follow each other, each cut into ``chunks`` chunks."""
+    rounds = 0
+    for part in parts:
+        factor = chunks // part.chunks
+        for kind, round, peer, start, stop in part.transfers(rank):
+            yield ChunkTransfer(kind, round + rounds, peer, start * factor, stop * factor)
+        rounds += part.rounds
+
+
+_REVERSED = {
+    "broadcast": "reduce",
+    "reduce": "broadcast",
+    "allgather": "reduce_scatter",
+    "reduce_scatter": "allgather",
+    "scatter": "gather",
+    "gather": "scatter",
+}
+
+
+def reverse(schedule: Schedule, *, algorithm: str | None = None) -> Schedule:
+    """Runs a pattern from its end to its start, with senders and receivers exchanged.
+
+    Args:
+        schedule: A schedule made by ``schedule_of``: a broadcast becomes a reduce, an allgather a
+            reduce_scatter, a scatter a gather, and the other way round.
+        algorithm: A name for the result; by default that of ``schedule``.
+
+    Raises:
+        ArgumentError: The schedule was not made by ``schedule_of``, or its collective has no reverse.
+
+    Example:
+        >>> reverse(schedule).collective  # doctest: +SKIP
+        'reduce_scatter'
+    """
+    pattern, collective = schedule.make, _REVERSED.get(schedule.collective)
+    if not isinstance(pattern, Pattern) or collective is None:
+        raise ArgumentError(
+            f"reverse() cannot run {schedule.algorithm} {schedule.collective} backwards; expected a schedule "
+            f"made by schedule_of(), of one of {', '.join(_REVERSED)}"
+        )
+    arriving = RecvReduce if COLLECTIVES[collective].reduces else Recv
+    transfers = partial(_reversed_transfers, pattern, arriving)
+    facts = (schedule.size, pattern.chunks, pattern.rounds)
+    return schedule_of(collective, algorithm or schedule.algorithm, *facts, transfers, schedule.root)
+
+
+def _reversed_transfers(pattern: Pattern, arriving, rank: int) -> Iterator[ChunkTransfer]:
+    return backwards(pattern.transfers(rank), pattern.rounds, arriving)
+
+
+class _ChunkPlaces:
+    """Where each chunk of the message lies on one rank, from round to round."""
+
+    def __init__(self, kind: Collective, rank: int, size: int, chunks: int, root: int | None) -> None:
+        per_block = kind.per_block(size, chunks)
+        own = (rank * per_block, (rank + 1) * per_block)
+        whole = (0, chunks)
+        self._input = own if kind.before == "each" else whole if kind.has_input(rank, root) else (0, 0)
+        self._output = own if kind.after == "each" else whole if kind.has_output(rank, root) else (0, 0)
+        self._places: dict[int, Place] = {}
+
+    def _home(self, chunk: int) -> Place:
+        """Where the chunk lives once something was received for it."""
+        start, stop = self._output
+        return (Buffer.OUTPUT, chunk - start) if start <= chunk < stop else (Buffer.SCRATCH, chunk)
+
+    def _now(self, chunk: int) -> Place | None:
+        """Where the chunk lies now; None if the rank does not have it."""
+        start, stop = self._input
+        contributed = (Buffer.INPUT, chunk - start) if start <= chunk < stop else None
+        return self._places.get(chunk, contributed)
+
+    def step(self, transfers: list[ChunkTransfer]) -> tuple[tuple[Transfer, ...], tuple[Copy, ...]]:
+        """The transfers of one round between buffers, and the copies to make before it."""
+        copies: list[tuple[Place, Place]] = []
+        pins = self._pins(transfers)
+        spans = [
+            Span(Buffer.SCRATCH, 0, 0) if t.kind is Recv else self._gather(t, pins, copies) for t in transfers
+        ]
+        for index, t in enumerate(transfers):
+            if t.kind is Recv:
+                span = _together([self._home(chunk) for chunk in range(t.start, t.stop)])
+                spans[index] = span or Span(Buffer.SCRATCH, t.start, t.stop)
+                self._put(t.start, spans[index])
+        placed = tuple(t.kind(span, t.peer) for t, span in zip(transfers, spans, strict=True))
+        return placed, _coalesce(copies)
+
+    def _pins(self, transfers: list[ChunkTransfer]) -> dict[int, Place]:
+        """Where the chunks that something is added to lie during the round: one place for all transfers.
+
+        If that tears apart a transfer of several chunks, these go to SCRATCH, which may tear another.
+        """
+        added = (range(t.start, t.stop) for t in transfers if t.kind is RecvReduce)
+        pins = {chunk: self._places.get(chunk) or self._home(chunk) for chunks in added for chunk in chunks}
+        wide = [t for t in transfers if t.kind is not Recv and t.stop - t.start > 1] if pins else []
+        torn = True
+        while torn:
+            torn = False
+            for transfer in wide:
+                chunks = range(transfer.start, transfer.stop)
+                if not pins.keys().isdisjoint(chunks) and self._span(chunks, pins) is None:
+                    pins.update((chunk, (Buffer.SCRATCH, chunk)) for chunk in chunks)
+                    torn = True
+        return pins
+
+    def _span(self, chunks: range, pins: dict[int, Place]) -> Span | None:
+        """Where chunks that are sent, or added to, lie together or may be brought together."""
+        span = _together([pins.get(c) or self._now(c) or self._home(c) for c in chunks])
+        return span or _together([pins.get(c) or self._home(c) for c in chunks])
+
+    def _gather(
+        self, transfer: ChunkTransfer, pins: dict[int, Place], copies: list[tuple[Place, Place]]
+    ) -> Span:
+        """The one span where the transfer's chunks lie once ``copies`` are made."""
+        chunks = range(transfer.start, transfer.stop)
+        span = self._span(chunks, pins) or Span(Buffer.SCRATCH, transfer.start, transfer.stop)
+        for chunk, index in zip(chunks, range(span.start, span.stop), strict=True):
+            now, then = self._now(chunk), (span.buffer, index)
+            if now is not None and now != then:
+                copies.append((now, then))
+        self._put(transfer.start, span)
+        return span
+
+    def _put(self, first: int, span: Span) -> None:
+        if span.buffer is not Buffer.INPUT:
+            for offset, index in enumerate(range(span.start, span.stop)):
+                self._places[first + offset] = (span.buffer, index)
+
+    def finish(self) -> tuple[Copy, ...]:
+        """The copies that bring the result to OUTPUT where it is not there yet."""
+        copies = []
+        for chunk in range(*self._output):
+            now, home = self._now(chunk), self._home(chunk)
+            if now is not None and now != home:
+                copies.append((now, home))
+        return _coalesce(copies)
+
+
+def _together(places: list[Place]) -> Span | None:
+    """The span that the places make up, or None if they are not one after the other."""
+    buffer, first = places[0]
+    for index, place in enumerate(places):
+        if place != (buffer, first + index):
+            return None
+    return span_of(buffer, first, len(places))
+
+
+def _coalesce(copies: list[tuple[Place, Place]]) -> tuple[Copy, ...]:
+    """Single-chunk copies as copies of as many chunks as lie side by side at both ends."""
+    joined: list[list[Span]] = []
+    for (source, i), (target, j) in copies:
+        if joined:
+            src, dst = joined[-1]
+            if (src.buffer, src.stop, dst.buffer, dst.stop) == (source, i, target, j):
+                joined[-1] = [Span(source, src.start, i + 1), Span(target, dst.start, j + 1)]
+                continue
+        joined.append([span_of(source, i), span_of(target, j)])
+    return tuple(Copy(src, dst) for src, dst in joined)

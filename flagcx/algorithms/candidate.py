@@ -15,8 +15,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from fractions import Fraction
 from functools import lru_cache
 
-from flagcx.algorithms.catalogue import AlgorithmEntry
-from flagcx.algorithms.names import Algorithm
+from flagcx.algorithms.catalogue import Algorithm, AlgorithmEntry
 from flagcx.algorithms.registry import build, entries, entry
 from flagcx.errors import ArgumentError
 from flagcx.schedule.compose import beside, relabel

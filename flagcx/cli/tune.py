@@ -155,7 +155,7 @@ def _gpu_bench(comm: Communicator) -> tuple[Bench, Fit]:
     from flagcx.selection.on_device import fit_on_device
 
     cupy = load_cupy()
-    comm._executor_of(cupy.zeros(1))
+    comm.executor_of(cupy.zeros(1))
     executor = comm._device
     assert executor is not None
     bench = DeviceBench(executor.transport, cupy, Clock(comm._transport), executor.order)

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flagcx.arguments import check_shape
-from flagcx.communicator import objects
-from flagcx.communicator.transfers import Transfers
+from flagcx.communicator import allreduce as reductions
+from flagcx.communicator import objects, operations, transfers, v_operations
+from flagcx.communicator.caller import Caller
 from flagcx.config import Config, environment
 from flagcx.dtypes import dtype_of
 from flagcx.errors import ArgumentError, FlagcxError
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 Exchange = Callable[[bytes], list[bytes]]
 
 
-class Communicator(Transfers):
+class Communicator(Caller):
     """Ranks that call the same operations in the same order.
 
     Made by ``fc.init()`` and ``split``. A context manager; ``close`` may be called again. One thread at a
@@ -69,6 +70,33 @@ class Communicator(Transfers):
         profiler: The records of what the ranks did together; see ``flagcx.profiler.Profiler``.
     """
 
+    allreduce = reductions.allreduce
+    explain_compression = reductions.explain_compression
+
+    reduce = operations.reduce
+    broadcast = operations.broadcast
+    allgather = operations.allgather
+    reduce_scatter = operations.reduce_scatter
+    gather = operations.gather
+    scatter = operations.scatter
+    alltoall = operations.alltoall
+    barrier = operations.barrier
+
+    allgatherv = v_operations.allgatherv
+    reduce_scatterv = v_operations.reduce_scatterv
+    gatherv = v_operations.gatherv
+    scatterv = v_operations.scatterv
+    alltoallv = v_operations.alltoallv
+
+    send = transfers.send
+    recv = transfers.recv
+    sendrecv = transfers.sendrecv
+
+    broadcast_object = objects.broadcast_object
+    allgather_object = objects.allgather_object
+    gather_object = objects.gather_object
+    scatter_object = objects.scatter_object
+
     def __init__(
         self,
         rank: int,
@@ -83,7 +111,7 @@ class Communicator(Transfers):
         self._selector = Selector(
             TuningInfo(None, "not measured between hosts"), choose_on_host, lambda *_: ("",)
         )
-        self._executor = self._make_host_executor(exchange, store)
+        self._host = self._make_host_executor(exchange, store)
         self._device: DeviceExecutor | None = None
         self._store, self._splits = store, 0
         self._group: Group | None = None
@@ -91,7 +119,7 @@ class Communicator(Transfers):
         self._compressors: dict[int, Compressor] = {}
         self._children: weakref.WeakSet[Communicator] = weakref.WeakSet()
         self._at_close: list[Callable[[], object]] = []
-        _alive().add(self._executor)
+        _alive().add(self._host)
 
     def _make_host_executor(self, exchange: Exchange, store: Store | None) -> Executor:
         """What runs calls on NumPy arrays."""
@@ -141,7 +169,7 @@ class Communicator(Transfers):
         shape = check_shape(shape)
         if device not in ("cpu", "gpu"):
             raise ArgumentError(f'device must be "cpu" or "gpu", got {device!r}')
-        executor = self._executor if device == "cpu" else self._device_executor()
+        executor = self._host if device == "cpu" else self.device_executor()
         executor.check()
         return executor.transport.empty(shape, dtype_of(dtype).numpy)
 
@@ -161,8 +189,7 @@ class Communicator(Transfers):
         """
         if self._group is not None:
             raise ArgumentError("comm.group() is open already; groups cannot be nested")
-        self._group = group = Group(self._fusion_of)
-        self.allreduce = group.shortcut(self.allreduce)  # type: ignore[method-assign]
+        self._group = group = Group(self.fusion_of)
         for executor in self._executors():
             executor.hold()
         try:
@@ -178,10 +205,9 @@ class Communicator(Transfers):
         if self._group is not None:
             self._group.close()
             self._group = None
-            del self.allreduce  # the shortcut
 
     def _executors(self) -> list[Executor]:
-        return [executor for executor in (self._executor, self._device) if executor is not None]
+        return [executor for executor in (self._host, self._device) if executor is not None]
 
     def _make_device_executor(self) -> DeviceExecutor:
         made = super()._make_device_executor()
@@ -215,24 +241,6 @@ class Communicator(Transfers):
         child = Communicator(ranks.index(self.rank), len(ranks), exchange, hosts, self.config, store)
         self._children.add(child)
         return child
-
-    # -- Python objects ---------------------------------------------------------------------------
-
-    def broadcast_object(self, value: Any = None, root: int = 0) -> Any:
-        """Returns the root's ``value`` on every rank. Pickled: for control information, not for data."""
-        return objects.broadcast(self, value, root)
-
-    def allgather_object(self, value: Any) -> list[Any]:
-        """Returns the values of all ranks, in rank order, on every rank."""
-        return objects.allgather(self, value)
-
-    def gather_object(self, value: Any, root: int = 0) -> list[Any] | None:
-        """Returns the values of all ranks, in rank order, at the root; elsewhere None."""
-        return objects.gather(self, value, root)
-
-    def scatter_object(self, values: Sequence[Any] | None = None, root: int = 0) -> Any:
-        """Returns entry ``rank`` of the root's ``values``, which must have one entry a rank."""
-        return objects.scatter(self, values, root)
 
     # -- choices ----------------------------------------------------------------------------------
 
@@ -276,7 +284,9 @@ class Communicator(Transfers):
     # -- the end ----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Ends the communicator and those split from it. Idempotent; the peers need not close together.
+        """Ends the communicator and those split from it. The peers need not close together.
+
+        A second call does nothing.
 
         Raises:
             CommunicationError: Operations on GPUs that were enqueued last may not have been done, and no call
@@ -285,7 +295,7 @@ class Communicator(Transfers):
         with contextlib.ExitStack() as last:  # whatever fails, the rest is closed
             while self._at_close:
                 last.callback(self._at_close.pop(0))
-            last.callback(self._executor.close)
+            last.callback(self._host.close)
             for fusion in self._fusions.values():
                 last.callback(fusion.close)
             if self._device is not None:
@@ -299,7 +309,7 @@ class Communicator(Transfers):
         selector = self._selector
         if self.rank or not selector.path or selector.table is None or self.closed:
             return
-        write_back(Path(selector.path), selector.table, self._executor.findings())
+        write_back(Path(selector.path), selector.table, self._host.findings())
 
     def at_close(self, call: Callable[[], object]) -> None:
         """Makes a call when the communicator is closed; the last one added comes first."""
@@ -308,7 +318,7 @@ class Communicator(Transfers):
     @property
     def closed(self) -> bool:
         """Whether no further call can be made: closed, or broken by an error."""
-        return bool(self._executor.over)
+        return bool(self._host.over)
 
     def __enter__(self) -> Communicator:
         return self
@@ -321,7 +331,7 @@ class Communicator(Transfers):
                 raise  # else what came first tells more
 
     def __repr__(self) -> str:
-        state = f", {self._executor.over}" if self._executor.over else ""
+        state = f", {self._host.over}" if self._host.over else ""
         return f"<flagcx.Communicator rank {self.rank} of {self.size} on {self.hosts[self.rank]}{state}>"
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flagcx.arguments import untangle
+from flagcx.communicator.buffers import buffers_of
+from flagcx.communicator.caller import Caller
 from flagcx.compression.allreduce import Compressor, FunctionPlan
 from flagcx.compression.auto import Decision
 from flagcx.dtypes import Op
@@ -12,14 +14,11 @@ from flagcx.errors import ArgumentError
 from flagcx.executor.host import Executor
 from flagcx.fusion.group import Pending
 
-if TYPE_CHECKING:
-    from flagcx.communicator.dispatch import Dispatch
-
 
 def allreduce(
-    comm: Dispatch, x: Any, op: Op, out: Any, algorithm: str | None, compression: Any, async_op: bool
+    comm: Caller, x: Any, op: Op, out: Any, algorithm: str | None, compression: Any, async_op: bool
 ) -> Any:
-    """The all-reduce of ``comm`` with ``compression`` not None; see ``AllReduce.allreduce``.
+    """The all-reduce of ``comm`` with ``compression`` not None; see ``Communicator.allreduce``.
 
     Raises:
         ArgumentError: No codec has that name, or an algorithm is given too.
@@ -36,27 +35,25 @@ def allreduce(
             "a list of arrays cannot be compressed in one call; call allreduce for each, with a slot of its "
             "own, or put the arrays end to end"
         )
-    executor = comm._executor_of(x)
-    given = executor.take(x, "x", out is None)
-    result = given if out is None else executor.result(out, "out", given.shape, given.dtype)
-    plan = compressor_of(comm, executor).find(compression, given, op)
-    given, _ = untangle("allreduce", comm.rank, given, result)
-    value = x if out is None else out
+    executor = comm.executor_of(x)
+    sendbuf, recvbuf, _, value = buffers_of(executor, "allreduce", None, x, out)
+    plan = compressor_of(comm, executor).find(compression, sendbuf, op)
+    sendbuf, _ = untangle("allreduce", comm.rank, sendbuf, recvbuf)
     if comm._group is not None:
-        return comm._put_off(Pending(lambda: executor.run(plan, given, result)), async_op, value)
-    return comm._go(executor, plan, given, result, value, async_op, "allreduce")
+        return comm.put_off(Pending(lambda: executor.run(plan, sendbuf, recvbuf)), async_op, value)
+    return comm.run(executor, plan, sendbuf, recvbuf, value, async_op, "allreduce")
 
 
-def explain(comm: Dispatch, x: Any, compression: Any) -> Decision:
+def explain(comm: Caller, x: Any, compression: Any) -> Decision:
     """What ``compression`` does with an all-reduce of ``x``, and why. All ranks must call it."""
-    executor = comm._executor_of(x)
+    executor = comm.executor_of(x)
     plan = compressor_of(comm, executor).find(compression, executor.take(x, "x", False), "sum")
     found: list[Decision] = []
     executor.run(FunctionPlan(lambda given, result: found.append(plan.explain())), None, None)
     return found[0]
 
 
-def compressor_of(comm: Dispatch, executor: Executor) -> Compressor:
+def compressor_of(comm: Caller, executor: Executor) -> Compressor:
     """The plans of compressed calls of a communicator, for one kind of array."""
     found = comm._compressors.get(id(executor))
     if found is None:

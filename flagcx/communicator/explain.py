@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -19,16 +19,11 @@ from flagcx.selection.explain_calls import (
 from flagcx.selection.explanation import Explanation
 from flagcx.selection.placement import gpus_of
 
-if TYPE_CHECKING:
-    from flagcx.communicator import Communicator
-
 PROTOCOLS = ("peer_memory", "peer_packets")
 """The protocols for GPUs; a transport has them where the GPUs reach each other's memory."""
 
 
-def explain(
-    comm: Communicator, collective: str, nbytes: int, dtype: Any, op: Any, gpu: bool | None
-) -> Explanation:
+def explain(comm: Any, collective: str, nbytes: int, dtype: Any, op: Any, gpu: bool | None) -> Explanation:
     """See ``Communicator.explain``."""
     if collective not in COLLECTIVES:
         raise ArgumentError(
@@ -47,7 +42,7 @@ def explain(
     return _on_host(comm, collective, int(nbytes))
 
 
-def _on_host(comm: Communicator, collective: str, nbytes: int) -> Explanation:
+def _on_host(comm: Any, collective: str, nbytes: int) -> Explanation:
     selector, transport = comm._selector, comm._transport
     choice = selector.choose(collective, nbytes, comm.size)
     measured = dict(selector.ranked(collective, nbytes, comm.size))
@@ -56,13 +51,13 @@ def _on_host(comm: Communicator, collective: str, nbytes: int) -> Explanation:
     return explain_on_host(asked, transport.protocols, transport.cross_memory)
 
 
-def _between_hosts(comm: Communicator, collective: str, nbytes: int) -> Explanation:
-    choice = comm._executor._choose(collective, nbytes, comm.size, False)
+def _between_hosts(comm: Any, collective: str, nbytes: int) -> Explanation:
+    choice = comm._host._choose(collective, nbytes, comm.size, False)
     where = f"{len(set(comm.hosts))} hosts"
     return explain_between_hosts(Asked(collective, nbytes, comm.size, choice, {}, comm._selector.note, where))
 
 
-def _on_device(comm: Communicator, collective: str, nbytes: int, dtype: Any, op: Any) -> Explanation:
+def _on_device(comm: Any, collective: str, nbytes: int, dtype: Any, op: Any) -> Explanation:
     executor = comm._device
     assert executor is not None
     kind = dtype_of(dtype)
@@ -80,7 +75,7 @@ def _on_device(comm: Communicator, collective: str, nbytes: int, dtype: Any, op:
     return explain_on_device(asked, possible, machine, PROTOCOLS)
 
 
-def _machine(comm: Communicator) -> Machine | None:
+def _machine(comm: Any) -> Machine | None:
     """Where the ranks' GPUs are, as this rank sees them."""
     from flagcx.topology import detect
 

@@ -8,22 +8,27 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from flagcx.communicator.caller import Caller
+from flagcx.communicator.operations import allgather, broadcast
+from flagcx.communicator.v_operations import allgatherv, gatherv, scatterv
 from flagcx.errors import ArgumentError
 
-if TYPE_CHECKING:
-    from flagcx.communicator import Communicator
 
-
-def _packed(comm: Communicator, value: Any) -> np.ndarray:
+def _packed(comm: Caller, value: Any) -> np.ndarray:
     """The bytes of a value.
 
     Raises:
-        ArgumentError: It cannot be pickled; nothing was sent.
+        ArgumentError: It cannot be pickled, or a group is open; nothing was sent.
     """
+    if comm._group is not None:
+        raise ArgumentError(
+            "Python objects cannot be sent inside comm.group(): its calls run at its end, and the value is "
+            "wanted now; make the call before or after the group"
+        )
     try:
         return np.frombuffer(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL), np.uint8)
     except Exception as error:  # pickle raises several, and a value's own methods any
@@ -44,40 +49,43 @@ def _parts(data: np.ndarray, counts: list[int]) -> list[Any]:
     return [_unpacked(data[a:b]) for a, b in pairwise(bounds)]
 
 
-def broadcast(comm: Communicator, value: Any, root: int) -> Any:
-    """See ``Communicator.broadcast_object``."""
-    data = _packed(comm, value) if comm.rank == root else None
-    length = np.array([len(data) if data is not None else 0])
-    comm.broadcast(length, root)
-    buffer = data.copy() if data is not None else np.empty(int(length[0]), np.uint8)
-    comm.broadcast(buffer, root)
-    return value if comm.rank == root else _unpacked(buffer)
+def broadcast_object(comm: Caller, value: Any = None, root: int = 0) -> Any:
+    """Returns the root's ``value`` on every rank. Pickled: for control information, not for data."""
+    data = _packed(comm, value if comm.rank == root else None)
+    length = np.array([len(data)])
+    broadcast(comm, length, root)
+    if comm.rank == root:
+        broadcast(comm, data.copy(), root)
+        return value
+    buffer = np.empty(int(length[0]), np.uint8)
+    broadcast(comm, buffer, root)
+    return _unpacked(buffer)
 
 
-def allgather(comm: Communicator, value: Any) -> list[Any]:
-    """See ``Communicator.allgather_object``."""
+def allgather_object(comm: Caller, value: Any) -> list[Any]:
+    """Returns the values of all ranks, in rank order, on every rank."""
     data = _packed(comm, value)
-    counts = comm.allgather(np.array([len(data)])).reshape(-1).tolist()
-    return _parts(comm.allgatherv(data, counts), counts)
+    counts = allgather(comm, np.array([len(data)])).reshape(-1).tolist()
+    return _parts(allgatherv(comm, data, counts), counts)
 
 
-def gather(comm: Communicator, value: Any, root: int) -> list[Any] | None:
-    """See ``Communicator.gather_object``."""
+def gather_object(comm: Caller, value: Any, root: int = 0) -> list[Any] | None:
+    """Returns the values of all ranks, in rank order, at the root; elsewhere None."""
     data = _packed(comm, value)
-    counts = comm.allgather(np.array([len(data)])).reshape(-1).tolist()
-    gathered = comm.gatherv(data, counts, root)
+    counts = allgather(comm, np.array([len(data)])).reshape(-1).tolist()
+    gathered = gatherv(comm, data, counts, root)
     return None if gathered is None else _parts(gathered, counts)
 
 
-def scatter(comm: Communicator, values: Sequence[Any] | None, root: int) -> Any:
-    """See ``Communicator.scatter_object``."""
+def scatter_object(comm: Caller, values: Sequence[Any] | None = None, root: int = 0) -> Any:
+    """Returns entry ``rank`` of the root's ``values``, which must have one entry a rank."""
     given = list(values) if comm.rank == root and isinstance(values, Iterable) else []
     right = comm.rank != root or len(given) == comm.size
-    packed = [_packed(comm, v) for v in given]
-    counts = np.array([len(p) for p in packed] if packed and right else [-1] * comm.size)
-    comm.broadcast(counts, root)
+    packed = [_packed(comm, v) for v in given or [None]]
+    counts = np.array([len(p) for p in packed] if given and right else [-1] * comm.size)
+    broadcast(comm, counts, root)
     if counts[0] < 0:
         got = f"got {len(given)}" if comm.rank == root else f"rank {root} passed another number"
         raise ArgumentError(f"scatter_object needs one value a rank, {comm.size} in all; {got}")
-    data = np.concatenate(packed) if packed else None
-    return _unpacked(comm.scatterv(data, counts.tolist(), root, dtype=np.uint8))
+    data = np.concatenate(packed) if given else None
+    return _unpacked(scatterv(comm, data, counts.tolist(), root, dtype=np.uint8))

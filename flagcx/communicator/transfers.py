@@ -1,15 +1,18 @@
-"""Between two ranks: send, receive, and both at once."""
+"""Between two ranks: send, receive, and both at once. Only the ranks concerned call them.
+
+The k-th send to a rank meets its k-th receive.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from flagcx.arguments import check_rank
-from flagcx.communicator.streams import on_stream
-from flagcx.communicator.uneven import UnevenCollectives
+from flagcx.communicator.caller import Caller
 from flagcx.executor.host import Executor
 from flagcx.fusion.group import Pending
 from flagcx.transport.base import Plan
@@ -17,76 +20,84 @@ from flagcx.transport.base import Plan
 Messages = list[tuple[np.ndarray, int]]
 
 
-class Transfers(UnevenCollectives):
-    """Operations that only the ranks concerned call. The k-th send to a rank meets its k-th receive."""
+def send(comm: Caller, x: Any, to: int, *, async_op: bool = False, stream: Any = None) -> Any:
+    """Sends an array to a rank, which must call ``recv`` with the same count and dtype.
 
-    @on_stream
-    def send(self, x: Any, to: int, *, async_op: bool = False) -> Any:
-        """Sends an array to a rank, which must call ``recv`` with the same count and dtype.
+    Args:
+        x: Array.
+        to: The rank to send it to.
+        async_op: See ``Communicator``, likewise ``stream``.
+    """
+    if stream is not None:
+        return comm.run_on(stream, partial(send, comm), (x,), to=to, async_op=async_op)
+    executor = comm.executor_of(x)
+    sends = [(executor.take(x, "x", False), check_rank(to, comm.size, "to"))]
+    return _transfer(comm, executor, sends, [], None, async_op)
 
-        Args:
-            x: Array.
-            to: The rank to send it to.
-            async_op: See the class ``Communicator``.
-        """
-        executor = self._executor_of(x)
-        sends = [(executor.take(x, "x", False), check_rank(to, self.size, "to"))]
-        return self._transfer(executor, sends, [], None, async_op)
 
-    @on_stream
-    def recv(self, out: Any, source: int, *, async_op: bool = False) -> Any:
-        """Receives an array from a rank that calls ``send``.
+def recv(comm: Caller, out: Any, source: int, *, async_op: bool = False, stream: Any = None) -> Any:
+    """Receives an array from a rank that calls ``send``.
 
-        Args:
-            out: Array that it is written to.
-            source: The rank that sends it.
-            async_op: See the class ``Communicator``.
+    Args:
+        out: Array that it is written to.
+        source: The rank that sends it.
+        async_op: See ``Communicator``, likewise ``stream``.
 
-        Returns:
-            ``out``.
-        """
-        executor = self._executor_of(out)
-        receives = [(executor.take(out, "out", True), check_rank(source, self.size, "source"))]
-        return self._transfer(executor, [], receives, out, async_op)
+    Returns:
+        ``out``.
+    """
+    if stream is not None:
+        return comm.run_on(stream, partial(recv, comm), (out,), source=source, async_op=async_op)
+    executor = comm.executor_of(out)
+    receives = [(executor.take(out, "out", True), check_rank(source, comm.size, "source"))]
+    return _transfer(comm, executor, [], receives, out, async_op)
 
-    @on_stream
-    def sendrecv(self, x: Any, to: int, out: Any, source: int, *, async_op: bool = False) -> Any:
-        """Sends to one rank while receiving from another; neither waits for the other.
 
-        Args:
-            x: Array to send. Where it overlaps ``out`` a copy of it is sent.
-            to: The rank to send it to.
-            out: Array for what comes.
-            source: The rank that sends it.
-            async_op: See the class ``Communicator``.
+def sendrecv(
+    comm: Caller, x: Any, to: int, out: Any, source: int, *, async_op: bool = False, stream: Any = None
+) -> Any:
+    """Sends to one rank while receiving from another; neither waits for the other.
 
-        Returns:
-            ``out``.
-        """
-        executor = self._executor_of(x)
-        given, result = executor.take(x, "x", False), executor.take(out, "out", True)
-        if np.may_share_memory(given, result):
-            given = given.copy()
-        sends = [(given, check_rank(to, self.size, "to"))]
-        receives = [(result, check_rank(source, self.size, "source"))]
-        return self._transfer(executor, sends, receives, out, async_op)
+    Args:
+        x: Array to send. Where it overlaps ``out`` a copy of it is sent.
+        to: The rank to send it to.
+        out: Array for what comes.
+        source: The rank that sends it.
+        async_op: See ``Communicator``, likewise ``stream``.
 
-    def _transfer(
-        self, executor: Executor, sends: Messages, receives: Messages, value: Any, async_op: bool
-    ) -> Any:
-        plan = _plan(executor, sends, receives)
-        if self._group is None:
-            return self._go(executor, plan, None, None, value, async_op, "send and receive")
+    Returns:
+        ``out``.
+    """
+    if stream is not None:
 
-        def together(items: list[tuple[Messages, Messages]]) -> None:
-            sent = [message for item in items for message in item[0]]
-            received = [message for item in items for message in item[1]]
-            executor.run(_plan(executor, sent, received), None, None)
+        def call(x: Any, out: Any) -> Any:
+            return sendrecv(comm, x, to, out, source, async_op=async_op)
 
-        call = Pending(
-            lambda: executor.run(plan, None, None), ("transfer", id(executor)), together, (sends, receives)
-        )
-        return self._put_off(call, async_op, value)
+        return comm.run_on(stream, call, (x, out))
+    executor = comm.executor_of(x)
+    sendbuf, recvbuf = executor.take(x, "x", False), executor.take(out, "out", True)
+    if np.may_share_memory(sendbuf, recvbuf):
+        sendbuf = sendbuf.copy()
+    sends = [(sendbuf, check_rank(to, comm.size, "to"))]
+    receives = [(recvbuf, check_rank(source, comm.size, "source"))]
+    return _transfer(comm, executor, sends, receives, out, async_op)
+
+
+def _transfer(
+    comm: Caller, executor: Executor, sends: Messages, receives: Messages, value: Any, async_op: bool
+) -> Any:
+    plan = _plan(executor, sends, receives)
+    if comm._group is None:
+        return comm.run(executor, plan, None, None, value, async_op, "send and receive")
+
+    def together(items: list[tuple[Messages, Messages]]) -> None:
+        sent = [message for item in items for message in item[0]]
+        received = [message for item in items for message in item[1]]
+        executor.run(_plan(executor, sent, received), None, None)
+
+    alone = partial(executor.run, plan, None, None)
+    call = Pending(alone, ("transfer", id(executor)), together, (sends, receives))
+    return comm.put_off(call, async_op, value)
 
 
 def _plan(executor: Executor, sends: Messages, receives: Messages) -> Plan:
@@ -102,6 +113,6 @@ class _Transfer:
     sends: Messages
     receives: Messages
 
-    def run(self, given: object, result: object) -> None:
-        """See ``transport.base.Plan``."""
+    def run(self, sendbuf: object, recvbuf: object) -> None:
+        """Sends and receives all of them at once; a plan's two arrays have no meaning here."""
         self.transport.transfer(self.sends, self.receives)

@@ -66,7 +66,7 @@ class Executor:
     ) -> None:
         self.rank, self.size, self.transport = rank, size, transport
         self.turn = threading.Lock()
-        self._straight: dict[tuple, Plan] = {}
+        self._straight: dict[tuple, Any] = {}
         self.quick = self._straight
         self._choose, self._choose_named, self._alternatives = choose, choose_named, alternatives
         self.ring = ring
@@ -229,7 +229,7 @@ class Executor:
         """
         return plan
 
-    def remember(self, key: tuple, plan: Plan) -> None:
+    def remember(self, key: tuple, plan: Any) -> None:
         """Lets calls with this key go straight to their plan from now on."""
         self._straight[key] = plan
 

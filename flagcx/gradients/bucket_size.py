@@ -58,9 +58,9 @@ def choose_bucket_nbytes(
     if comm.size == 1:
         return total_nbytes, "one rank: nothing is sent"
     if not overlap:
-        nbytes = comm._fusion_of(executor).packer.limits.message_nbytes
+        nbytes = comm.fusion_of(executor).packer.limits.message_nbytes
         return nbytes, "as large as messages of a group: nothing is reduced beside the computation"
-    on_device = executor is not comm._executor
+    on_device = executor is not comm._host
     time_us, source = _known(comm, executor)
     if time_us is None:
         counts, measure = (_DEVICE_COUNTS, _measure_on_device) if on_device else (_COUNTS, _measure)
@@ -90,7 +90,7 @@ def _known(comm: Communicator, executor: Executor) -> tuple[Callable[[float], fl
             lambda nbytes: link.time_ns(share * nbytes, 2) / 1e3,
             f"on a link of {link.bandwidth_gb_per_s:g} GB/s",
         )
-    table = comm._selector.table if executor is comm._executor else executor.selector.measured  # type: ignore[attr-defined]
+    table = comm._selector.table if executor is comm._host else executor.selector.measured  # type: ignore[attr-defined]
     return _from_table(table), "by measured times"
 
 

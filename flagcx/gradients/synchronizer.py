@@ -83,7 +83,7 @@ class GradientSynchronizer:
             raise ArgumentError("parameters are empty; expected at least one gradient")
         self._comm, self._op = comm, "avg" if average else "sum"
         self._numbers = {name: number for number, name in enumerate(named)}
-        self._executors = [comm._executor_of(array) for array in named.values()]
+        self._executors = [comm.executor_of(array) for array in named.values()]
         self._arrays = [
             executor.take(array, f"the gradient {name!r}", False)
             for executor, (name, array) in zip(self._executors, named.items(), strict=True)
@@ -106,7 +106,7 @@ class GradientSynchronizer:
     def _describe(self, name: Hashable, array: Any, executor: Executor) -> Gradient:
         dtype = dtype_of(array.dtype)
         resolve_op(self._op, dtype)
-        place = "host" if executor is self._comm._executor else "device"
+        place = "host" if executor is self._comm._host else "device"
         return Gradient(name, tuple(array.shape), dtype.name, array.nbytes, place)
 
     # -- a step -----------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ class GradientSynchronizer:
 
         So a bucket that is started here has all its gradients, whatever streams they came on.
         """
-        stream = self._comm._fusion_of(executor).packer.current_stream()
+        stream = self._comm.fusion_of(executor).packer.current_stream()
         if self._stream is not None:
             cast("NcclTransport", executor.transport).order(self._stream, stream)
         self._stream = stream
@@ -310,7 +310,7 @@ class GradientSynchronizer:
             total = sum(gradient.nbytes for gradient in self._gradients)
             largest = max(range(len(self._gradients)), key=lambda number: self._gradients[number].nbytes)
             executor = self._executors[largest]
-            compute_us = backward_us if executor is comm._executor else None
+            compute_us = backward_us if executor is comm._host else None
             choice = choose_bucket_nbytes(comm, executor, total, compute_us, overlaps[largest])
             self.bucket_nbytes, self.reason = comm.broadcast_object(choice)
         self._home = [None] * len(self._gradients)  # type: ignore[list-item]
@@ -341,7 +341,7 @@ class GradientSynchronizer:
         if len(members) == 1:
             packing, message = None, self._arrays[members[0]]
         else:
-            packing = self._comm._fusion_of(executor).packer.packing(shapes, dtype, own=True)
+            packing = self._comm.fusion_of(executor).packer.packing(shapes, dtype, own=True)
             message = packing.flat
         if self._feedback is None:
             kind = dtype_of(dtype)

@@ -233,7 +233,7 @@ if comm.rank == 0:
     got = []
     thread = threading.Thread(target=lambda: got.append(comm.recv(np.zeros(3), 1)[0]))
     thread.start()
-    while not comm._executor.turn.locked():
+    while not comm._host.turn.locked():
         pass
     outcome(lambda: comm.allreduce(np.ones(3)))
     thread.join()

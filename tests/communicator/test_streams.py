@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from flagcx.communicator import Communicator
-from flagcx.communicator.streams import on_stream, run_on
+from flagcx.communicator.caller import Caller
 from flagcx.errors import ArgumentError
 
 
@@ -29,27 +29,26 @@ class Stream:
         self.current = False
 
 
-class Calls:
-    """Stands for a communicator with one operation."""
-
-    def __init__(self) -> None:
-        self._group = None
-        self.kept: list = []
-        self._device = SimpleNamespace(transport=SimpleNamespace(keep=lambda *kept: self.kept.append(kept)))
-
-    @on_stream
-    def double(self, x: object, *, out: object = None) -> object:
-        self.seen = self.stream.current if self.stream else None
-        return out or x
-
-    stream: Stream | None = None
+def caller() -> Caller:
+    """A communicator of one rank with nothing behind it, that notes which arrays a stream keeps."""
+    comm = Caller()
+    comm.rank, comm.size, comm._group = 0, 1, None
+    comm.kept = []  # type: ignore[attr-defined]
+    keep = SimpleNamespace(keep=lambda *kept: comm.kept.append(kept))  # type: ignore[attr-defined]
+    comm._device = SimpleNamespace(transport=keep, array_class=DeviceArray)  # type: ignore[assignment]
+    return comm
 
 
 def test_the_call_runs_on_the_stream_and_its_arrays_are_kept():
-    comm, stream, x, out = Calls(), Stream(), DeviceArray(), DeviceArray()
-    comm.stream = stream
-    assert comm.double(x, out=out, stream=stream) is out
-    assert comm.seen
+    comm, stream, x, out = caller(), Stream(), DeviceArray(), DeviceArray()
+    seen = []
+
+    def call(x: object, out: object) -> object:
+        seen.append(stream.current)
+        return out
+
+    assert comm.run_on(stream, call, (x, out)) is out
+    assert seen == [True]
     assert not stream.current
     ((kept_on, *arrays),) = comm.kept
     assert kept_on is stream
@@ -57,30 +56,43 @@ def test_the_call_runs_on_the_stream_and_its_arrays_are_kept():
     assert out in arrays
 
 
-def test_without_a_stream_nothing_changes():
-    comm, x = Calls(), DeviceArray()
-    assert comm.double(x) is x
-    assert comm.kept == []
-
-
-def test_arrays_of_the_host_have_no_stream():
-    with pytest.raises(ArgumentError, match="stream= is for arrays on a GPU"):
-        Calls().double(np.ones(3), stream=Stream())
+def test_a_list_of_arrays_is_kept_one_by_one():
+    comm, xs = caller(), [DeviceArray(), DeviceArray()]
+    comm.run_on(Stream(), lambda xs, out: xs, (xs, None))
+    assert comm.kept[0][1:3] == tuple(xs)
 
 
 def test_a_group_has_no_stream_a_call():
-    comm = Calls()
+    comm = caller()
     comm._group = []
     with pytest.raises(ArgumentError, match=r"no meaning inside comm.group\(\)"):
-        run_on(Stream(), Calls.double, comm, (DeviceArray(),), {})
+        comm.run_on(Stream(), lambda x: x, (DeviceArray(),))
 
 
-ARRAY_OPERATIONS = (
-    "allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "gather", "scatter", "alltoall",
-    "allgatherv", "reduce_scatterv", "gatherv", "scatterv", "alltoallv", "send", "recv", "sendrecv",
-)  # fmt: skip
+X = np.ones(4)
+ARRAY_OPERATIONS = {
+    "allreduce": (X,),
+    "reduce": (X,),
+    "broadcast": (X,),
+    "allgather": (X,),
+    "reduce_scatter": (X,),
+    "gather": (X,),
+    "scatter": (X,),
+    "alltoall": (X,),
+    "allgatherv": (X, [4]),
+    "reduce_scatterv": (X, [4]),
+    "gatherv": (X, [4]),
+    "scatterv": (X, [4]),
+    "alltoallv": (X, [4], [4]),
+    "send": (X, 0),
+    "recv": (X, 0),
+    "sendrecv": (X, 0, X, 0),
+}
 
 
 @pytest.mark.parametrize("name", ARRAY_OPERATIONS)
-def test_every_operation_takes_a_stream(name):
-    assert "stream" in inspect.signature(getattr(Communicator, name)).parameters
+def test_no_operation_ignores_its_stream(name):
+    operation = getattr(Communicator, name)
+    assert "stream" in inspect.signature(operation).parameters
+    with pytest.raises(ArgumentError, match="stream= is for arrays on a GPU"):
+        operation(caller(), *ARRAY_OPERATIONS[name], stream=Stream())

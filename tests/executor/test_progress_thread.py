@@ -46,23 +46,23 @@ def test_a_machine_that_is_not_known_is_left_alone(monkeypatch):
 def _waits() -> list[bool]:
     """Whether waits were those of the background: in a call, in started work, and once it is waited for."""
     comm = fc.init()
-    signals, seen = comm._executor._progress, []
+    signals, seen = comm._host._progress, []
     x = np.ones(10)
     plan = type("Watched", (), {"run": lambda self, given, result: seen.append(signals.background)})()
     gate = threading.Event()
     comm.allreduce(x)
-    comm._executor.run(plan, x, x)
-    comm._executor.start(plan, x, x, None, "watched").wait()
+    comm._host.run(plan, x, x)
+    comm._host.start(plan, x, x, None, "watched").wait()
     seen[1:] = []  # whether the wait or the thread comes first is open
-    comm._executor.start(_Gated(gate), x, x, None, "gate")
-    work = comm._executor.start(plan, x, x, None, "watched")
+    comm._host.start(_Gated(gate), x, x, None, "gate")
+    work = comm._host.start(plan, x, x, None, "watched")
     gate.set()
     while not work.done():
         pass
     gate.clear()
-    comm._executor.start(_Gated(gate), x, x, None, "gate")
-    work = comm._executor.start(plan, x, x, None, "watched")
-    comm._executor.hurry()
+    comm._host.start(_Gated(gate), x, x, None, "gate")
+    work = comm._host.start(plan, x, x, None, "watched")
+    comm._host.hurry()
     gate.set()
     work.wait()
     seen.append(signals.background)

@@ -33,7 +33,7 @@ def _gpus(monkeypatch, latency_us: float, gb_per_s: float):
 
     monkeypatch.setattr(bucket_size, "_measure_on_device", measure)
     executor = SimpleNamespace(transport=SimpleNamespace(), selector=SimpleNamespace(measured=None))
-    return SimpleNamespace(size=2, _executor=object()), executor, asked
+    return SimpleNamespace(size=2, _host=object()), executor, asked
 
 
 @pytest.mark.parametrize("gb_per_s", [30.0, 330.0])

@@ -72,7 +72,7 @@ def test_where_the_topology_says_nothing():
 
 def _along():
     comm = fc.init()
-    comm._executor.order = (0, 2, 3, 1)
+    comm._host.order = (0, 2, 3, 1)
     for algorithm in FOLLOWS_ORDER:
         x = comm.allreduce(np.arange(1000) + comm.rank, algorithm=algorithm)
         assert (x == np.arange(1000) * 4 + 6).all()

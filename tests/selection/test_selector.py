@@ -209,7 +209,7 @@ def _every_candidate(nbytes: int):
         wanted = _expected(name, inputs, size, rank, root, count)
         for candidate in HostBench(comm._transport).candidates(name, nbytes):
             choice = candidate.at(nbytes)
-            plan = comm._executor._make(name, count, kind, op, root, False, choice)
+            plan = comm._host._make(name, count, kind, op, root, False, choice)
             given = inputs[rank] if what.has_input(rank, root) else None
             result = np.zeros_like(wanted) if wanted is not None else None
             plan.run(None if given is None else given.copy(), result)

@@ -15,7 +15,7 @@ from tests.communicator import checks
 def everything() -> None:
     """All collectives, algorithms, dtypes and placements against NumPy."""
     comm = fc.init()
-    assert comm._executor.transport.name == "mpi"
+    assert comm._host.transport.name == "mpi"
     done = [
         check()
         for check in (
@@ -50,13 +50,13 @@ def facade() -> None:
     assert work.wait() is x
     assert (x == n * np.arange(100_000) + n * (n - 1) // 2).all()
     host = comm.split(color=comm.hosts[r] == comm.hosts[0])
-    assert host._executor.transport.name == "shared_memory", "ranks of one host need no MPI"
+    assert host._host.transport.name == "shared_memory", "ranks of one host need no MPI"
     across = comm.split(color=r % 2)
     total = across.allreduce(np.full(1, r))
     assert total[0] == sum(q for q in range(n) if q % 2 == r % 2)
     assert len(set(comm.hosts)) == 2
     if r == 0:
-        print("done", across._executor.transport.name)
+        print("done", across._host.transport.name)
 
 
 def say(comm: fc.Communicator, start: float, error: Exception) -> None:

@@ -40,7 +40,7 @@ def test_without_the_setting_nothing_is_wrapped():
 def times(count: int) -> dict[str, float]:
     """Milliseconds of some calls, and whether their results are right."""
     comm = fc.init(throttle="0.1,500")
-    assert isinstance(comm._executor.transport, Throttled)
+    assert isinstance(comm._host.transport, Throttled)
     found = {}
     x = np.full(count, comm.rank + 1, np.float32)
 

@@ -1,0 +1,283 @@
+"""How a communicator makes a call: a look-up for a call like an earlier one, the checked way for any other.
+
+::
+
+    comm.allgather(x)          operations.py      which arrays, which options
+      run_again  -> plan       caller.py          a call like an earlier one goes straight to its plan
+      call                     caller.py          any other is checked first, and remembered
+        executor.find -> plan  executor/          selector -> candidate -> schedule -> transport.compile
+        executor.run           executor/          now; or started beside the caller; or at the group's end
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from flagcx.arguments import check_rank, on_device, untangle
+from flagcx.communicator.buffers import buffers_of, v_buffers_of
+from flagcx.config import Config, environment
+from flagcx.dtypes import Op, dtype_of, resolve_op
+from flagcx.errors import ArgumentError, CommunicatorError
+from flagcx.executor.host import Executor
+from flagcx.fusion.fuse import Fusion, HostPacker, Packer
+from flagcx.fusion.group import Group, Pending
+from flagcx.schedule.collectives import COLLECTIVES
+from flagcx.transport.base import Plan
+
+if TYPE_CHECKING:
+    from flagcx.bootstrap.store import Store
+    from flagcx.compression.allreduce import Compressor
+    from flagcx.executor.device import DeviceExecutor
+
+MISS = object()
+"""What ``run_again`` returns where no call like this one was made before."""
+
+
+class Repeat(NamedTuple):
+    """What is left to do of a call like an earlier one.
+
+    Attributes:
+        plan: Its plan.
+        sends: Whether this rank has a ``sendbuf``.
+        receives: Whether it has a ``recvbuf``.
+        shape: The shape of the array to make for the result; None where it goes to ``out`` or ``x``.
+    """
+
+    plan: Plan
+    sends: bool
+    receives: bool
+    shape: tuple[int, ...] | None
+
+
+class Caller:
+    """One executor for each kind of array, the open group, and the two ways of a call.
+
+    Attributes:
+        rank: This rank, from 0.
+        size: Number of ranks.
+        config: Settings.
+    """
+
+    rank: int
+    size: int
+    config: Config
+    _host: Executor
+    _device: DeviceExecutor | None
+    _store: Store | None
+    _group: Group | None
+    _fusions: dict[int, Fusion]
+    _compressors: dict[int, Compressor]
+
+    # -- a call like an earlier one -----------------------------------------------------------------
+
+    def run_again(
+        self, collective: str, x: Any, out: Any, op: Op | None, root: int | None, algorithm: str | None
+    ) -> Any:
+        """Runs a call like an earlier one, whose arrays are plain and apart.
+
+        Returns:
+            What the call returns; ``MISS`` where the checked way has to be taken, and nothing was done.
+        """
+        executor = self._host
+        try:
+            like = None if out is None else (out.shape, out.dtype)
+            repeat = executor.quick.get((collective, x.shape, x.dtype, op, root, algorithm, like))
+        except (AttributeError, TypeError):
+            return MISS
+        if repeat is None or x.__class__ is not np.ndarray or not x.flags.carray:
+            return MISS
+        recvbuf = out
+        if out is None:
+            recvbuf = x if repeat.shape is None else np.empty(repeat.shape, x.dtype)
+        elif not is_apart(out, x):
+            return MISS
+        if not executor.turn.acquire(False):
+            return MISS
+        try:
+            repeat.plan.run(x if repeat.sends else None, recvbuf if repeat.receives else None)
+        except BaseException as error:
+            executor.broke(error)
+            raise
+        finally:
+            executor.turn.release()
+        return recvbuf if repeat.receives else None
+
+    # -- any other call -----------------------------------------------------------------------------
+
+    def call(
+        self,
+        collective: str,
+        x: Any,
+        out: Any = None,
+        *,
+        op: Any = None,
+        root: int | None = None,
+        counts: tuple | None = None,
+        dtype: Any = None,
+        algorithm: str | None = None,
+        async_op: bool = False,
+        stream: Any = None,
+    ) -> Any:
+        """Checks a call, finds its plan, and runs it now, later, or at the end of the group.
+
+        Args:
+            collective: Its name.
+            x: The caller's array; None where this rank has none.
+            out: The caller's array for the result, or None.
+            op: The operation, of a collective that reduces.
+            root: The root, of a rooted collective.
+            counts: Elements of each block, where they differ.
+            dtype: Element type, where no array tells it.
+            algorithm: As the caller names it.
+            async_op: Whether to return a ``Work``.
+            stream: See ``Communicator``.
+        """
+        if stream is not None:
+            again = partial(self.call, collective, op=op, root=root, counts=counts, dtype=dtype)
+            return self.run_on(stream, again, (x, out), algorithm=algorithm, async_op=async_op)
+        if COLLECTIVES[collective].rooted:
+            root = check_rank(root, self.size, "root")
+        executor = self.executor_of(out if x is None else x)
+        if counts is None:
+            sendbuf, recvbuf, counts_of, value = buffers_of(executor, collective, root, x, out)
+        else:
+            found = v_buffers_of(executor, collective, root, x, out, counts, dtype)
+            sendbuf, recvbuf, counts_of, value = found
+        sendbuf, in_place = untangle(collective, self.rank, sendbuf, recvbuf, counts_of)
+        kind = dtype_of((recvbuf if sendbuf is None else sendbuf).dtype)
+        resolved = resolve_op(op, kind) if COLLECTIVES[collective].reduces else None
+        find = partial(executor.find, collective, counts_of, kind, resolved, root, algorithm, in_place)
+        if self._group is not None:
+            return self.put_off(Pending(lambda: executor.run(find(), sendbuf, recvbuf)), async_op, value)
+        plan = find()
+        if counts is None and not (in_place and out is not None):
+            first, second = (out, None) if x is None else (x, out)
+            what = collective, op, root, algorithm
+            self._remember(executor, plan, what, first, second, sendbuf, recvbuf)
+        return self.run(executor, plan, sendbuf, recvbuf, value, async_op, collective)
+
+    def _remember(
+        self, executor: Executor, plan: Plan, what: tuple, x: Any, out: Any, sendbuf: Any, recvbuf: Any
+    ) -> None:
+        """Lets calls like this one go straight to its plan, where its arrays were taken as they are."""
+        if sendbuf is not None and sendbuf is not x:
+            return
+        collective, op, root, algorithm = what
+        like = None if out is None else (out.shape, out.dtype)
+        if collective == "allreduce":
+            if out is None and recvbuf is x:
+                executor.remember((x.shape, x.dtype, op, algorithm), plan)
+            elif recvbuf is out and executor is self._host:
+                executor.remember((x.shape, x.dtype, op, algorithm, like), plan)
+        elif x.__class__ is np.ndarray and (recvbuf is None or recvbuf is out or out is None):
+            shape = None if recvbuf is None or recvbuf is x or recvbuf is out else recvbuf.shape
+            key = (collective, x.shape, x.dtype, op, root, algorithm, like)
+            executor.remember(key, Repeat(plan, sendbuf is not None, recvbuf is not None, shape))
+
+    @staticmethod
+    def run(
+        executor: Executor, plan: Plan, sendbuf: Any, recvbuf: Any, value: Any, async_op: bool, what: str
+    ) -> Any:
+        """Runs a plan now, or starts it; returns what the caller gets."""
+        if async_op:
+            return executor.start(plan, sendbuf, recvbuf, value, what)
+        executor.run(plan, sendbuf, recvbuf)
+        return value
+
+    def put_off(self, call: Pending, async_op: bool, value: Any) -> Any:
+        """Leaves a call to the end of the open group.
+
+        Raises:
+            ArgumentError: It would be asynchronous.
+        """
+        refuse_async(async_op)
+        assert self._group is not None
+        self._group.append(call)
+        return value
+
+    def run_on(self, stream: Any, call: Callable[..., Any], arrays: tuple, **options: Any) -> Any:
+        """Makes a call with ``stream`` as the current one, which keeps its arrays until it has used them.
+
+        Raises:
+            ArgumentError: No array of the call is on a GPU, or a group is open.
+        """
+        listed = [one if isinstance(one, (list, tuple)) else [one] for one in arrays]
+        used = [array for few in listed for array in few if array is not None]
+        if not any(on_device(array) for array in used):
+            raise ArgumentError("stream= is for arrays on a GPU, and none of this call's is; leave it out")
+        if self._group is not None:
+            raise ArgumentError(
+                "stream= has no meaning inside comm.group(), whose calls run at its end; put the whole group "
+                "into a 'with stream:' block"
+            )
+        with stream:
+            value = call(*arrays, **options)
+        if self._device is not None:
+            self._device.transport.keep(stream, *used, value)
+        return value
+
+    # -- executors ----------------------------------------------------------------------------------
+
+    def executor_of(self, array: Any) -> Executor:
+        """The executor for arrays like ``array``."""
+        return self.device_executor() if on_device(array) else self._host
+
+    def device_executor(self) -> DeviceExecutor:
+        """The executor for arrays on GPUs; the first call with one, which all ranks make, joins the ranks."""
+        if self._device is None:
+            self._device = self._make_device_executor()
+        return self._device
+
+    def _make_device_executor(self) -> DeviceExecutor:
+        from flagcx.executor.device import DeviceExecutor
+        from flagcx.selection.on_device import DeviceSelector, agree
+        from flagcx.topology import detect
+        from flagcx.transport.nccl.transport import NcclTransport
+
+        if self._store is None:
+            raise CommunicatorError("this communicator was made without a store, which arrays on GPUs need")
+        self._host.check()
+        transport = NcclTransport(self._store, self.config)
+        agreed = agree(self._store, transport, self.config, environment(), detect)
+        made = DeviceExecutor(transport, DeviceSelector(agreed))
+        made.ring, made.order = self._host.ring, agreed.order
+        if self._group is not None:
+            made.hold()
+        return made
+
+    def fusion_of(self, executor: Executor) -> Fusion:
+        """Fuses the all-reduces of an executor; made when first needed."""
+        found = self._fusions.get(id(executor))
+        if found is None:
+            packer: Packer
+            if executor is self._host:
+                packer = HostPacker(executor.transport.empty)
+            else:
+                packer = self._device_packer(executor)
+            found = self._fusions[id(executor)] = Fusion(executor, packer)
+        return found
+
+    def _device_packer(self, executor: Executor) -> Packer:
+        from flagcx.fusion.pack_device import DevicePacker
+
+        transport: Any = executor.transport
+        return DevicePacker(transport.device, empty=transport.empty if transport.peers else None)
+
+
+def is_apart(out: Any, x: np.ndarray) -> bool:
+    """Whether a result can go to ``out`` without a closer look: a plain array that does not overlap ``x``."""
+    return out.__class__ is np.ndarray and out.flags.carray and not np.may_share_memory(out, x)
+
+
+def refuse_async(async_op: bool) -> None:
+    """Refuses ``async_op=True`` inside ``comm.group()``.
+
+    Raises:
+        ArgumentError: It is True.
+    """
+    if async_op:
+        raise ArgumentError("async_op=True has no meaning inside comm.group(): its calls run at the end")

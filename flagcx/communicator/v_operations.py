@@ -1,0 +1,177 @@
+"""The collectives with blocks of different sizes (MPI's v forms): counts are elements, blocks lie end to end.
+
+``algorithm``, ``async_op`` and ``stream`` are described by ``Communicator``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from flagcx.arguments import check_counts
+from flagcx.communicator.caller import Caller
+from flagcx.communicator.operations import allgather, alltoall
+from flagcx.dtypes import Op
+from flagcx.errors import ArgumentError
+
+
+def allgatherv(
+    comm: Caller,
+    x: Any,
+    counts: Sequence[int] | None = None,
+    *,
+    out: Any = None,
+    algorithm: str | None = None,
+    async_op: bool = False,
+    stream: Any = None,
+) -> Any:
+    """Gives every rank the arrays of all ranks, end to end.
+
+    Args:
+        x: Array of ``counts[rank]`` elements.
+        counts: Elements of every rank's array, the same list on every rank; asked for where not given.
+        out: Array of ``sum(counts)`` elements.
+        algorithm: See ``Communicator``, likewise ``async_op`` and ``stream``.
+
+    Returns:
+        ``out``, or a new one-dimensional array.
+    """
+    sizes = _counts(comm, "allgatherv", x, counts)
+    return comm.call("allgather", x, out, counts=sizes, algorithm=algorithm, async_op=async_op, stream=stream)
+
+
+def reduce_scatterv(
+    comm: Caller,
+    x: Any,
+    counts: Sequence[int],
+    op: Op = "sum",
+    *,
+    out: Any = None,
+    algorithm: str | None = None,
+    async_op: bool = False,
+    stream: Any = None,
+) -> Any:
+    """Combines the arrays of all ranks; rank r gets ``counts[r]`` elements of the result.
+
+    Args:
+        x: Array of ``sum(counts)`` elements, blocks end to end; left as it is.
+        counts: Elements of every rank's part, the same list on every rank.
+        op: See ``allreduce``.
+        out: Array of ``counts[rank]`` elements.
+        algorithm: See ``Communicator``, likewise ``async_op`` and ``stream``.
+
+    Returns:
+        ``out``, or a new one-dimensional array.
+    """
+    sizes = check_counts(counts, comm.size, "counts")
+    options: dict[str, Any] = {"algorithm": algorithm, "async_op": async_op, "stream": stream}
+    return comm.call("reduce_scatter", x, out, op=op, counts=sizes, **options)
+
+
+def gatherv(
+    comm: Caller,
+    x: Any,
+    counts: Sequence[int] | None = None,
+    root: int = 0,
+    *,
+    out: Any = None,
+    algorithm: str | None = None,
+    async_op: bool = False,
+    stream: Any = None,
+) -> Any:
+    """Gives the root the arrays of all ranks, end to end.
+
+    Args:
+        x: Array of ``counts[rank]`` elements.
+        counts: Elements of every rank's array, the same list on every rank; asked for where not given.
+        root: The rank that gets them.
+        out: Array of ``sum(counts)`` elements, at the root.
+        algorithm: See ``Communicator``, likewise ``async_op`` and ``stream``.
+
+    Returns:
+        At the root ``out``, or a new one-dimensional array; elsewhere None.
+    """
+    sizes = _counts(comm, "gatherv", x, counts)
+    options: dict[str, Any] = {"algorithm": algorithm, "async_op": async_op, "stream": stream}
+    return comm.call("gather", x, out, root=root, counts=sizes, **options)
+
+
+def scatterv(
+    comm: Caller,
+    x: Any,
+    counts: Sequence[int],
+    root: int = 0,
+    *,
+    out: Any = None,
+    dtype: Any = None,
+    algorithm: str | None = None,
+    async_op: bool = False,
+    stream: Any = None,
+) -> Any:
+    """Gives rank r ``counts[r]`` elements of the root's array.
+
+    Args:
+        x: At the root, an array of ``sum(counts)`` elements; elsewhere None.
+        counts: Elements of every rank's part, the same list on every rank.
+        root: The rank whose array it is.
+        out: Array of ``counts[rank]`` elements.
+        dtype: The element type; needed where neither ``x`` nor ``out`` tells it.
+        algorithm: See ``Communicator``, likewise ``async_op`` and ``stream``.
+
+    Returns:
+        ``out``, or a new one-dimensional array.
+    """
+    sizes = check_counts(counts, comm.size, "counts")
+    options: dict[str, Any] = {"algorithm": algorithm, "async_op": async_op, "stream": stream}
+    return comm.call("scatter", x, out, root=root, counts=sizes, dtype=dtype, **options)
+
+
+def alltoallv(
+    comm: Caller,
+    x: Any,
+    send_counts: Sequence[int],
+    receive_counts: Sequence[int] | None = None,
+    *,
+    out: Any = None,
+    algorithm: str | None = None,
+    async_op: bool = False,
+    stream: Any = None,
+) -> Any:
+    """Sends ``send_counts[q]`` elements to each rank q, and gets what every rank sends here.
+
+    Args:
+        x: Array of ``sum(send_counts)`` elements, blocks end to end.
+        send_counts: Elements for each rank.
+        receive_counts: Elements from each rank; asked for where not given.
+        out: Array of ``sum(receive_counts)`` elements.
+        algorithm: See ``Communicator``, likewise ``async_op`` and ``stream``.
+
+    Returns:
+        ``out``, or a new one-dimensional array; blocks in rank order.
+    """
+    sent = check_counts(send_counts, comm.size, "send_counts")
+    if receive_counts is None:
+        _refuse_to_ask(comm, "alltoallv", "receive_counts")
+        receive_counts = alltoall(comm, np.array(sent, np.int64)).tolist()
+    received = check_counts(receive_counts, comm.size, "receive_counts")
+    options: dict[str, Any] = {"algorithm": algorithm, "async_op": async_op, "stream": stream}
+    return comm.call("alltoall", x, out, counts=(sent, received), **options)
+
+
+def _counts(comm: Caller, what: str, x: Any, counts: Sequence[int] | None) -> tuple[int, ...]:
+    """Elements of every rank's array: as the caller says, or as the ranks tell each other."""
+    if counts is None:
+        _refuse_to_ask(comm, what, "counts")
+        own = comm.executor_of(x).take(x, "x", False).size
+        counts = allgather(comm, np.array([own], np.int64)).reshape(-1).tolist()
+    return check_counts(counts, comm.size, "counts")
+
+
+def _refuse_to_ask(comm: Caller, what: str, name: str) -> None:
+    if comm._group is not None:
+        raise ArgumentError(
+            f"{what} inside comm.group() needs {name}=: calls of a group run at its end, so the ranks cannot "
+            f"tell each other their counts before"
+        )

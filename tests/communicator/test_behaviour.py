@@ -234,6 +234,6 @@ def _large():
     return int(x[0]), int(x[count // 2]), int(x[-1])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_more_than_2_to_the_31_elements():
     assert run_ranks(_large, 2) == [(2, 2, 1)] * 2

@@ -8,22 +8,27 @@ from tests.communicator import checks
 from tests.ranges import exhaustive
 from tests.ranks import run_ranks
 
-SIZES = [1, 2, 3, 5, 8, *exhaustive([4, 6, 7, 9, 16])]
+CHECKS = {  # and the most ranks of the default run
+    checks.check_allreduce_dtypes: 5,
+    checks.check_allreduce_algorithms: 8,
+    checks.check_allreduce_large: 8,
+    checks.check_others: 8,
+    checks.check_uneven: 8,
+}
+
+
+def cases() -> list:
+    """Each check on each number of ranks."""
+    made = []
+    for check, most in CHECKS.items():
+        for size in (1, 2, 3, 4, 5, 6, 7, 8, 9, 16):
+            marks = () if size in (1, 2, 3, 5, 8) and size <= most else pytest.mark.exhaustive
+            made.append(pytest.param(check, size, marks=marks, id=f"{check.__name__}-{size}"))
+    return made
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(
-    "check",
-    [
-        checks.check_allreduce_dtypes,
-        checks.check_allreduce_algorithms,
-        checks.check_allreduce_large,
-        checks.check_others,
-        checks.check_uneven,
-    ],
-    ids=lambda check: check.__name__,
-)
+@pytest.mark.parametrize(("check", "size"), cases())
 def test_collectives(check, size):
     done = run_ranks(check, size)
     assert len(done) == size
@@ -33,7 +38,7 @@ def test_collectives(check, size):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cross_memory", ["1", "0"])
-@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("size", [2, 3, *exhaustive([5])])
 def test_calls_back_to_back_with_ranks_out_of_step(size, cross_memory, monkeypatch):
     monkeypatch.setenv("FLAGCX_CROSS_MEMORY", cross_memory)
     run_ranks(checks.check_back_to_back, size)

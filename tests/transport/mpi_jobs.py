@@ -1,9 +1,10 @@
-"""What the ranks do in the tests of the MPI transport: ``python -m tests.transport.mpi_jobs NAME``."""
+"""What the ranks do in the tests of the MPI transport: ``python -m tests.transport.mpi_jobs JOB DIRECTORY``."""
 
 from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -65,6 +66,14 @@ def say(comm: fc.Communicator, start: float, error: Exception) -> None:
     print(f"rank {comm.rank} {type(error).__name__} {took:.1f} s: {error}", flush=True)
 
 
+def wait_for_the_others(comm: fc.Communicator) -> None:
+    """Returns when all ranks have come here: MPI ends the job when the first has left."""
+    place = Path(sys.argv[2])
+    (place / str(comm.rank)).touch()
+    while len(list(place.iterdir())) < comm.size:
+        time.sleep(0.01)
+
+
 def mismatch() -> None:
     """One rank calls something else: every rank hears of it, long before the time-out."""
     comm = fc.init(timeout_s=30)
@@ -76,7 +85,7 @@ def mismatch() -> None:
         print(
             f"rank {comm.rank} {type(error).__name__} {time.monotonic() - start:.1f} s: {error}", flush=True
         )
-    time.sleep(1.0)  # MPI ends the job when the first rank has left; let the others speak.
+    wait_for_the_others(comm)
 
 
 def absent() -> None:
@@ -85,7 +94,7 @@ def absent() -> None:
     comm.barrier()
     start = time.monotonic()
     if comm.rank == 2:
-        time.sleep(6)
+        wait_for_the_others(comm)
         return
     try:
         comm.allreduce(np.ones(5))
@@ -93,7 +102,7 @@ def absent() -> None:
         print(
             f"rank {comm.rank} {type(error).__name__} {time.monotonic() - start:.1f} s: {error}", flush=True
         )
-    time.sleep(5)
+    wait_for_the_others(comm)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from flagcx.errors import PeerTimeoutError
 from flagcx.executor.multi_host import groups_of
 from flagcx.selection.across_hosts import choose_across_hosts
 from flagcx.transport.mpi import Watch
+from tests.ranges import exhaustive
 
 ROOT = Path(__file__).parents[2]
 MPIRUN = Path(sys.executable).with_name("mpirun")
@@ -58,22 +60,22 @@ def run(size: int, name: str, timeout_s: float = 90) -> tuple[int, str]:
         HOST,
         "rank",
     ]
-    command += [sys.executable, "-m", "tests.transport.mpi_jobs", name]
     environ = environment() | {"UNSHARE": flags, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=environ,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout_s,
-    )
+    with tempfile.TemporaryDirectory() as directory:
+        done = subprocess.run(
+            [*command, sys.executable, "-m", "tests.transport.mpi_jobs", name, directory],
+            cwd=ROOT,
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout_s,
+        )
     return done.returncode, done.stdout
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("size", [3, *exhaustive([4])])
 def test_every_collective_between_hosts(size):
     code, printed = run(size, "everything")
     assert code == 0, printed

@@ -1,4 +1,4 @@
-"""What the ranks do in the tests of the MPI transport: ``python -m tests.transport.mpi_jobs JOB DIRECTORY``."""
+"""What ranks do in the tests of the MPI transport: ``python -m tests.transport.mpi_jobs JOB DIRECTORY``."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Broken schedules made of right ones, to see that ``verify`` rejects each of them.
 
     mutations(schedule, seed, limit)   small changes at random places: (description, schedule)
-    mutants(schedule, seed, limit)     those that do break the schedule, by the oracle of tests/execute.py
-    survey(schedule, seed, limit)      verify's word and the oracle's on each, counted
+    survey(schedule, seed, limit)      what verify and the oracle say of each, counted
 
 In an algorithm's test::
 
@@ -10,22 +9,26 @@ In an algorithm's test::
     assert not found.survivors, found.survivors
     assert found.broken >= 30
 
-A change may well be harmless: two reductions of a sum in another order, a message nobody needs. The oracle
-runs a changed schedule on integers in several random orders, in place and not, and tells.
+A change may well be harmless: two reductions of a sum in another order, a message that no rank needs. The
+oracle of ``tests/oracle.py`` runs a changed schedule on integers in several random orders, in place and not,
+and tells.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from flagcx.errors import ScheduleError
 from flagcx.schedule.collectives import COLLECTIVES
-from flagcx.schedule.model import Program, Schedule, Step
+from flagcx.schedule.messages import wire
+from flagcx.schedule.model import Buffer, Copy, Program, Recv, RecvReduce, Reduce, Schedule, Send, Span, Step
 from flagcx.schedule.verify import verify
-from tests.execute import outcome
-from tests.mutation_operators import OPERATORS
+from tests.oracle import outcome
+
+Steps = list[list[Step]]
+"""``steps[rank][step]``, to change."""
 
 
 @dataclass
@@ -34,17 +37,15 @@ class Survey:
 
     Attributes:
         survivors: Descriptions of broken schedules that ``verify`` took for right. Must stay empty.
-        broken: How many mutations break the schedule; all but the survivors were rejected.
-        harmless: How many change nothing that can be observed, and pass.
-        forbidden: How many break a rule, but no result in the runs tried (a race that did not show).
+        broken: The mutations that break the schedule; all but the survivors were rejected.
         messages: What ``verify`` said to each that it rejected, by description.
+        outcomes: What the oracle said to each that is broken.
     """
 
     survivors: list[str] = field(default_factory=list)
-    broken: int = 0
-    harmless: int = 0
-    forbidden: int = 0
+    broken: list[Schedule] = field(default_factory=list)
     messages: dict[str, str] = field(default_factory=dict)
+    outcomes: list[str] = field(default_factory=list)
 
 
 def survey(
@@ -55,70 +56,203 @@ def survey(
     for description, mutant in mutations(schedule, seed, limit):
         try:
             verify(mutant, uneven=uneven)
-            rejected = False
         except ScheduleError as error:
-            rejected = True
             found.messages[description] = str(error)
-        breaks = outcome(mutant, seed, trials, uneven) is not None
-        found.broken += breaks
-        found.harmless += not breaks and not rejected
-        found.forbidden += not breaks and rejected
-        if breaks and not rejected:
-            found.survivors.append(description)
+        wrong = outcome(mutant, seed, trials, uneven)
+        if wrong is not None:
+            found.broken.append(mutant)
+            found.outcomes.append(wrong)
+            if description not in found.messages:
+                found.survivors.append(description)
     return found
-
-
-def mutants(
-    schedule: Schedule, seed: int = 0, limit: int = 60, trials: int = 6
-) -> Iterator[tuple[str, Schedule]]:
-    """Those of ``limit`` mutations of ``schedule`` that break it.
-
-    Yields:
-        What was changed, and the broken schedule.
-    """
-    for description, mutant in mutations(schedule, seed, limit):
-        if outcome(mutant, seed, trials) is not None:
-            yield description, mutant
 
 
 def mutations(schedule: Schedule, seed: int = 0, limit: int = 60) -> Iterator[tuple[str, Schedule]]:
     """Up to ``limit`` different small changes to ``schedule``, harmless ones among them.
 
     The changed schedules do not claim to be aligned, so that it is not that claim alone that fails.
-
-    Args:
-        schedule: A right schedule.
-        seed: Where the changes are made follows from it.
-        limit: How many to make at most; fewer if the schedule has not enough places.
-
-    Yields:
-        What was changed, and the changed schedule.
     """
     rng = random.Random(f"{seed} {schedule.collective} {schedule.algorithm} {schedule.size}")
     original = [list(p.steps) for p in schedule.programs()]
-    seen = {_frozen(original)}
+    seen = [original]
     plain = replace(schedule, aligned=False)
-    roots = range(schedule.size) if COLLECTIVES[schedule.collective].rooted else ()
-    made = 0
-    for root in [r for r in roots if r != schedule.root][:2]:
-        made += 1
-        yield f"root {root} instead of {schedule.root}", replace(plain, root=root)
-    operators = list(OPERATORS)
+    if COLLECTIVES[schedule.collective].rooted and schedule.size > 1:
+        yield "another root", replace(plain, root=(schedule.root + 1) % schedule.size)
     for attempt in range(limit * 6):
-        if made >= limit:
+        if len(seen) > limit:
             return
-        if attempt % len(operators) == 0:
-            rng.shuffle(operators)
-        steps = [list(s) for s in original]
-        description = operators[attempt % len(operators)](schedule, steps, rng)
-        key = _frozen(steps)
-        if description is None or key in seen:
+        steps = [list(program) for program in original]
+        change = CHANGES[attempt % len(CHANGES)]
+        what = change(schedule, steps, rng)
+        if what is None or steps in seen:
             continue
-        seen.add(key)
-        made += 1
-        programs = tuple(Program(r, tuple(s)) for r, s in enumerate(steps))
-        yield description, replace(plain, make=programs.__getitem__)
+        seen.append(steps)
+        programs = [Program(rank, tuple(program)) for rank, program in enumerate(steps)]
+        yield f"{len(seen)}: {change.__name__} {what}", replace(plain, make=programs.__getitem__)
 
 
-def _frozen(steps: list[list[Step]]) -> tuple:
-    return tuple(tuple(s) for s in steps)
+def _edit(
+    steps: Steps, rng: random.Random, change: Callable[[list, int], None], least: int = 1
+) -> str | None:
+    """Changes the transfers, or the local work, of a step that has at least ``least`` of them."""
+    places = [
+        (r, s, part)
+        for r, program in enumerate(steps)
+        for s, step in enumerate(program)
+        for part in ("transfers", "local")
+        if len(getattr(step, part)) >= least
+    ]
+    if not places:
+        return None
+    r, s, part = rng.choice(places)
+    items = list(getattr(steps[r][s], part))
+    at = rng.randrange(len(items))
+    what = f"rank {r} step {s}: {items[at]}"
+    change(items, at)
+    steps[r][s] = replace(steps[r][s], **{part: tuple(items)})
+    return what
+
+
+def drop(schedule, steps, rng):
+    return _edit(steps, rng, lambda items, at: items.pop(at))
+
+
+def double(schedule, steps, rng):
+    return _edit(steps, rng, lambda items, at: items.insert(rng.randrange(len(items) + 1), items[at]))
+
+
+def swap(schedule, steps, rng):
+    def change(items, at):
+        items[at], items[at - 1] = items[at - 1], items[at]
+
+    return _edit(steps, rng, change, least=2)
+
+
+def alter(schedule, steps, rng):
+    """Another peer, another span, or a reduction where there was none."""
+
+    def change(items, at):
+        item = items[at]
+        kind = {Recv: RecvReduce, RecvReduce: Recv, Copy: Reduce, Reduce: Copy, Send: Send}[type(item)]
+        names = [name for name in ("src", "dst", "peer") if hasattr(item, name)]
+        name = rng.choice([*names, "kind"])
+        if name == "kind":
+            items[at] = kind(*(getattr(item, name) for name in names))
+        elif name == "peer":
+            items[at] = replace(item, peer=rng.randrange(-1, schedule.size + 1))
+        else:
+            items[at] = replace(item, **{name: _other_span(getattr(item, name), rng)})
+
+    return _edit(steps, rng, change)
+
+
+def _other_span(span: Span, rng: random.Random) -> Span:
+    by = rng.choice((-1, 1))
+    buffers = [buffer for buffer in Buffer if buffer != span.buffer]
+    return rng.choice(
+        (
+            Span(span.buffer, span.start + by, span.stop + by),
+            Span(span.buffer, span.start, span.stop + by),
+            Span(span.buffer, span.start + by, span.stop),
+            Span(rng.choice(buffers), span.start, span.stop),
+        )
+    )
+
+
+def _programs(steps: Steps, rng: random.Random, least: int) -> list[list[Step]]:
+    """The program of one rank, or those of all, that have at least ``least`` steps."""
+    long = [program for program in steps if len(program) >= least]
+    return long if not long or (len(long) == len(steps) and rng.random() < 0.5) else [rng.choice(long)]
+
+
+def _of(steps: Steps, programs: list[list[Step]]) -> str:
+    return f"every rank of {len(programs)}" if len(programs) > 1 else f"rank {steps.index(programs[0])}"
+
+
+def reorder(schedule, steps, rng):
+    """Two steps exchanged, or the first one put last."""
+    programs = _programs(steps, rng, least=2)
+    if not programs:
+        return None
+    what = _of(steps, programs)
+    i, j = sorted(rng.sample(range(min(map(len, programs))), 2))
+    for program in programs:
+        if rng.random() < 0.8 or len(programs) > 1:
+            program[i], program[j] = program[j], program[i]
+        else:
+            program.append(program.pop(0))
+    return f"{what}: {i}, {j}"
+
+
+def merge(schedule, steps, rng):
+    """One step made of two that follow each other."""
+    programs = _programs(steps, rng, least=2)
+    if not programs:
+        return None
+    what = _of(steps, programs)
+    at = rng.randrange(min(map(len, programs)) - 1)
+    for program in programs:
+        a, b = program[at : at + 2]
+        program[at : at + 2] = [Step(a.transfers + b.transfers, a.local + b.local)]
+    return f"{what}: {at}"
+
+
+def split(schedule, steps, rng):
+    """Sends before receives: a ring in which no rank takes what it is sent."""
+    programs = _programs(steps, rng, least=1)
+    if not programs:
+        return None
+    what = _of(steps, programs)
+    at = rng.randrange(min(map(len, programs)))
+    for program in programs:
+        sends = tuple(t for t in program[at].transfers if isinstance(t, Send))
+        others = tuple(t for t in program[at].transfers if not isinstance(t, Send))
+        program[at : at + 1] = [Step(sends), Step(others, program[at].local)]
+    return f"{what}: {at}"
+
+
+def message(schedule, steps, rng):
+    """Both sides of one message dropped, doubled, or moved to other chunks."""
+    messages = wire(schedule).messages
+    if not messages:
+        return None
+    m = rng.choice(messages)
+    how = rng.choice(("drop", "double", "move", "move one"))
+    for r, s, i in ((m.source, m.send_step, m.send_index), (m.target, m.recv_step, m.recv_index)):
+        transfers = list(steps[r][s].transfers)
+        t = transfers[i]
+        if how == "drop":
+            del transfers[i]
+        elif how == "double":
+            transfers.insert(i, t)
+        elif how == "move" or r == m.source:
+            name = "src" if isinstance(t, Send) else "dst"
+            span = getattr(t, name)
+            start = (span.start + 1) % max(schedule.chunks - len(span) + 1, 1)
+            transfers[i] = replace(t, **{name: Span(span.buffer, start, start + len(span))})
+        steps[r][s] = Step(tuple(transfers), steps[r][s].local)
+    return f"{how} {m.src} of rank {m.source} step {m.send_step} to rank {m.target}"
+
+
+def scratch(schedule, steps, rng):
+    """All of a rank's SCRATCH one chunk on, which is right but for sizes; or all layers of it in one."""
+    fold = rng.random() < 0.5
+
+    def at(span: Span) -> Span:
+        if span.buffer is not Buffer.SCRATCH:
+            return span
+        start = span.start % schedule.chunks if fold else span.start + 1
+        return Span(span.buffer, start, start + len(span))
+
+    def moved(item):
+        return replace(
+            item, **{name: at(getattr(item, name)) for name in ("src", "dst") if hasattr(item, name)}
+        )
+
+    programs = steps if fold else [rng.choice(steps)]
+    for program in programs:
+        program[:] = [Step(tuple(map(moved, s.transfers)), tuple(map(moved, s.local))) for s in program]
+    return "folded" if fold else "shifted"
+
+
+CHANGES = (drop, alter, message, double, split, alter, reorder, merge, swap, scratch, alter, message)

@@ -1,4 +1,4 @@
-"""All ranks in one process: exact results with NumPy, in an order drawn at random. The tests' oracle.
+"""All ranks in one process: exact results with NumPy, in an order drawn at random.
 
 Every rank has its own memory and is at some step of its program. What may happen next is drawn at random
 from all that could happen next on real machines: a matched send and receive of two ranks whose steps have
@@ -121,9 +121,19 @@ class _Rank:
         bounds = self.layout.bounds[span.buffer]
         if not 0 <= span.start <= span.stop < len(bounds):
             raise self.fault(f"{span} leaves the buffer, which has {len(bounds) - 1} chunks")
-        if written and span.buffer is Buffer.INPUT and self._overlaid is None:
-            raise self.fault(f"{span} is written to, and the call is out of place")
+        if written and span.buffer is Buffer.INPUT and not self._shared(span):
+            form = "it is no part of OUTPUT" if self.call.in_place else "the call is out of place"
+            raise self.fault(f"{span} is written to, and {form}")
         return self.memory[span.buffer][slice(*self.layout.slice(span))]
+
+    def _shared(self, span: Span) -> bool:
+        """Whether a span of INPUT is OUTPUT too, in a call in place."""
+        if self._overlaid is None:
+            return False
+        over, under = self._overlaid
+        return span.start >= over - under and span.stop - over + under < len(
+            self.layout.bounds[Buffer.OUTPUT]
+        )
 
     def fault(self, text: str) -> ScheduleError:
         """An error at the step that this rank is in."""
@@ -230,7 +240,10 @@ class _Race:
 
     def _deliver(self, source: int, target: int) -> None:
         pair = self._pairs[source, target]
-        (_, send), (index, receive) = pair.sends.popleft(), pair.receives.popleft()
+        # The k-th send is matched by the k-th receive, but any that are matched may be the next to arrive.
+        chosen = self._chance.randrange(min(len(pair.sends), len(pair.receives)))
+        (_, send), (index, receive) = pair.sends[chosen], pair.receives[chosen]
+        del pair.sends[chosen], pair.receives[chosen]
         sender, receiver = self._ranks[source], self._ranks[target]
         data, room = sender.view(send.src), receiver.view(receive.dst, written=True)
         if data.size != room.size:

@@ -14,7 +14,7 @@ from flagcx.errors import ArgumentError
 from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.schedule.model import Send
 from flagcx.schedule.verify import verify
-from tests.algorithms.oracle import assert_right, remembered
+from tests.oracle import assert_right, remembered
 
 GROUPED = [name for name in COLLECTIVES if any(e.grouped for e in entries(name))]
 GROUPS = [

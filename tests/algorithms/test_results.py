@@ -8,8 +8,8 @@ import pytest
 from flagcx.algorithms import build, catalogue
 from flagcx.dtypes import OPS
 from flagcx.schedule.collectives import COLLECTIVES
-from tests.algorithms.oracle import assert_right, remembered, roots_of
 from tests.algorithms.test_verified import names
+from tests.oracle import assert_right, remembered, roots_of
 from tests.simulated import run
 
 

@@ -7,7 +7,7 @@ import pytest
 from flagcx.algorithms import AlgorithmEntry, catalogue
 from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.schedule.verify import verify
-from tests.algorithms.oracle import roots_of
+from tests.oracle import roots_of
 
 SIZES = (*range(1, 34), 64)
 

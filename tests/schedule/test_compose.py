@@ -17,7 +17,7 @@ from flagcx.schedule.lower import levels
 from flagcx.schedule.model import Buffer, Copy, Program, Schedule, Send, Step
 from flagcx.schedule.traffic import rounds_of
 from flagcx.schedule.verify import verify
-from tests.execute import outcome
+from tests.oracle import outcome
 from tests.schedule.samples import (
     all_samples,
     binomial_broadcast,

@@ -12,7 +12,7 @@ from flagcx.schedule.lower import levels
 from flagcx.schedule.model import Copy, Program, Recv, RecvReduce, Reduce, Schedule, Send, Step
 from flagcx.schedule.traffic import rounds_of
 from flagcx.schedule.verify import verify
-from tests.execute import outcome
+from tests.oracle import outcome
 from tests.schedule.samples import (
     IN,
     OUT,

@@ -6,11 +6,10 @@ import pytest
 
 from flagcx.schedule import verify as module
 from flagcx.schedule.compose import beside, relabel
-from tests.execute import Broken, execute, outcome
-from tests.mutants import mutants, mutations, survey
+from tests.mutants import mutations, survey
 from tests.schedule.samples import (
     all_samples,
-    one_shot,
+    pairwise_alltoall,
     relayed_broadcast,
     ring_allreduce,
     staged_alltoall,
@@ -25,7 +24,7 @@ def test_no_broken_mutant_passes(n):
     for schedule in all_samples(n):
         found = survey(schedule, seed=n, limit=40, trials=3)
         assert not found.survivors, (schedule, found.survivors)
-        broken += found.broken
+        broken += len(found.broken)
     assert broken > 300
 
 
@@ -36,22 +35,32 @@ def test_no_broken_mutant_of_a_composition_passes():
     for schedule in wholes:
         found = survey(schedule, seed=7, limit=50, trials=3)
         assert not found.survivors, (schedule, found.survivors)
-        assert found.broken > 20
+        assert len(found.broken) > 20
 
 
-def test_messages_of_rejections_name_a_rank():
-    found = survey(ring_allreduce(4), seed=3, limit=80, trials=1)
-    assert all("rank " in message for message in found.messages.values())
-    kinds = [
-        "deadlock",
-        "without its match",
-        "ends wrong",
-        "never written",
-        "lands in it at any time",
-        "leaves its",
-    ]
-    for kind in kinds:
-        assert any(kind in message for message in found.messages.values()), kind
+RULES = [
+    "leaves its buffer",
+    "must be another rank",
+    "INPUT must not be written",
+    "without its match",
+    "both must have the same length",
+    "may differ by an element in size",
+    "deadlock",
+    "lands in it at any time",
+    "never written",
+    "ends wrong: it lacks",
+    "counts chunk",
+    "which do not belong there",
+]
+
+
+def test_every_rule_rejects_a_mutant_and_names_the_rank():
+    schedules = (ring_allreduce(4), two_shot(4), pairwise_alltoall(4))
+    found = [survey(schedule, seed=3, limit=100, trials=1) for schedule in schedules]
+    messages = [message for one in found for message in one.messages.values()]
+    assert all("rank " in message for message in messages)
+    for rule in RULES:
+        assert any(rule in message for message in messages), rule
 
 
 def test_mutations_are_different_and_follow_from_the_seed():
@@ -64,34 +73,30 @@ def test_mutations_are_different_and_follow_from_the_seed():
     assert tuple(two_shot(3).programs()) not in {programs for _, programs in keys(1)}
 
 
-def test_mutants_are_the_broken_ones():
-    original = one_shot(3)
-    broken = dict(mutants(original, seed=5, limit=40))
-    assert 20 < len(broken) < 40
-    assert all(outcome(m, seed=5) is not None for m in broken.values())
-
-
 @pytest.mark.parametrize("check", ["_check_program", "_check_sizes", "check_hazards", "run"])
 def test_each_check_is_needed(check, monkeypatch):
     """With one of its checks taken out, verify lets broken mutants through (or falls over them)."""
+    schedules = [ring_allreduce(3), staged_alltoall(3), relayed_broadcast(3)]
+    schedules += [s for _, s in then_pairs(3)]
+    broken = [mutant for s in schedules for mutant in survey(s, seed=1, limit=60, trials=2).broken]
     monkeypatch.setattr(module, check, lambda *args: None)
     passed = 0
-    schedules = [ring_allreduce(3), staged_alltoall(3), relayed_broadcast(3)]
-    for schedule in schedules + [s for _, s in then_pairs(3)]:
-        for _, mutant in mutants(schedule, seed=1, limit=60, trials=2):
-            try:
-                module.verify(mutant)
-                passed += 1
-            except Exception:
-                continue
+    for mutant in broken:
+        try:
+            module.verify(mutant)
+            passed += 1
+        except Exception:
+            continue
     assert passed > 0
 
 
-def test_executor_shows_what_is_wrong():
-    found = {outcome(m, seed=1) for _, m in mutants(ring_allreduce(3), seed=1, limit=80)}
-    for words in ("hang", "wrong OUTPUT", "leaves its", "no peer", "elements"):
+def test_the_oracle_shows_what_is_wrong():
+    found = survey(ring_allreduce(3), seed=1, limit=80).outcomes
+    for words in (
+        "wait for each other",
+        "Arrays are not equal",
+        "leaves the buffer",
+        "elements",
+        "is written to",
+    ):
         assert any(words in f for f in found), words
-    with pytest.raises(Broken, match="wrong OUTPUT"):
-        execute(
-            next(m for d, m in mutants(one_shot(2), 3, 60) if "doubled Reduce" in d), in_place=False, seed=0
-        )

@@ -20,7 +20,7 @@ from flagcx.schedule.model import (
     Step,
 )
 from flagcx.schedule.verify import verify
-from tests.execute import outcome
+from tests.oracle import outcome
 from tests.schedule.samples import (
     IN,
     OUT,

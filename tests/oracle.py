@@ -1,4 +1,4 @@
-"""What NumPy says each collective ends with, and data in which no two elements are alike."""
+"""What NumPy says each collective ends with, and whether a schedule does: no idea of ``verify`` is used."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from flagcx.algorithms import AlgorithmEntry
 from flagcx.dtypes import OPS
+from flagcx.errors import ScheduleError
 from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.schedule.model import Schedule
 from tests.simulated import run
@@ -63,17 +64,19 @@ def inputs_of(collective: str, size: int, root: int | None, sizes: Sizes) -> lis
         elif kind.blocks:
             whole = kind.input_blocks(size) > 1 or size == 1
             given.append(data(rank, sum(sizes[rank]) if whole else sizes[rank][rank]))
+        elif collective == "barrier":
+            given.append(np.full(sizes[rank][0], 1 << rank))
         else:
             given.append(data(rank, sizes[rank][0]))
     return given
 
 
 def expected(collective: str, given: Sequence[np.ndarray | None], root: int | None, sizes: Sizes) -> list:
-    """The OUTPUT of each rank, or None where it has none or anything is right (barrier)."""
+    """The OUTPUT of each rank, or None where it has none."""
     size = len(given)
     every = range(size)
     if collective == "barrier":
-        return [None] * size
+        return [np.bitwise_or.reduce(given)] * size
     if collective == "allreduce":
         return [sum(given)] * size
     if collective == "reduce":
@@ -92,15 +95,33 @@ def expected(collective: str, given: Sequence[np.ndarray | None], root: int | No
     return [np.concatenate([blocks[source][rank] for source in every]) for rank in every]
 
 
-def assert_right(schedule: Schedule, count: int | None, in_place: bool, seed: int = 0) -> None:
+def assert_right(schedule: Schedule, count: int | Sizes | None, in_place: bool, seed: int = 0) -> None:
     """Runs the schedule and compares every rank's OUTPUT with NumPy's."""
     collective, size, root = schedule.collective, schedule.size, schedule.root
-    sizes = block_sizes(collective, size, count)
+    sizes = block_sizes(collective, size, count) if count is None or isinstance(count, int) else count
     given = inputs_of(collective, size, root, sizes)
-    op = OPS["max" if collective == "barrier" else "sum"] if COLLECTIVES[collective].reduces else None
+    op = OPS["bor" if collective == "barrier" else "sum"] if COLLECTIVES[collective].reduces else None
     got = run(schedule, given, counts_of(collective, sizes), op, in_place=in_place, seed=seed)
     for rank, wanted in enumerate(expected(collective, given, root, sizes)):
         if wanted is not None:
             np.testing.assert_array_equal(
                 got[rank], wanted, err_msg=f"rank {rank} of {size}, root {root}, count {count}, {in_place=}"
             )
+
+
+def outcome(schedule: Schedule, seed: int = 0, trials: int = 6, uneven: bool = False) -> str | None:
+    """What goes wrong in some of ``trials`` runs in place and not, with chunks of unlike sizes; or None."""
+    pieces = max(COLLECTIVES[schedule.collective].per_block(schedule.size, schedule.chunks), 1)
+    every = range(schedule.size)
+    for trial in range(trials):
+        alike = 2 * pieces + (seed + trial) % pieces + 1
+        sizes = [[alike] * len(every)] * len(every)
+        if uneven and COLLECTIVES[schedule.collective].blocks:
+            rows = every if schedule.collective == "alltoall" else [0] * len(every)
+            sizes = [[alike + (5 * q + 3 * r + trial) % 7 * pieces for q in every] for r in rows]
+        for in_place in (False, True):
+            try:
+                assert_right(schedule, sizes, in_place, seed + trial)
+            except (ScheduleError, AssertionError) as error:
+                return str(error)
+    return None

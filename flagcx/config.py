@@ -46,6 +46,8 @@ class Config:
         live_tuning: Whether a job that has a table tries alternatives now and then, and corrects it.
         profile: Whether operations are recorded; see ``Communicator.profiler``.
         deterministic: Whether the rule alone chooses, so that a call gives the same bits in every run.
+        transport: What carries arrays, such as "shared_memory", "mpi" or "threads"; chosen by where the ranks
+            are if empty. See ``flagcx.transport.registry``.
         throttle: A slow link to imitate between ranks of one host, for trials: GB/s, and perhaps us of
             latency behind a comma, such as "0.0125,50"; no limit if empty.
         debug: "check" compares every call between ranks before it runs; "" does not.
@@ -63,6 +65,7 @@ class Config:
     live_tuning: bool = True
     profile: bool = True
     deterministic: bool = False
+    transport: str = ""
     throttle: str = ""
     debug: str = ""
 

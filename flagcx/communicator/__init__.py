@@ -6,6 +6,7 @@ import contextlib
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,8 @@ from flagcx.selection.rules import choose_on_host
 from flagcx.selection.selector import PiggybackExchange, Selector, TuningInfo, look_for_table
 from flagcx.selection.table import fit_here
 from flagcx.selection.write_back import write_back
-from flagcx.transport.shared_memory import SharedMemoryTransport
+from flagcx.transport.base import HOST, TransportContext
+from flagcx.transport.registry import TransportEntry, find_transport
 from flagcx.transport.throttled import throttled
 
 if TYPE_CHECKING:
@@ -109,7 +111,7 @@ class Communicator(Caller):
         self.rank, self.size, self.hosts, self.config = rank, size, tuple(hosts), config
         self.profiler = Profiler(rank, size, self.allgather_object, self.barrier)
         self._selector = Selector(
-            TuningInfo(None, "not measured between hosts"), choose_on_host, lambda *_: ("",)
+            TuningInfo(None, "not measured between hosts"), choose_on_host, lambda *_: ()
         )
         self._host = self._make_host_executor(exchange, store)
         self._device: DeviceExecutor | None = None
@@ -125,12 +127,16 @@ class Communicator(Caller):
         """What runs calls on NumPy arrays."""
         rank, size, config = self.rank, self.size, self.config
         ring = self.profiler.ring if config.profile else None
+        context = TransportContext(rank, size, self.hosts, exchange, store, config)
         if len(set(self.hosts)) > 1:
             from flagcx.executor.multi_host import MultiHostExecutor
 
-            return MultiHostExecutor(rank, self.hosts, exchange, config, store, ring)
-        rider = PiggybackExchange(exchange, self._look_for_table() if rank == 0 else None)
-        self._transport = transport = SharedMemoryTransport(rank, size, rider, config)
+            return MultiHostExecutor(context, ring)
+        entry = find_transport(HOST, context)
+        rider = PiggybackExchange(exchange, self._look_for_table(entry) if rank == 0 else None)
+        self._transport = transport = entry.open(replace(context, exchange=rider))
+        if rider.told is None:  # a transport that exchanged nothing
+            rider(b"")
         rule = partial(choose_on_host, attached=transport.cross_memory)
         self._selector = Selector(rider.told or TuningInfo(None, ""), rule, transport.protocols)
         return Executor(
@@ -142,12 +148,10 @@ class Communicator(Caller):
             ring=ring,
         )
 
-    def _look_for_table(self) -> TuningInfo:
+    def _look_for_table(self, entry: TransportEntry) -> TuningInfo:
         """On rank 0: the measured times that choose for all ranks."""
-        settings = SharedMemoryTransport.settings(self.config)
-        return look_for_table(
-            self.config, fit_here(self.size, SharedMemoryTransport.name, settings), environment()
-        )
+        settings = entry.load().settings(self.config)
+        return look_for_table(self.config, fit_here(self.size, entry.name, settings), environment())
 
     def empty(self, shape: tuple[int, ...] | int, dtype: Any = np.float32, device: str = "cpu") -> Any:
         """Makes an uninitialised array that the peers reach without a copy.

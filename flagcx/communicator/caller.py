@@ -26,7 +26,8 @@ from flagcx.executor.host import Executor
 from flagcx.fusion.fuse import Fusion, HostPacker, Packer
 from flagcx.fusion.group import Group, Pending
 from flagcx.schedule.collectives import COLLECTIVES
-from flagcx.transport.base import Plan
+from flagcx.transport.base import DEVICE, Plan, TransportContext
+from flagcx.transport.registry import open_transport
 
 if TYPE_CHECKING:
     from flagcx.bootstrap.store import Store
@@ -64,6 +65,7 @@ class Caller:
 
     rank: int
     size: int
+    hosts: tuple[str, ...]
     config: Config
     _host: Executor
     _device: DeviceExecutor | None
@@ -236,13 +238,18 @@ class Caller:
         from flagcx.executor.device import DeviceExecutor
         from flagcx.selection.on_device import DeviceSelector, agree
         from flagcx.topology import detect
-        from flagcx.transport.nccl.transport import NcclTransport
 
-        if self._store is None:
+        store, config = self._store, self.config
+        if store is None:
             raise CommunicatorError("this communicator was made without a store, which arrays on GPUs need")
         self._host.check()
-        transport = NcclTransport(self._store, self.config)
-        agreed = agree(self._store, transport, self.config, environment(), detect)
+
+        def exchange(mine: bytes) -> list[bytes]:
+            return store.exchange("device", mine, config.init_timeout_s)
+
+        context = TransportContext(self.rank, self.size, self.hosts, exchange, store, config)
+        transport: Any = open_transport(DEVICE, context)
+        agreed = agree(store, transport, config, environment(), detect)
         made = DeviceExecutor(transport, DeviceSelector(agreed))
         made.ring, made.order = self._host.ring, agreed.order
         if self._group is not None:

@@ -46,7 +46,7 @@ def _on_host(comm: Any, collective: str, nbytes: int) -> Explanation:
     selector, transport = comm._selector, comm._transport
     choice = selector.choose(collective, nbytes, comm.size)
     measured = dict(selector.ranked(collective, nbytes, comm.size))
-    where = f"shared memory of {comm.hosts[comm.rank].partition('/')[0]}"
+    where = f"{transport.name.replace('_', ' ')} of {comm.hosts[comm.rank].partition('/')[0]}"
     asked = Asked(collective, nbytes, comm.size, choice, measured, selector.note, where)
     return explain_on_host(asked, transport.protocols, transport.cross_memory)
 

@@ -28,7 +28,6 @@ from flagcx.executor.host import Executor
 from flagcx.kernels.cuda import import_cupy
 from flagcx.profiler import OperationInfo, RecordedPlan
 from flagcx.transport.nccl.plans import check_alignment
-from flagcx.transport.shared_memory import SharedMemoryTransport
 
 _MOST_PLANS = 256
 _TRIAL_COUNT = 1 << 18
@@ -146,7 +145,7 @@ class CompressedPlan:
         single = dtype.numpy == np.float32 or (dtype.numpy == np.float64 and isinstance(codec, Sparse))
         self._wide = not single
         self._call: Callable[[Any, Any], object] = self._run
-        progress = getattr(executor.transport, "progress", None)
+        progress = executor.transport.progress
         if executor.ring is not None and progress is not None:
             nbytes, transport = count * dtype.numpy.itemsize, executor.transport.name
             what = OperationInfo("allreduce", nbytes, dtype.name, "compressed", 1, codec.name, transport)
@@ -256,12 +255,11 @@ class ExecutorPeers:
     @contextmanager
     def beside(self) -> Iterator[None]:
         """See ``Peers``."""
-        progress: Any = getattr(self._executor.transport, "progress", None)
-        before = getattr(progress, "background", None)
-        if before is None:
+        progress = self._executor.transport.progress
+        if progress is None:
             yield
             return
-        progress.background = True
+        before, progress.background = progress.background, True
         try:
             yield
         finally:
@@ -310,7 +308,7 @@ def _look(executor: Executor, peers: ExecutorPeers, device: bool) -> LinkProfile
     """Measures all-reduces, small and of 1 MiB; what the slowest rank needs counts."""
     cores = len(os.sched_getaffinity(0))
     crowd = max(1.0, executor.size / cores) if not device else 1.0
-    link = getattr(executor.transport, "link", None)
+    link = executor.transport.link
     x = np.ones(_TRIAL_COUNT, np.float32)
     if device:
         x = import_cupy().asarray(x)
@@ -321,7 +319,7 @@ def _look(executor: Executor, peers: ExecutorPeers, device: bool) -> LinkProfile
     measured = max(sent, 1) / max(large - small, 1)
     if link is not None:
         measured = link.bandwidth_gb_per_s
-    elif executor.transport.name == SharedMemoryTransport.name:
+    elif executor.transport.takes_cores:
         # The cores move the data themselves. Where others keep them busy, trials look slow, but coding, which
         # is measured alone, would be slowed as much.
         (copied,) = peers.numbers([int(1e6 * _copy_speed())]).min(axis=0)

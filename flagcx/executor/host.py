@@ -70,7 +70,7 @@ class Executor:
         self.quick = self._straight
         self._choose, self._choose_named, self._alternatives = choose, choose_named, alternatives
         self.ring = ring
-        self._progress: Progress = getattr(transport, "progress", None) or Uncounted()
+        self._progress: Progress = transport.progress or Uncounted()
         self._explorations: dict[tuple, Exploration] = {}
         self.order: Order | None = None
         self._plans: dict[tuple, Plan] = {}
@@ -345,14 +345,14 @@ class Executor:
             MismatchError: A peer has called something else, and nothing has shown it so far.
         """
         self.catch_up()
-        check_end = None if self.over else getattr(self.transport, "check_end", None)
+        ended = bool(self.over)
         if self._worker is not None:
             self._worker.shutdown()
             self._worker = None
         self.end("this communicator is closed")
         try:
-            if check_end is not None:
-                check_end()
+            if not ended:
+                self.transport.check_end()
         finally:
             self.transport.close()
 

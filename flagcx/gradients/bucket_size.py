@@ -37,7 +37,7 @@ def overlap_pays(executor: Executor, cores_of_ranks: Sequence[AbstractSet[int]])
         cores_of_ranks: The cores that each rank may use; all on one host where the transport takes cores.
     """
     spare = len(set().union(*cores_of_ranks)) >= 2 * len(cores_of_ranks)
-    return spare or not getattr(executor.transport, "takes_cores", False)
+    return spare or not executor.transport.takes_cores
 
 
 def choose_bucket_nbytes(
@@ -83,7 +83,7 @@ def _behind(time_us: Callable[[float], float], call_us: float) -> Callable[[floa
 
 def _known(comm: Communicator, executor: Executor) -> tuple[Callable[[float], float] | None, str]:
     """Times that need no measuring, and where they come from."""
-    link = getattr(executor.transport, "link", None)
+    link = executor.transport.link
     if link is not None:
         share = 2 * (comm.size - 1) / comm.size
         return (

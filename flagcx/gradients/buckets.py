@@ -161,9 +161,7 @@ class Bucket:
         """Waits on the host until nothing of it is under way, on a GPU either. Drops what was put off."""
         self._put_off = ()
         self.wait()
-        synchronize = getattr(self.executor.transport, "synchronize", None)
-        if synchronize is not None:
-            synchronize()
+        self.executor.transport.synchronize()
 
     def begin_again(self) -> None:
         """Makes ready for the next step."""

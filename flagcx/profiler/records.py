@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter_ns as now
-from typing import Any, Protocol
+from typing import Any
 
-from flagcx.transport.base import Plan
+from flagcx.transport.base import Plan, Progress
 
 CAPACITY = 1024
 """Records that are kept. More would not stay in the processor's cache, and cost more to replace."""
@@ -21,20 +21,6 @@ NO_CALL = -1
 
 Raw = tuple["OperationInfo", int, int, int, int, int]
 """OperationInfo, sequence, start, end, waited, queued: times in ns."""
-
-
-class Progress(Protocol):
-    """What a transport counts while it works.
-
-    Attributes:
-        sequence: Number of calls that all ranks made together.
-        waited_ns: Time spent waiting for peers.
-        background: Whether waits leave the core to a computation beside them.
-    """
-
-    sequence: int
-    waited_ns: int
-    background: bool
 
 
 @dataclass(slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from flagcx.algorithms import Algorithm, entries, entry
@@ -124,7 +124,7 @@ def _excluded(asked: Asked, taken: Iterable[str]) -> Iterator[Row]:
 
 def explain_on_host(
     asked: Asked,
-    protocols: Callable[[str, str, int], Sequence[str]],
+    protocols: Callable[[str, str, int], Collection[str]],
     attached: bool,
     cores: int | None = None,
 ) -> Explanation:
@@ -139,7 +139,7 @@ def explain_on_host(
     found = dict.fromkeys(
         replace(form.at(asked.nbytes), protocol=protocol)
         for form in forms(asked.collective, asked.nbytes, asked.size, PIECE_NBYTES)
-        for protocol in protocols(asked.collective, form.algorithm, asked.nbytes)
+        for protocol in protocols(asked.collective, form.algorithm, asked.nbytes) or ("",)
     )
     found.setdefault(asked.choice)
     rows = [_host_row(asked, candidate, attached, cores) for candidate in found]

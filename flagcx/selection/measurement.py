@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -49,16 +49,6 @@ class TimeBudget:
 QUICK = TimeBudget(batch_s=0.003, rounds=4, near=1.4)
 
 
-class HostTransport(Transport, Protocol):
-    """A transport with protocols to choose from."""
-
-    rank: int
-    size: int
-
-    def protocols(self, collective: str, algorithm: str, nbytes: int) -> Sequence[str]:
-        """The ways in which a call's data may move."""
-
-
 class Clock:
     """Starts ranks together and tells the slowest's time to all, through shared memory.
 
@@ -66,7 +56,7 @@ class Clock:
         transport: Joins the ranks.
     """
 
-    def __init__(self, transport: HostTransport) -> None:
+    def __init__(self, transport: Transport) -> None:
         self._barrier = _small(transport, "barrier", "dissemination", 0, np.uint8)
         self._largest = _small(transport, "allreduce", "one_shot", 1, np.float64)
 
@@ -81,7 +71,7 @@ class Clock:
         return float(value[0])
 
 
-def _small(transport: HostTransport, collective: str, algorithm: str, count: int, dtype: Any) -> Plan:
+def _small(transport: Transport, collective: str, algorithm: str, count: int, dtype: Any) -> Plan:
     kind = dtype_of(np.dtype(dtype))
     schedule = build(collective, algorithm, transport.size)
     return transport.compile(Call(schedule, transport.rank, count, kind, resolve_op("max", kind), True))
@@ -185,7 +175,7 @@ class HostMeasurement(Measurement):
         nbytes: Bytes of the message, or of one block where the collective has blocks.
     """
 
-    def __init__(self, transport: HostTransport, collective: str, nbytes: int) -> None:
+    def __init__(self, transport: Transport, collective: str, nbytes: int) -> None:
         super().__init__(
             collective, nbytes, transport.rank, transport.size, lambda count: np.full(count, 0, DTYPE)
         )
@@ -220,7 +210,7 @@ class HostBench:
         size: Number of ranks.
     """
 
-    def __init__(self, transport: HostTransport) -> None:
+    def __init__(self, transport: Transport) -> None:
         self._transport, self.size = transport, transport.size
 
     def candidates(self, collective: str, nbytes: int) -> list[Candidate]:
@@ -235,7 +225,7 @@ class HostBench:
         return [
             replace(form, protocol=protocol)
             for form in forms(collective, nbytes, self.size, PIECE_NBYTES)
-            for protocol in self._transport.protocols(collective, form.algorithm, nbytes)
+            for protocol in self._transport.protocols(collective, form.algorithm, nbytes) or ("",)
         ]
 
     def measurement(self, collective: str, nbytes: int) -> HostMeasurement:

@@ -18,7 +18,7 @@ from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.selection.measurement import DTYPE, Clock, Measurement, TimeBudget, forms
 from flagcx.selection.on_device import DIRECT_ALGORITHMS
 from flagcx.selection.predicted import mixes_for
-from flagcx.transport.base import Call, Plan, Transport
+from flagcx.transport.base import Call, Plan
 from flagcx.transport.nccl.native import native_form, native_schedule
 from flagcx.transport.nccl.plans import SchedulePlan
 
@@ -49,17 +49,20 @@ _MOST_KEPT_NBYTES = 8 << 20
 """Scratch that a graph may take for good."""
 
 
-class MeasuredTransport(Transport, Protocol):
+class MeasuredTransport(Protocol):
     """What is asked of a transport for arrays on GPUs."""
 
     rank: int
     size: int
     nccl_version: int
 
+    def compile(self, call: Call) -> Plan:
+        """See ``Transport.compile``."""
+
     def protocols(
-        self, collective: str, algorithm: str, nbytes: int, dtype: DType, op: ReduceOp | None
-    ) -> frozenset[str]:
-        """The ways besides NCCL in which a call's data may move."""
+        self, collective: str, algorithm: str, nbytes: int, dtype: DType | None, op: ReduceOp | None
+    ) -> Collection[str]:
+        """See ``Transport.protocols``."""
 
 
 class _Subject:

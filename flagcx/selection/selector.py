@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -135,7 +135,7 @@ class Selector:
     """
 
     def __init__(
-        self, told: TuningInfo, rule: Rule, protocols: Callable[[str, str, int], Sequence[str]]
+        self, told: TuningInfo, rule: Rule, protocols: Callable[[str, str, int], Collection[str]]
     ) -> None:
         self.table, self.note, self.live, self.path = told.table, told.note, told.live, told.path
         self._rule, self._protocols = rule, protocols
@@ -193,7 +193,7 @@ class Selector:
             and known.allows(size)
             and (known.uneven or not uneven)
             and (known.pipelined or pieces == 1)
-            and candidate.protocol in self._protocols(collective, candidate.algorithm, nbytes)
+            and candidate.protocol in (self._protocols(collective, candidate.algorithm, nbytes) or ("",))
         )
 
     @staticmethod

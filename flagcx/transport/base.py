@@ -1,14 +1,52 @@
-"""What the communicator asks of a transport: compile a call once, then run its plan many times."""
+"""What a transport is: it carries arrays of one kind between the ranks of one communicator.
+
+Adding a transport
+------------------
+1. Derive a class from ``Transport`` (from ``flagcx.transport.steps.HostTransport`` for NumPy arrays, from
+   ``DeviceTransport`` for arrays on GPUs). It is made from a ``TransportContext``, on all ranks together.
+2. Carry data. A ``HostTransport`` needs ``transfer`` alone, which sends and receives arrays at once: every
+   collective is then run step by step over it. A transport that knows better overrides ``compile``.
+3. Register the class: ``flagcx.transport.registry.register_transport(MyTransport)``. Users ask for it by
+   ``fc.init(transport="name")`` or ``FLAGCX_TRANSPORT``; with ``automatic=True`` it is chosen for every job
+   that it serves. Selection, ``comm.explain``, ``flagcx tune``, the profiler and errors need nothing else.
+
+Contract
+--------
+========================  ==========================================================================
+``compile(call)``         once for each kind of call, on all ranks alike; the plan is kept and run many
+                          times, by one thread at a time. A plan gives the same bits on every rank. It ends
+                          in an error, never in silence, if a peer dies (``PeerDiedError``), comes later than
+                          ``config.timeout_s`` (``PeerTimeoutError``), makes another call
+                          (``MismatchError``) or gives up (``AbortedError``); the error's ``peer`` is the
+                          rank at fault.
+``transfer(...)``         point to point: only the ranks concerned call it; messages of a pair of ranks arrive
+                          in the order in which they are sent.
+``take``, ``result``      check a caller's arrays, without a copy.
+``empty``                 makes an array that peers reach with the fewest copies.
+``protocols(...)``        the ways that ``Call.protocol`` may name; the same answer on all ranks.
+``abort``                 after an error: the peers' calls end with ``AbortedError``.
+``check_end``, ``close``  when all calls have been made. ``close`` may be called twice.
+========================  ==========================================================================
+
+Attributes with defaults say the rest: see ``Transport``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
+from flagcx.bootstrap.store import Store
+from flagcx.config import Config
 from flagcx.dtypes import DType, ReduceOp
+from flagcx.errors import ArgumentError
 from flagcx.schedule.collectives import COLLECTIVES, ChunkLayout, Counts, chunk_layout
 from flagcx.schedule.model import Program, Schedule
+
+HOST, DEVICE = "host", "device"
+"""The kinds of array that a transport may carry: NumPy arrays, or arrays on GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +54,7 @@ class Call:
     """One collective call as every rank makes it, less the arrays.
 
     Attributes:
-        schedule: Who sends what to whom.
+        schedule: Which rank sends what to which.
         rank: This rank.
         counts: Elements; see ``flagcx.schedule.collectives.Counts``.
         dtype: The element type.
@@ -45,8 +83,8 @@ class Call:
             words += f" by {self.op.name}" + ("" if self.op.scale is None else f" x {self.op.scale!r}")
         if schedule.root is not None:
             words += f" with root {schedule.root}"
-        way = f", {self.protocol}" if self.protocol else ""
-        return f"{words} ({schedule.algorithm}, {schedule.chunks} chunks{way})"
+        protocol = f", {self.protocol}" if self.protocol else ""
+        return f"{words} ({schedule.algorithm}, {schedule.chunks} chunks{protocol})"
 
     def program(self) -> Program:
         """This rank's program."""
@@ -63,37 +101,240 @@ class Call:
 class Plan(Protocol):
     """A compiled call."""
 
-    def run(self, given: Any, result: Any) -> None:
+    def run(self, sendbuf: Any, recvbuf: Any) -> None:
         """Runs the call once.
 
         Args:
-            given: The INPUT array (contiguous, of the plan's dtype), or None where this rank has none.
-            result: The OUTPUT array, or None; the same memory as ``given`` for a plan in place.
+            sendbuf: The INPUT array (contiguous, of the plan's dtype), or None where this rank has none.
+            recvbuf: The OUTPUT array, or None; the same memory as ``sendbuf`` for a plan in place.
         """
 
 
-class Transport(Protocol):
-    """Carries arrays of one kind between the ranks of one communicator."""
+class Progress(Protocol):
+    """What a transport counts while it works.
+
+    Attributes:
+        sequence: Number of calls that all ranks made together.
+        waited_ns: Time spent waiting for peers.
+        background: Whether waits leave the core to a computation beside them.
+    """
+
+    sequence: int
+    waited_ns: int
+    background: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSpeed:
+    """One rank's link to all others: full duplex, and shared by all its messages.
+
+    Attributes:
+        bandwidth_gb_per_s: In each direction, in 10^9 bytes per second; 0.0125 is 100 Mbit/s.
+        latency_us: Time before the first byte of a step arrives.
+    """
+
+    bandwidth_gb_per_s: float
+    latency_us: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.bandwidth_gb_per_s > 0:
+            raise ArgumentError(f"a link needs a bandwidth above 0 GB/s, got {self.bandwidth_gb_per_s!r}")
+        if not self.latency_us >= 0:
+            raise ArgumentError(f"a link's latency is 0 us or more, got {self.latency_us!r}")
+
+    @classmethod
+    def parse(cls, text: str) -> LinkSpeed:
+        """Reads ``"0.0125"`` or ``"0.0125,50"``: GB/s, then perhaps us.
+
+        Raises:
+            ArgumentError: The text is neither.
+
+        Example:
+            >>> LinkSpeed.parse("0.125,50")
+            LinkSpeed(bandwidth_gb_per_s=0.125, latency_us=50.0)
+        """
+        try:
+            numbers = [float(part) for part in text.split(",")]
+        except ValueError:
+            numbers = []
+        if not 1 <= len(numbers) <= 2:
+            raise ArgumentError(
+                f"throttle={text!r} is no link; expected GB/s, or GB/s and us of latency, such as "
+                f'"0.0125" (100 Mbit/s) or "0.125,50"'
+            )
+        return cls(*numbers)
+
+    def time_ns(self, nbytes: int, steps: int) -> int:
+        """How long ``nbytes`` in the busier direction take, in ``steps`` steps one after the other."""
+        return int(nbytes / self.bandwidth_gb_per_s + 1e3 * steps * self.latency_us)
+
+
+@dataclass(frozen=True, slots=True)
+class TransportContext:
+    """What a transport is made from. Every rank of the communicator makes its own at the same time.
+
+    Attributes:
+        rank: This rank.
+        size: Number of ranks.
+        hosts: The host of each rank.
+        exchange: Sends bytes to all ranks and returns every rank's, in rank order.
+        store: The ranks' part of the store, or None where the communicator has none.
+        config: Settings.
+    """
+
+    rank: int
+    size: int
+    hosts: tuple[str, ...]
+    exchange: Callable[[bytes], list[bytes]]
+    store: Store | None
+    config: Config
+
+
+class Transport(ABC):
+    """Carries arrays of one kind between the ranks of one communicator. See the module for the contract.
+
+    Attributes:
+        name: What users, records and tuning tables call it.
+        kind: ``HOST`` or ``DEVICE``.
+        rank: This rank.
+        size: Number of ranks.
+        takes_cores: Whether moving data is work for the cores, which a computation beside it then lacks.
+        cross_memory: Whether ranks read and write each other's private memory, in one copy; the rules for
+            NumPy arrays on one host depend on it.
+        link: The speed of the link between ranks where it is known beforehand, else None.
+        progress: What it counts, or None if it counts nothing.
+    """
 
     name: str
+    kind: ClassVar[str]
+    rank: int
+    size: int
+    takes_cores: bool = False
+    cross_memory: bool = False
+    link: LinkSpeed | None = None
+    progress: Progress | None = None
 
+    @classmethod
+    def open(cls, context: TransportContext) -> Transport:
+        """Makes the transport, on all ranks together."""
+        return cls(context)  # type: ignore[call-arg]
+
+    @staticmethod
+    def settings(config: Config) -> Mapping[str, object]:
+        """The settings that change how fast it is: a tuning table holds for the same ones alone."""
+        return {}
+
+    def protocols(
+        self,
+        collective: str,
+        algorithm: str,
+        nbytes: int,
+        dtype: DType | None = None,
+        op: ReduceOp | None = None,
+    ) -> Collection[str]:
+        """The ways to move a call's data that ``Call.protocol`` may name; the same on all ranks.
+
+        Args:
+            collective: Name of the collective.
+            algorithm: Name of the algorithm.
+            nbytes: Bytes of the message, or of one block where the collective has blocks.
+            dtype: The element type; None asks for what serves every dtype and operation.
+            op: The operation, or None.
+
+        Returns:
+            Their names; none where the transport has one way only.
+        """
+        return ()
+
+    @abstractmethod
     def compile(self, call: Call) -> Plan:
-        """Compiles ``call``. The communicator keeps the plan and runs it for every like call."""
+        """Compiles ``call``. The executor keeps the plan and runs it for every like call.
 
+        Raises:
+            OperationError: The transport cannot carry out the operation.
+        """
+
+    @abstractmethod
     def transfer(self, sends: Sequence[tuple[Any, int]], receives: Sequence[tuple[Any, int]]) -> None:
-        """Sends arrays to ranks and receives arrays from ranks, all at once; only those concerned call it."""
+        """Sends arrays to ranks and receives arrays from ranks, all at once; only those concerned call it.
 
+        Args:
+            sends: Arrays, and the rank each goes to.
+            receives: Arrays, and the rank whose data each gets.
+        """
+
+    @abstractmethod
     def take(self, array: Any, what: str, writable: bool) -> Any:
         """Takes a caller's array without a copy, or raises ``ArrayError`` that calls it ``what``."""
 
+    @abstractmethod
     def result(self, out: Any, what: str, shape: tuple[int, ...], dtype: Any) -> Any:
         """Takes the array that a caller gives for a result, or makes one."""
 
+    @abstractmethod
     def empty(self, shape: tuple[int, ...] | int, dtype: Any) -> Any:
-        """An uninitialised array that peers reach without a copy."""
+        """An uninitialised array that peers reach without a copy, where the transport can."""
 
+    def beside(self, plan: Plan) -> Plan:
+        """The plan to run beside a computation in place of ``plan``; every rank runs the same of the two."""
+        return plan
+
+    def synchronize(self) -> None:  # noqa: B027
+        """Waits until everything that was enqueued is done, where plans return before that."""
+
+    def check_end(self) -> None:  # noqa: B027
+        """Checks, when all calls have been made, that the peers have made the same, as far as can be seen.
+
+        Raises:
+            MismatchError: A peer called something else, or sent what this rank has never received.
+        """
+
+    @abstractmethod
     def abort(self, reason: str, culprit: int | None) -> None:
-        """Tells the peers that this rank cannot go on, and whose fault it is."""
+        """Tells the peers that this rank cannot go on, and which rank is at fault, if that is known."""
 
+    @abstractmethod
     def close(self) -> None:
-        """Gives everything back. Idempotent."""
+        """Gives everything back. Further calls do nothing."""
+
+
+class DeviceTransport(Transport):
+    """Carries arrays on GPUs: plans enqueue on the current stream and return.
+
+    Attributes:
+        device: Number of this rank's device.
+        array_class: The class of its arrays.
+    """
+
+    kind = DEVICE
+    device: int
+    array_class: Any
+
+    @abstractmethod
+    def submit(self, plan: Plan, sendbuf: Any, recvbuf: Any) -> Any:
+        """Enqueues a plan on the communicator's own stream, after what the current stream has so far.
+
+        Returns:
+            The event that ends it, until which the arrays are kept.
+        """
+
+    @abstractmethod
+    def follow(self, event: Any) -> None:
+        """Makes the current stream wait for an event of ``submit``; the host goes on at once."""
+
+    @abstractmethod
+    def wait(self, event: Any, timeout_s: float) -> None:
+        """Waits on the host for an event of ``submit``.
+
+        Raises:
+            PeerTimeoutError: It was not reached in time.
+            CommunicationError: A rank died, gave up or did not come within the settings' time-out.
+        """
+
+    @abstractmethod
+    def order(self, before: Any, after: Any) -> None:
+        """Makes stream ``after`` wait for stream ``before``."""
+
+    @abstractmethod
+    def keep(self, stream: Any, *arrays: object) -> None:
+        """Keeps arrays alive until a stream has done what is enqueued on it now."""

@@ -14,16 +14,12 @@ import json
 import os
 import time
 import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from flagcx.arguments import host_array, result_array
 from flagcx.bootstrap.store import Store
-from flagcx.config import Config
-from flagcx.dtypes import DType, ReduceOp, check_for_host
 from flagcx.errors import (
     AbortedError,
     BootstrapError,
@@ -33,9 +29,8 @@ from flagcx.errors import (
     MissingDependencyError,
     PeerTimeoutError,
 )
-from flagcx.schedule.model import Buffer, Copy, Local, Recv, Send, Span, Step
-from flagcx.transport.base import Call, Plan
-from flagcx.transport.shared_memory.reduction import Scaled, divide_by
+from flagcx.transport.base import Call, Plan, TransportContext
+from flagcx.transport.steps import HostTransport, Messages, MessageSteps
 
 _PIECE_NBYTES = 1 << 30
 """MPI counts in ints."""
@@ -61,15 +56,11 @@ def _find_mpi() -> tuple[Any, str]:
     return MPI, ""
 
 
-class MpiTransport:
+class MpiTransport(HostTransport):
     """Carries NumPy arrays between ranks that one MPI job started, on any hosts.
 
     Args:
-        rank: This rank.
-        size: Number of ranks.
-        exchange: Sends bytes to all ranks and returns everybody's, in rank order.
-        config: Settings; ``timeout_s`` matters here.
-        store: The ranks' part of the store.
+        context: The communicator, which must have a store; ``config.timeout_s`` matters here.
 
     Raises:
         MissingDependencyError: mpi4py is not installed, on any of the ranks.
@@ -77,67 +68,72 @@ class MpiTransport:
     """
 
     name = "mpi"
+    takes_cores = False
 
-    def __init__(
-        self, rank: int, size: int, exchange: Callable[[bytes], list[bytes]], config: Config, store: Store
-    ) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, context: TransportContext) -> None:
+        self.rank, self.size = context.rank, context.size
         mpi, problem = _find_mpi()
-        cards = [
-            json.loads(card) for card in exchange(json.dumps(problem or mpi.COMM_WORLD.Get_rank()).encode())
-        ]
+        mine = json.dumps(problem or mpi.COMM_WORLD.Get_rank()).encode()
+        cards = [json.loads(card) for card in context.exchange(mine)]
         problems = [(q, each) for q, each in enumerate(cards) if isinstance(each, str)]
         if problems:
             raise MissingDependencyError(f"rank {problems[0][0]}: {problems[0][1]}")
-        if len(set(cards)) != size:
+        if len(set(cards)) != self.size:
             raise BootstrapError(
-                f"MPI knows the {size} ranks of this job as its ranks {cards}: it did not start all of them; "
-                f"start them with the mpirun that mpi4py was built for"
+                f"MPI knows the {self.size} ranks of this job as its ranks {cards}: it did not start all of "
+                f"them; start them with the mpirun that mpi4py was built for"
             )
         self._mpi, world = mpi, mpi.COMM_WORLD
         # A communicator of our own: messages of the user's MPI calls never meet ours.
         self._comm = world.Create_group(world.Get_group().Incl(cards), tag=_TRANSFER_TAG)
         self._most_tags = min(self._comm.Get_attr(self._mpi.TAG_UB), 1 << 30)
-        self.watch = Watch(store, config.timeout_s)
+        assert context.store is not None
+        self._watch = Watch(context.store, context.config.timeout_s)
 
-    def compile(self, call: Call) -> Plan:
-        """See ``transport.base.Transport``.
-
-        Raises:
-            OperationError: The operation is a kernel for GPUs.
-        """
-        check_for_host(call.op)
+    def _compile(self, call: Call) -> Plan:
         what = call.describe()
-        plan = _Steps(self, call, 2 + zlib.crc32(what.encode()) % (self._most_tags - 2), what)
-        scale = None if call.op is None else call.op.scale
-        return plan if scale is None else Scaled(plan, scale, call.in_place)
+        tag = 2 + zlib.crc32(what.encode()) % (self._most_tags - 2)
+        return MessageSteps(call, partial(self._exchange, what=what, tag=tag), self._watch.enter)
 
-    def transfer(
-        self, sends: Sequence[tuple[np.ndarray, int]], receives: Sequence[tuple[np.ndarray, int]]
+    def transfer(self, sends: Messages, receives: Messages) -> None:
+        """Sends and receives at once; see ``Transport.transfer``."""
+        what = f"send to {[p for _, p in sends]} and receive from {[p for _, p in receives]}"
+        self._exchange(sends, receives, what, _TRANSFER_TAG, shared=False)
+
+    def _exchange(
+        self, sends: Messages, receives: Messages, what: str, tag: int, shared: bool = True
     ) -> None:
-        """Sends and receives at once; see ``transport.base.Transport``."""
+        """Sends and receives at once.
+
+        Args:
+            sends: Arrays, and the rank each goes to.
+            receives: Arrays, and the rank whose data each gets.
+            what: The call, for messages.
+            tag: The tag of the call's messages.
+            shared: Whether all ranks make this very call.
+        """
         requests: list[Any] = []
         for array, peer in receives:
-            requests += self.post(False, array.reshape(-1), peer, _TRANSFER_TAG)
+            requests += self._post(False, array.reshape(-1), peer, tag)
         for array, peer in sends:
-            requests += self.post(True, array.reshape(-1), peer, _TRANSFER_TAG)
-        what = f"send to {[p for _, p in sends]} and receive from {[p for _, p in receives]}"
-        self.finish(requests, what, alike=False)
+            requests += self._post(True, array.reshape(-1), peer, tag)
+        if requests:
+            self._finish(requests, what, shared)
 
-    def post(self, sends: bool, array: np.ndarray, peer: int, tag: int) -> list[Any]:
+    def _post(self, sends: bool, array: np.ndarray, peer: int, tag: int) -> list[Any]:
         """Begins a message, in pieces where it is very long. The array stays as it is until all is done."""
         raw = array.view(np.uint8)
         begin = self._comm.Isend if sends else self._comm.Irecv
         starts = range(0, max(raw.nbytes, 1), _PIECE_NBYTES)
         return [begin([raw[s : s + _PIECE_NBYTES], self._mpi.BYTE], peer, tag) for s in starts]
 
-    def finish(self, requests: list[Any], what: str, alike: bool = True) -> None:
+    def _finish(self, requests: list[Any], what: str, shared: bool) -> None:
         """Waits until all messages have come and gone.
 
         Args:
             requests: The messages.
             what: The call, for messages.
-            alike: Whether all ranks make this very call.
+            shared: Whether all ranks make this very call.
 
         Raises:
             CommunicationError: A rank died, gave up, called something else or came too late.
@@ -148,7 +144,7 @@ class MpiTransport:
             while not test(requests):
                 now = time.monotonic()
                 if now >= look_at:
-                    self.watch.look(what, now - start, alike)
+                    self._watch.look(what, now - start, shared)
                     look_at = now + _LOOK_S
                 if now - start > _SPIN_S:
                     time.sleep(_SLEEP_S)
@@ -157,24 +153,12 @@ class MpiTransport:
         except self._mpi.Exception as error:
             raise CommunicationError(f"rank {self.rank}: MPI failed in {what}: {error}") from error
 
-    def take(self, array: Any, what: str, writable: bool) -> np.ndarray:
-        """Takes a caller's array. See ``flagcx.arguments.host_array``."""
-        return host_array(array, what, writable=writable)
-
-    def result(self, out: Any, what: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """Takes or makes the array of a result. See ``flagcx.arguments.result_array``."""
-        return result_array(out, what, shape, dtype)
-
-    def empty(self, shape: tuple[int, ...] | int, dtype: np.dtype) -> np.ndarray:
-        """An uninitialised array. Hosts share no memory, so it is like any other."""
-        return np.empty(shape, dtype)
-
     def abort(self, reason: str, culprit: int | None) -> None:
         """Tells the peers that this rank cannot go on, and whose fault it is."""
-        self.watch.tell(reason, culprit)
+        self._watch.tell(reason, culprit)
 
     def close(self) -> None:
-        """Nothing to do: MPI takes its communicator back when all ranks end. Freeing it needs all of them."""
+        """Does nothing: MPI takes its communicator back when all ranks end. To free it needs all of them."""
 
 
 class Watch:
@@ -193,13 +177,17 @@ class Watch:
         self.calls = 0
         self._told, self._asked, self._ask_at_s = (-1, True), 0, _TELL_S
 
-    def look(self, what: str, waited_s: float, alike: bool) -> None:
+    def enter(self) -> None:
+        """Counts a collective call that begins."""
+        self.calls += 1
+
+    def look(self, what: str, waited_s: float, shared: bool) -> None:
         """Looks whether there is a reason to give up.
 
         Args:
             what: The call that waits.
             waited_s: For how long it has, in seconds.
-            alike: Whether all ranks make this very call.
+            shared: Whether all ranks make this very call.
 
         Raises:
             CommunicationError: A rank died, gave up, called something else or came too late.
@@ -212,30 +200,30 @@ class Watch:
             return
         self._ask_at_s = waited_s + min(waited_s, _MOST_BETWEEN_S)
         try:
-            seen = self._ask(what, alike, late)
+            seen = self._ask(what, shared, late)
         except PeerTimeoutError:
             # The store's messages may share a slow link with those that are waited for.
             seen = {}
-        self._compare(seen, what, alike)
+        self._compare(seen, what, shared)
         if late:
             raise self._lateness(seen, what)
 
-    def _ask(self, what: str, alike: bool, late: bool) -> dict[int, tuple[int, str]]:
+    def _ask(self, what: str, shared: bool, late: bool) -> dict[int, tuple[int, str]]:
         """Says where this rank is, and reads where others are: the numbers and words of their calls."""
         store = self._store
         if store.add("mpi/failures", 0):
             reason, culprit = json.loads(store.get("mpi/reason", 1.0))
             here = f"rank {store.rank} waited in {what}"
             raise AbortedError(f"another rank gave up: {reason}; {here}", peer=culprit)
-        if self._told != (self.calls, alike):
-            store.set(f"mpi/call/{store.rank}", json.dumps([self.calls, what if alike else ""]).encode())
-            self._told = self.calls, alike
+        if self._told != (self.calls, shared):
+            store.set(f"mpi/call/{store.rank}", json.dumps([self.calls, what if shared else ""]).encode())
+            self._told = self.calls, shared
         others = self._others(store.size) if late else self._next(store.size)
         return {rank: self._call_of(rank) for rank in others}
 
-    def _compare(self, seen: dict[int, tuple[int, str]], what: str, alike: bool) -> None:
+    def _compare(self, seen: dict[int, tuple[int, str]], what: str, shared: bool) -> None:
         for peer, (number, other) in seen.items():
-            if number == self.calls and alike and other not in ("", what):
+            if number == self.calls and shared and other not in ("", what):
                 raise MismatchError(
                     f"ranks disagree on call {number}: rank {self._store.rank} called {what}, rank {peer} "
                     f"called {other}; every rank must make the same calls in the same order, with the same "
@@ -278,98 +266,3 @@ class Watch:
             self._store.add("mpi/failures", 1)
         except FlagcxError:
             return  # The store is gone; the others find out by themselves.
-
-
-Part = tuple[int, int, int]
-"""A buffer, and the first and last element in it."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Messages:
-    """One step: what is sent and received at once, and what is done with it afterwards.
-
-    Attributes:
-        sends: Parts, and whom they go to.
-        receives: Parts, who sends what comes there, and whether it is added to what is there, in this order.
-        local: Whether to reduce, the source and the target of each piece of local work.
-    """
-
-    sends: tuple[tuple[Part, int], ...]
-    receives: tuple[tuple[Part, int, bool], ...]
-    local: tuple[tuple[bool, Part, Part], ...]
-
-
-class _Steps:
-    """One call, compiled.
-
-    Args:
-        transport: What carries the messages.
-        call: The call.
-        tag: The tag of its messages.
-        what: The call in words.
-    """
-
-    def __init__(self, transport: MpiTransport, call: Call, tag: int, what: str) -> None:
-        self._transport, self._tag, self._what = transport, tag, what
-        program = call.program()
-        self._layout = call.layout(program)
-        self._dtype = call.dtype.numpy
-        self._ufunc = None if call.op is None else call.op.ufunc
-        self._divide = _divider(call.op, call.dtype, call.schedule.size)
-        self._steps = [self._compile(step) for step in program.steps]
-        self._scratch = np.empty(self._layout.count(Buffer.SCRATCH), self._dtype)
-        longest = max(
-            (sum(b - a for (_, a, b), _, adds in s.receives if adds) for s in self._steps), default=0
-        )
-        self._arrived = np.empty(longest, self._dtype)
-
-    def _part(self, span: Span) -> Part:
-        return (int(span.buffer), *self._layout.slice(span))
-
-    def _compile(self, step: Step) -> _Messages:
-        sends = tuple((self._part(t.src), t.peer) for t in step.transfers if isinstance(t, Send))
-        receives = tuple(
-            (self._part(t.dst), t.peer, not isinstance(t, Recv))
-            for t in step.transfers
-            if not isinstance(t, Send)
-        )
-        return _Messages(sends, receives, tuple(self._local(work) for work in step.local))
-
-    def _local(self, work: Local) -> tuple[bool, Part, Part]:
-        return not isinstance(work, Copy), self._part(work.src), self._part(work.dst)
-
-    def run(self, given: np.ndarray | None, result: np.ndarray | None) -> None:
-        """See ``transport.base.Plan``."""
-        self._transport.watch.calls += 1
-        empty = self._scratch[:0]
-        arrays = [empty if a is None else a.reshape(-1) for a in (given, result, self._scratch)]
-        for step in self._steps:
-            self._run(step, arrays)
-        if self._divide is not None and result is not None:
-            self._divide(arrays[Buffer.OUTPUT])
-
-    def _run(self, step: _Messages, arrays: Sequence[np.ndarray]) -> None:
-        post, tag, requests, taken = self._transport.post, self._tag, [], 0
-        arrived = []
-        for (buffer, a, b), peer, adds in step.receives:
-            target = arrays[buffer][a:b]
-            if adds:
-                data, taken = self._arrived[taken : taken + b - a], taken + b - a
-                arrived.append((target, data))
-            requests += post(False, data if adds else target, peer, tag)
-        for (buffer, a, b), peer in step.sends:
-            requests += post(True, arrays[buffer][a:b], peer, tag)
-        if requests:
-            self._transport.finish(requests, self._what)
-        for target, data in arrived:
-            self._ufunc(target, data, target)  # type: ignore[misc]
-        for reduces, (x, x0, x1), (y, y0, y1) in step.local:
-            source, target = arrays[x][x0:x1], arrays[y][y0:y1]
-            if reduces:
-                self._ufunc(target, source, target)  # type: ignore[misc]
-            else:
-                target[...] = source
-
-
-def _divider(op: ReduceOp | None, dtype: DType, size: int) -> Callable[[np.ndarray], object] | None:
-    return divide_by(size, dtype) if op is not None and op.average else None

@@ -6,62 +6,15 @@ time that the link would have needed, and leaves its core to others meanwhile, a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from time import perf_counter_ns, sleep
 from typing import Any
 
-from flagcx.errors import ArgumentError
 from flagcx.schedule.model import Send
-from flagcx.transport.base import Call, Plan, Transport
+from flagcx.transport.base import Call, LinkSpeed, Plan, Transport
 
 
-@dataclass(frozen=True, slots=True)
-class Link:
-    """One rank's link to all others: full duplex, and shared by all its messages.
-
-    Attributes:
-        bandwidth_gb_per_s: In each direction, in 10^9 bytes per second; 0.0125 is 100 Mbit/s.
-        latency_us: Time before the first byte of a step arrives.
-    """
-
-    bandwidth_gb_per_s: float
-    latency_us: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not self.bandwidth_gb_per_s > 0:
-            raise ArgumentError(f"a link needs a bandwidth above 0 GB/s, got {self.bandwidth_gb_per_s!r}")
-        if not self.latency_us >= 0:
-            raise ArgumentError(f"a link's latency is 0 us or more, got {self.latency_us!r}")
-
-    @classmethod
-    def parse(cls, text: str) -> Link:
-        """Reads ``"0.0125"`` or ``"0.0125,50"``: GB/s, then perhaps us.
-
-        Raises:
-            ArgumentError: The text is neither.
-
-        Example:
-            >>> Link.parse("0.125,50")
-            Link(bandwidth_gb_per_s=0.125, latency_us=50.0)
-        """
-        try:
-            numbers = [float(part) for part in text.split(",")]
-        except ValueError:
-            numbers = []
-        if not 1 <= len(numbers) <= 2:
-            raise ArgumentError(
-                f"throttle={text!r} is no link; expected GB/s, or GB/s and us of latency, such as "
-                f'"0.0125" (100 Mbit/s) or "0.125,50"'
-            )
-        return cls(*numbers)
-
-    def time_ns(self, nbytes: int, steps: int) -> int:
-        """How long ``nbytes`` in the busier direction take, in ``steps`` steps one after the other."""
-        return int(nbytes / self.bandwidth_gb_per_s + 1e3 * steps * self.latency_us)
-
-
-class Throttled:
+class Throttled(Transport):
     """A transport that takes its time.
 
     The time of a call is that of this rank's bytes, sent or received, whichever are more, and of one latency
@@ -70,49 +23,67 @@ class Throttled:
 
     Args:
         transport: What carries the arrays.
-        bandwidth_gb_per_s: See ``Link``.
-        latency_us: See ``Link``.
-
-    Attributes:
-        link: The link.
+        link: The speed of the link.
 
     Example:
-        >>> slow = Throttled(transport, bandwidth_gb_per_s=0.125, latency_us=50)  # doctest: +SKIP
+        >>> slow = Throttled(transport, LinkSpeed(0.125, latency_us=50))  # doctest: +SKIP
     """
 
-    def __init__(self, transport: Any, bandwidth_gb_per_s: float, latency_us: float = 0.0) -> None:
-        self.link = Link(bandwidth_gb_per_s, latency_us)
+    def __init__(self, transport: Transport, link: LinkSpeed) -> None:
         self.name = f"{transport.name}, throttled"
         self.rank, self.size = transport.rank, transport.size
-        self.progress = getattr(transport, "progress", None)
-        self._inner = transport
-        self.take, self.result, self.empty = transport.take, transport.result, transport.empty
-        self.abort, self.close = transport.abort, transport.close
-        self.check_end = getattr(transport, "check_end", None)
+        self.kind, self.cross_memory = transport.kind, transport.cross_memory  # type: ignore[misc]
+        self._time_ns = link.time_ns
+        self.link, self.progress, self._inner = link, transport.progress, transport
 
     def compile(self, call: Call) -> Plan:
         """See ``transport.base.Transport``."""
-        return _Paced(self._inner.compile(call), self.link.time_ns(*_load(call)), self.progress)
+        return _Paced(self._inner.compile(call), self._time_ns(*_load(call)), self.progress)
 
     def transfer(self, sends: Sequence[tuple[Any, int]], receives: Sequence[tuple[Any, int]]) -> None:
         """See ``transport.base.Transport``."""
         sent, received = (sum(a.nbytes for a, _ in messages) for messages in (sends, receives))
-        pace = _Pace(self.link.time_ns(max(sent, received), 1), self.progress)
+        pace = _Pace(self._time_ns(max(sent, received), 1), self.progress)
         self._inner.transfer(sends, receives)
         pace.keep()
 
+    def protocols(self, *call: Any) -> Collection[str]:
+        """Those of the transport inside, as the other methods are."""
+        return self._inner.protocols(*call)
 
-def throttled(transport: Any, throttle: str) -> Transport:
+    def take(self, array: Any, what: str, writable: bool) -> Any:
+        """See ``Transport.take``."""
+        return self._inner.take(array, what, writable)
+
+    def result(self, out: Any, what: str, shape: tuple[int, ...], dtype: Any) -> Any:
+        """See ``Transport.result``."""
+        return self._inner.result(out, what, shape, dtype)
+
+    def empty(self, shape: tuple[int, ...] | int, dtype: Any) -> Any:
+        """See ``Transport.empty``."""
+        return self._inner.empty(shape, dtype)
+
+    def check_end(self) -> None:
+        """See ``Transport.check_end``."""
+        self._inner.check_end()
+
+    def abort(self, reason: str, culprit: int | None) -> None:
+        """See ``Transport.abort``."""
+        self._inner.abort(reason, culprit)
+
+    def close(self) -> None:
+        """See ``Transport.close``."""
+        self._inner.close()
+
+
+def throttled(transport: Transport, throttle: str) -> Transport:
     """Puts a slow link in front of a transport, where the setting asks for one.
 
     Args:
         transport: What carries the arrays.
-        throttle: See ``Link.parse``; the transport itself is returned for an empty text.
+        throttle: See ``LinkSpeed.parse``; the transport itself is returned for an empty text.
     """
-    if not throttle:
-        return transport
-    link = Link.parse(throttle)
-    return Throttled(transport, link.bandwidth_gb_per_s, link.latency_us)
+    return Throttled(transport, LinkSpeed.parse(throttle)) if throttle else transport
 
 
 class _Pace:
@@ -141,10 +112,10 @@ class _Paced:
     def __init__(self, plan: Plan, time_ns: int, progress: Any) -> None:
         self._plan, self._time_ns, self._progress = plan, time_ns, progress
 
-    def run(self, given: Any, result: Any) -> None:
+    def run(self, sendbuf: Any, recvbuf: Any) -> None:
         """See ``transport.base.Plan``."""
         pace = _Pace(self._time_ns, self._progress)
-        self._plan.run(given, result)
+        self._plan.run(sendbuf, recvbuf)
         pace.keep()
 
 

@@ -113,10 +113,10 @@ def test_a_rank_killed_during_init():
     body = """
 rank = int(os.environ["FLAGCX_RANK"])
 if rank == 1:
-    import flagcx.communicator
+    import flagcx.transport.shared_memory
     def die(*_):
         os.kill(os.getpid(), signal.SIGKILL)
-    flagcx.communicator.SharedMemoryTransport = die
+    flagcx.transport.shared_memory.SharedMemoryTransport.open = die
 outcome(fc.init)
 """
     with job(3, body) as processes:

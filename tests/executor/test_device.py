@@ -23,6 +23,7 @@ class FakeTransport:
     """Compiles a call to a plan that notes its runs."""
 
     name, rank, size, nccl_version, array_class = "nccl", 1, 4, 22809, np.ndarray
+    progress = None
 
     def __init__(self) -> None:
         self.own_ways: frozenset[tuple[str, str]] = frozenset()

@@ -9,27 +9,28 @@ import pytest
 
 import flagcx as fc
 from flagcx.errors import ArgumentError
-from flagcx.transport.throttled import Link, Throttled, throttled
+from flagcx.transport.base import LinkSpeed
+from flagcx.transport.throttled import Throttled, throttled
 from tests.ranks import run_ranks
 
 
 def test_a_link_is_read_from_text():
-    assert Link.parse("0.0125") == Link(0.0125, 0.0)
-    assert Link.parse("0.125, 50") == Link(0.125, 50.0)
-    assert Link(0.5, 10).time_ns(1000, 3) == 2000 + 30_000
+    assert LinkSpeed.parse("0.0125") == LinkSpeed(0.0125, 0.0)
+    assert LinkSpeed.parse("0.125, 50") == LinkSpeed(0.125, 50.0)
+    assert LinkSpeed(0.5, 10).time_ns(1000, 3) == 2000 + 30_000
 
 
 @pytest.mark.parametrize("text", ["fast", "1,2,3", ",", "1;2"])
 def test_text_that_is_no_link(text):
     with pytest.raises(ArgumentError, match=r"throttle='.*' is no link; expected GB/s, or GB/s and us"):
-        Link.parse(text)
+        LinkSpeed.parse(text)
 
 
 def test_numbers_that_are_no_link():
     with pytest.raises(ArgumentError, match="bandwidth above 0 GB/s, got 0"):
-        Link.parse("0")
+        LinkSpeed.parse("0")
     with pytest.raises(ArgumentError, match="latency is 0 us or more, got -1"):
-        Link(1, -1)
+        LinkSpeed(1, -1)
 
 
 def test_without_the_setting_nothing_is_wrapped():

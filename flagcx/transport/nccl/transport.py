@@ -28,7 +28,7 @@ from flagcx.kernels.cuda import load_cupy
 from flagcx.kernels.launch import Kernels
 from flagcx.kernels.views import device_array, device_result, empty
 from flagcx.schedule.lower import levels
-from flagcx.transport.base import Call, Plan
+from flagcx.transport.base import Call, DeviceTransport, Plan, TransportContext
 from flagcx.transport.compared import Compared
 from flagcx.transport.device import DeviceIdentity, check_devices, identify_device, most_on_one_gpu
 from flagcx.transport.nccl.binding import NcclCommunicator, bounded, hints, load_nccl, make_unique_id, told
@@ -46,7 +46,7 @@ _ABORT_LIMIT_S = 3.0
 _MULTI_RANK_SINCE = 23000
 
 
-class NcclTransport:
+class NcclTransport(DeviceTransport):
     """Carries CuPy arrays between the ranks of one communicator, which is made at once.
 
     Works on the device that is current when it is made.
@@ -97,6 +97,12 @@ class NcclTransport:
         self._closed = self._aborted = False
         self._watchdog = Watchdog(self, store, config.timeout_s, _leave) if self.size > 1 else None
 
+    @classmethod
+    def open(cls, context: TransportContext) -> NcclTransport:
+        """See ``Transport.open``."""
+        assert context.store is not None
+        return cls(context.store, context.config)
+
     def _prepare_sharing(self) -> None:
         """Tells NCCL that ranks share a GPU, if any do, before it looks."""
         crowd = most_on_one_gpu(self.identities)
@@ -113,7 +119,12 @@ class NcclTransport:
         set_default("NCCL_MAX_CTAS", str(max(1, processors // (2 * crowd))))
 
     def protocols(
-        self, collective: str, algorithm: str, nbytes: int, dtype: DType, op: ReduceOp | None
+        self,
+        collective: str,
+        algorithm: str,
+        nbytes: int,
+        dtype: DType | None = None,
+        op: ReduceOp | None = None,
     ) -> frozenset[str]:
         """The ways besides NCCL in which a call's data may move, as ``Call.protocol`` names them.
 
@@ -126,7 +137,7 @@ class NcclTransport:
             dtype: The element type.
             op: The operation, or None.
         """
-        if self.peers is None:
+        if self.peers is None or dtype is None:
             return frozenset()
         return self.peers.protocols(collective, algorithm, nbytes, dtype, op)
 

@@ -14,33 +14,27 @@ Ways through it
 ``two_shot.TwoShotSlots`` all-reduce ``two_shot``: pieces through a ring of slots
 ``direct.Direct``         all-reduce ``two_shot``, large or in shared arrays: in the peers' own memory
 ``one_shot.Barrier``      a barrier is the entry in the ledger itself
-``steps.Steps``           any schedule of any collective
+``steps.ChannelSteps``    any schedule of any collective
 ========================  =====================================================================
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 
 import numpy as np
 
-from flagcx.arguments import host_array, result_array
 from flagcx.config import Config
-from flagcx.dtypes import check_for_host
-from flagcx.schedule.collectives import COLLECTIVES
-from flagcx.schedule.model import Buffer
-from flagcx.transport.base import Call, Plan
+from flagcx.dtypes import DType, ReduceOp
+from flagcx.transport.base import Call, Plan, TransportContext
 from flagcx.transport.shared_memory.arena import ONE_SHOT_NBYTES, Arena
 from flagcx.transport.shared_memory.channel import RENDEZVOUS_NBYTES, Arrival, Exchange, run_exchange
 from flagcx.transport.shared_memory.direct import Direct
 from flagcx.transport.shared_memory.one_shot import Barrier, OneShot
-from flagcx.transport.shared_memory.reduction import Scaled
-from flagcx.transport.shared_memory.signals import Signals
-from flagcx.transport.shared_memory.steps import Steps
+from flagcx.transport.shared_memory.steps import ChannelSteps
 from flagcx.transport.shared_memory.two_shot import TwoShotSlots
+from flagcx.transport.steps import HostTransport, Messages
 
 CROSS_MEMORY_PAIR_NBYTES = 32 << 10
 """What each rank must move for each peer, times their number, before one copy by a system call for each of
@@ -56,17 +50,11 @@ _ATTACH_NBYTES = MappingProxyType(
 )
 
 
-class SharedMemoryTransport:
+class SharedMemoryTransport(HostTransport):
     """Carries NumPy arrays between the ranks of one host.
 
     Args:
-        rank: This rank.
-        size: Number of ranks.
-        exchange: Sends bytes to all ranks and returns everybody's, in rank order.
-        config: Settings.
-
-    Attributes:
-        takes_cores: Whether moving data is work for the cores, which a computation then lacks.
+        context: The communicator.
 
     Raises:
         ResourceError: There is no room for shared memory.
@@ -75,13 +63,11 @@ class SharedMemoryTransport:
     """
 
     name = "shared_memory"
-    takes_cores = True
 
-    def __init__(
-        self, rank: int, size: int, exchange: Callable[[bytes], list[bytes]], config: Config
-    ) -> None:
-        self.rank, self.size = rank, size
-        self._arena = Arena(rank, size, exchange, config)
+    def __init__(self, context: TransportContext) -> None:
+        self.rank, self.size = context.rank, context.size
+        self._arena = arena = Arena(self.rank, self.size, context.exchange, context.config)
+        self.cross_memory, self.progress = arena.cross_memory, arena.signals
         self._compiling = threading.Lock()
         self._kinds: dict[np.dtype, int] = {}
 
@@ -90,55 +76,30 @@ class SharedMemoryTransport:
         """The settings that change how fast it is."""
         return {"slot_nbytes": config.slot_nbytes, "cross_memory": config.cross_memory}
 
-    @property
-    def cross_memory(self) -> bool:
-        """Whether ranks read and write each other's private memory."""
-        return self._arena.cross_memory
-
     def empty(self, shape, dtype) -> np.ndarray:
         """An uninitialised array in shared memory, which peers read and write without a copy."""
         return self._arena.heap.empty(shape, dtype)
 
-    def shared_nbytes(self) -> int:
-        """Bytes in living arrays of ``empty``."""
-        return self._arena.heap.used_nbytes()
-
-    @property
-    def progress(self) -> Signals:
-        """Counts the calls (``sequence``) and the time spent waiting for peers (``waited_ns``)."""
-        return self._arena.signals
-
-    def protocols(self, collective: str, algorithm: str, nbytes: int) -> tuple[str, ...]:
-        """The ways in which a call's data may move; one empty word where there is no choice.
-
-        Args:
-            collective: Name of the collective.
-            algorithm: Name of the algorithm.
-            nbytes: Bytes of the message, or of one block where the collective has blocks.
-        """
+    def protocols(
+        self,
+        collective: str,
+        algorithm: str,
+        nbytes: int,
+        dtype: DType | None = None,
+        op: ReduceOp | None = None,
+    ) -> tuple[str, ...]:
+        """Slots, or straight from one private memory to the other; see ``Transport.protocols``."""
         small = nbytes < 2 * _LEAST_ATTACHED_NBYTES
         one_exchange = collective == "allreduce" and algorithm == "one_shot" and nbytes <= ONE_SHOT_NBYTES
         if small or one_exchange or not self.cross_memory or self.size == 1:
-            return ("",)
+            return ()
         return SLOTS, CROSS_MEMORY
 
-    def compile(self, call: Call) -> Plan:
-        """See ``transport.base.Transport``.
-
-        Raises:
-            OperationError: The operation is a kernel for GPUs.
-        """
-        check_for_host(call.op)
-        with self._compiling:
-            return self._compile_scaled(call)
-
-    def _compile_scaled(self, call: Call) -> Plan:
-        if call.op is None or call.op.scale is None:
-            return self._compile(call)
-        whole = call.in_place and not COLLECTIVES[call.schedule.collective].blocks
-        return Scaled(self._compile(replace(call, in_place=whole)), call.op.scale, whole)
-
     def _compile(self, call: Call) -> Plan:
+        with self._compiling:
+            return self._compile_locked(call)
+
+    def _compile_locked(self, call: Call) -> Plan:
         signature = self._arena.signals.signature(call.describe())
         if call.schedule.collective == "barrier":
             return Barrier(self._arena, call, signature)
@@ -146,17 +107,7 @@ class SharedMemoryTransport:
             special = self._compile_allreduce(call, signature)
             if special is not None:
                 return special
-        program = call.program()
-        return Steps(
-            self._arena,
-            program,
-            call.layout(program),
-            call.dtype,
-            call.op,
-            _overlay(call),
-            signature,
-            _ATTACH_NBYTES[call.protocol],
-        )
+        return ChannelSteps(self._arena, call, signature, _ATTACH_NBYTES[call.protocol])
 
     def _compile_allreduce(self, call: Call, signature: int) -> Plan | None:
         nbytes = int(call.counts) * call.dtype.numpy.itemsize  # type: ignore[arg-type]
@@ -172,15 +123,8 @@ class SharedMemoryTransport:
             return TwoShotSlots(self._arena, call, signature)
         return None
 
-    def transfer(
-        self, sends: Sequence[tuple[np.ndarray, int]], receives: Sequence[tuple[np.ndarray, int]]
-    ) -> None:
-        """Sends and receives at once; only the ranks concerned call it.
-
-        Args:
-            sends: Arrays, and the rank each goes to.
-            receives: Arrays, and the rank whose data each gets.
-        """
+    def transfer(self, sends: Messages, receives: Messages) -> None:
+        """Sends and receives at once; see ``Transport.transfer``."""
         arrays = [a.reshape(-1).view(np.uint8) for a, _ in (*sends, *receives)]
         kinds = [self._kind(a.dtype) for a, _ in (*sends, *receives)]
         whole = [(i, 0, len(a)) for i, a in enumerate(arrays)]
@@ -206,16 +150,6 @@ class SharedMemoryTransport:
         """
         self._arena.signals.examine_end(self._arena.taken)
 
-    @staticmethod
-    def take(array, what: str, writable: bool) -> np.ndarray:
-        """Takes a caller's array. See ``flagcx.arguments.host_array``."""
-        return host_array(array, what, writable=writable)
-
-    @staticmethod
-    def result(out, what: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """Takes or makes the array of a result. See ``flagcx.arguments.result_array``."""
-        return result_array(out, what, shape, dtype)
-
     def abort(self, reason: str, culprit: int | None) -> None:
         """Tells the peers that this rank cannot go on, and whose fault it is."""
         self._arena.signals.abort(reason, culprit)
@@ -223,16 +157,3 @@ class SharedMemoryTransport:
     def close(self) -> None:
         """Gives everything back. Idempotent."""
         self._arena.close()
-
-
-def _overlay(call: Call) -> int | None:
-    """How far INPUT elements lie behind the OUTPUT elements that are the same memory."""
-    if not call.in_place:
-        return None
-    s = call.schedule
-    shift = COLLECTIVES[s.collective].in_place_shift(call.rank, s.size, s.chunks, s.root)
-    if shift is None:
-        return None
-    where = call.layout(call.program())
-    given, result = shift
-    return where.bounds[Buffer.INPUT][given] - where.bounds[Buffer.OUTPUT][result]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from flagcx.dtypes import DType, ReduceOp
-from flagcx.transport.base import Plan
+from flagcx.transport.steps import divide_by
 
 Combine = Callable[[Sequence[np.ndarray], np.ndarray, np.ndarray], object]
 
@@ -16,18 +16,6 @@ def accumulator_dtype(op: ReduceOp, dtype: DType) -> np.dtype:
     """The dtype in which sums are made: float32 for half precision and fp8, else the dtype itself."""
     widen = dtype.accumulate is not None and op.ufunc in (np.add, np.multiply)
     return dtype.accumulate if widen else dtype.numpy  # type: ignore[return-value]
-
-
-def divide_by(size: int, dtype: DType) -> Callable[[np.ndarray], object]:
-    """Divides an array by ``size`` in place; integers are rounded toward zero."""
-    if dtype.kind == "int":
-
-        def divide(a: np.ndarray) -> None:
-            np.subtract(a, np.fmod(a, size), out=a)
-            np.floor_divide(a, size, out=a)
-
-        return divide
-    return lambda a: np.true_divide(a, size, out=a)
 
 
 def combiner(op: ReduceOp, dtype: DType, size: int) -> Combine:
@@ -71,22 +59,3 @@ def _widening(f: np.ufunc, size: int, divide) -> Combine:
         out[...] = accumulator
 
     return combine
-
-
-class Scaled:
-    """A plan whose contributions are multiplied by a factor first.
-
-    Args:
-        plan: The plan for what is multiplied already.
-        factor: The factor.
-        in_place: Whether INPUT may be overwritten, since the result lies there.
-    """
-
-    def __init__(self, plan: Plan, factor: float, in_place: bool) -> None:
-        self._plan, self._factor, self._in_place = plan, factor, in_place
-
-    def run(self, given: np.ndarray, result: np.ndarray | None) -> None:
-        """See ``transport.base.Plan``."""
-        factor = given.dtype.type(self._factor)
-        scaled = np.multiply(given, factor, out=given if self._in_place else None)
-        self._plan.run(scaled, result)

@@ -1,0 +1,231 @@
+"""NumPy arrays: what transports of the host share, and the interpreter of schedules.
+
+``HostTransport`` carries every collective over its ``transfer``; ``Steps`` runs one rank's program, and
+leaves the messages of each step to the transport.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from flagcx.arguments import host_array, result_array
+from flagcx.dtypes import DType, check_for_host
+from flagcx.schedule.collectives import COLLECTIVES
+from flagcx.schedule.model import Buffer, Copy, Local, Recv, Send, Span, Step
+from flagcx.transport.base import HOST, Call, Plan, Transport
+
+Part = tuple[int, int, int]
+"""A buffer by its number, and its elements from start to stop."""
+Messages = Sequence[tuple[np.ndarray, int]]
+
+
+class HostTransport(Transport):
+    """Carries NumPy arrays. A subclass must have ``transfer``, ``abort`` and ``close``."""
+
+    kind = HOST
+    takes_cores = True
+
+    def compile(self, call: Call) -> Plan:
+        """Compiles ``call``; see ``Transport.compile``.
+
+        Raises:
+            OperationError: The operation is a kernel for GPUs.
+        """
+        check_for_host(call.op)
+        if call.op is None or call.op.scale is None:
+            return self._compile(call)
+        whole = call.in_place and not COLLECTIVES[call.schedule.collective].blocks
+        return Scaled(self._compile(replace(call, in_place=whole)), call.op.scale, whole)
+
+    def _compile(self, call: Call) -> Plan:
+        """Compiles a call whose contributions need no factor: by default, step by step over ``transfer``."""
+        return MessageSteps(call, self.transfer)
+
+    def take(self, array: Any, what: str, writable: bool) -> np.ndarray:
+        """Takes a caller's array. See ``flagcx.arguments.host_array``."""
+        return host_array(array, what, writable=writable)
+
+    def result(self, out: Any, what: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """Takes or makes the array of a result. See ``flagcx.arguments.result_array``."""
+        return result_array(out, what, shape, dtype)
+
+    def empty(self, shape: tuple[int, ...] | int, dtype: np.dtype) -> np.ndarray:
+        """An uninitialised array, by default one like any other."""
+        return np.empty(shape, dtype)
+
+
+class Scaled:
+    """A plan whose contributions are multiplied by a factor first.
+
+    Args:
+        plan: The plan for what is multiplied already.
+        factor: The factor.
+        in_place: Whether INPUT may be overwritten, since the result lies there.
+    """
+
+    def __init__(self, plan: Plan, factor: float, in_place: bool) -> None:
+        self._plan, self._factor, self._in_place = plan, factor, in_place
+
+    def run(self, sendbuf: np.ndarray, recvbuf: np.ndarray | None) -> None:
+        """See ``transport.base.Plan``."""
+        factor = sendbuf.dtype.type(self._factor)
+        scaled = np.multiply(sendbuf, factor, out=sendbuf if self._in_place else None)
+        self._plan.run(scaled, recvbuf)
+
+
+def divide_by(size: int, dtype: DType) -> Callable[[np.ndarray], object]:
+    """Divides an array by ``size`` in place; integers are rounded toward zero."""
+    if dtype.kind == "int":
+
+        def divide(a: np.ndarray) -> None:
+            np.subtract(a, np.fmod(a, size), out=a)
+            np.floor_divide(a, size, out=a)
+
+        return divide
+    return lambda a: np.true_divide(a, size, out=a)
+
+
+@dataclass(frozen=True, slots=True)
+class StepParts:
+    """One step of a rank's program, in elements.
+
+    Attributes:
+        sends: What is sent, and to which rank.
+        receives: Where a message lands, the rank that sends it, and whether it is added to what is there.
+        local: Whether to reduce, the source and the target of each piece of local work, in this order.
+    """
+
+    sends: tuple[tuple[Part, int], ...]
+    receives: tuple[tuple[Part, int, bool], ...]
+    local: tuple[tuple[bool, Part, Part], ...]
+
+
+class Steps(ABC):
+    """One rank's program, compiled for one count and dtype. A subclass moves the messages of a step.
+
+    Args:
+        call: The call.
+    """
+
+    def __init__(self, call: Call) -> None:
+        program = call.program()
+        self._layout, self._dtype = call.layout(program), call.dtype.numpy
+        self._overlay = self._in_place_shift(call)
+        self._ufunc: Any = None if call.op is None else call.op.ufunc
+        average = call.op is not None and call.op.average
+        self._divide = divide_by(call.schedule.size, call.dtype) if average else None
+        self._scratch = np.empty(self._layout.count(Buffer.SCRATCH), self._dtype)
+        self._empty = np.empty(0, self._dtype)
+        parts = [self._parts(step) for step in program.steps]
+        self._steps = [
+            (self._messages(step) if step.sends or step.receives else None, step.local) for step in parts
+        ]
+
+    def _in_place_shift(self, call: Call) -> int | None:
+        """INPUT element minus OUTPUT element where these are one memory; None in a call out of place."""
+        s = call.schedule
+        collective = COLLECTIVES[s.collective]
+        shift = collective.in_place_shift(call.rank, s.size, s.chunks, s.root) if call.in_place else None
+        bounds = self._layout.bounds
+        return None if shift is None else bounds[Buffer.INPUT][shift[0]] - bounds[Buffer.OUTPUT][shift[1]]
+
+    def _part(self, span: Span) -> Part:
+        return (int(span.buffer), *self._layout.slice(span))
+
+    def _parts(self, step: Step) -> StepParts:
+        receives = [t for t in step.transfers if not isinstance(t, Send)]
+        return StepParts(
+            tuple((self._part(t.src), t.peer) for t in step.transfers if isinstance(t, Send)),
+            tuple((self._part(t.dst), t.peer, not isinstance(t, Recv)) for t in receives),
+            tuple(filter(None, map(self._local, step.local))),
+        )
+
+    def _local(self, work: Local) -> tuple[bool, Part, Part] | None:
+        src, dst = self._part(work.src), self._part(work.dst)
+        copies = isinstance(work, Copy)
+        return None if copies and self._place(src) == self._place(dst) else (not copies, src, dst)
+
+    def _place(self, part: Part) -> Part:
+        """A part, named by its place in OUTPUT where INPUT and OUTPUT are one memory."""
+        buffer, start, stop = part
+        if self._overlay is not None and buffer == Buffer.INPUT:
+            return int(Buffer.OUTPUT), start - self._overlay, stop - self._overlay
+        return part
+
+    def _messages(self, step: StepParts) -> Any:
+        """What ``_exchange`` needs to know of a step."""
+        return step
+
+    @abstractmethod
+    def _exchange(self, messages: Any, arrays: Sequence[np.ndarray]) -> None:
+        """Sends and receives all messages of a step at once; what arrives is added in the order listed.
+
+        Args:
+            messages: What ``_messages`` made of the step.
+            arrays: INPUT, OUTPUT and SCRATCH, one-dimensional.
+        """
+
+    def _enter(self) -> None:  # noqa: B027
+        """The call begins."""
+
+    def run(self, sendbuf: np.ndarray | None, recvbuf: np.ndarray | None) -> None:
+        """See ``transport.base.Plan``."""
+        empty = self._empty
+        arrays = (
+            empty if sendbuf is None else sendbuf.reshape(-1),
+            empty if recvbuf is None else recvbuf.reshape(-1),
+            self._scratch,
+        )
+        self._enter()
+        for messages, local in self._steps:
+            if messages is not None:
+                self._exchange(messages, arrays)
+            for reduce, (b, b0, b1), (a, a0, a1) in local:
+                dst, src = arrays[a][a0:a1], arrays[b][b0:b1]
+                if reduce:
+                    self._ufunc(dst, src, dst)
+                else:
+                    dst[...] = src
+        if self._divide is not None and recvbuf is not None:
+            self._divide(arrays[Buffer.OUTPUT])
+
+
+class MessageSteps(Steps):
+    """A program over a transport's own messages.
+
+    Args:
+        call: The call.
+        exchange: Sends and receives arrays at once; see ``Transport.transfer``.
+        enter: Called when a run begins.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        exchange: Callable[[Messages, Messages], object],
+        enter: Callable[[], object] = lambda: None,
+    ) -> None:
+        super().__init__(call)
+        self._send_and_receive, self._begin = exchange, enter
+        added = (sum(b - a for (_, a, b), _, adds in s.receives if adds) for s, _ in self._steps if s)
+        self._arrived = np.empty(max(added, default=0), self._dtype)
+
+    def _enter(self) -> None:
+        self._begin()
+
+    def _exchange(self, messages: StepParts, arrays: Sequence[np.ndarray]) -> None:
+        receives, additions, taken = [], [], 0
+        for (buffer, a, b), peer, adds in messages.receives:
+            target = data = arrays[buffer][a:b]
+            if adds:
+                data, taken = self._arrived[taken : taken + b - a], taken + b - a
+                additions.append((target, data))
+            receives.append((data, peer))
+        self._send_and_receive([(arrays[x][a:b], peer) for (x, a, b), peer in messages.sends], receives)
+        for target, data in additions:
+            self._ufunc(target, data, target)

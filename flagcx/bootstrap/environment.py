@@ -1,6 +1,6 @@
-"""Who am I? A rank's place in its job, read from the variables that its launcher set.
+"""A rank's place in its job, read from the variables that its launcher set.
 
-Every launcher has words of its own for the same four numbers::
+Every launcher has names of its own for the same four numbers::
 
     launcher  rank           size                  local rank         local size
     flagcx    FLAGCX_RANK    FLAGCX_SIZE           FLAGCX_LOCAL_RANK  FLAGCX_LOCAL_SIZE
@@ -10,8 +10,8 @@ Every launcher has words of its own for the same four numbers::
     slurm     SLURM_PROCID   SLURM_STEP_NUM_TASKS  SLURM_LOCALID      SLURM_STEP_TASKS_PER_NODE
 
 Launchers are started by launchers (``srun torchrun``, mpirun in a Slurm step), so several rows may be
-set. The innermost one counts: the table is in that order. ``RANK`` and ``WORLD_SIZE`` are names that
-anyone may set by hand; without torchrun's own mark beside them they must agree with the other rows.
+set. The innermost one counts: the table is in that order. ``RANK`` and ``WORLD_SIZE`` may also be set by
+hand; without ``TORCHELASTIC_RUN_ID``, which torchrun sets, they must agree with the other rows.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
 
 from flagcx.errors import BootstrapError
 
@@ -51,9 +53,8 @@ class Identity:
     launcher: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Names:
-    """One launcher's words: a row of the table above."""
+class _Names(NamedTuple):
+    """The variables of one launcher: a row of the table above."""
 
     launcher: str
     rank: str
@@ -65,24 +66,27 @@ class _Names:
 _FLAGCX = _Names("flagcx", "FLAGCX_RANK", "FLAGCX_SIZE", "FLAGCX_LOCAL_RANK", "FLAGCX_LOCAL_SIZE")
 _TORCHRUN = _Names("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _OPENMPI = _Names(
-    "openmpi",
-    "OMPI_COMM_WORLD_RANK",
-    "OMPI_COMM_WORLD_SIZE",
-    "OMPI_COMM_WORLD_LOCAL_RANK",
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "openmpi", *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
 )
 _MPICH = _Names("mpich", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 _SLURM = _Names("slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
+_JOB_VARIABLES = MappingProxyType(
+    {
+        "torchrun": (_TORCHRUN_MARK, "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"),
+        "openmpi": ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+        "slurm": ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
+    }
+)
 
 
 def identify(environ: Mapping[str, str]) -> Identity:
-    """Finds this rank's place from its environment.
+    """Finds this rank's place in its job.
 
     Args:
         environ: The environment to read, as from ``config.environment()``.
 
     Returns:
-        The rank's identity; rank 0 of 1 where no launcher left its mark.
+        The rank's identity; rank 0 of 1 where no launcher set its variables.
 
     Raises:
         BootstrapError: A launcher's variables are incomplete, are not numbers, are out of range, or two
@@ -95,8 +99,8 @@ def identify(environ: Mapping[str, str]) -> Identity:
     for names in (_FLAGCX, _TORCHRUN, _OPENMPI, _MPICH, _SLURM):
         if not _is_set(names, environ):
             continue
-        if names is _MPICH and _slurm_speaks_pmi(environ):
-            names = _SLURM
+        if names is _MPICH and _MPICH.local_rank not in environ and _is_set(_SLURM, environ):
+            names = _SLURM  # srun --mpi=pmi2 sets PMI_RANK, and not MPICH's local names.
         rank, size, local_rank, local_size = _numbers(names, environ)
         if names is _TORCHRUN and _TORCHRUN_MARK not in environ:
             _check_agreement(names, rank, size, environ)
@@ -127,39 +131,28 @@ def _is_set(names: _Names, environ: Mapping[str, str]) -> bool:
     return names.rank in environ or names.size in environ
 
 
-def _slurm_speaks_pmi(environ: Mapping[str, str]) -> bool:
-    """Whether PMI_RANK comes from srun --mpi=pmi2 (then MPICH's local names are missing)."""
-    return _is_set(_SLURM, environ) and _MPICH.local_rank not in environ
-
-
 def _numbers(names: _Names, environ: Mapping[str, str]) -> tuple[int, int, int, int]:
-    present = [name for name in (names.rank, names.size) if name in environ]
-    if len(present) == 1:
-        missing = names.size if names.rank in environ else names.rank
-        raise BootstrapError(
-            f"{present[0]}={environ[present[0]]!r} is set but {missing} is not, so this rank's place in the "
-            f"job is unknown; set both, or unset {present[0]} to run alone"
-        )
-    rank = _integer(names.rank, environ)
-    size = _integer(names.size, environ)
+    for present, missing in ((names.rank, names.size), (names.size, names.rank)):
+        if missing not in environ:
+            raise BootstrapError(
+                f"{present}={environ[present]!r} is set but {missing} is not, so this rank's place in the "
+                f"job is unknown; set both, or unset {present} to run alone"
+            )
+    rank, size = _integer(names.rank, environ), _integer(names.size, environ)
     if size < 1:
         raise BootstrapError(f"{names.size}={size} is not a number of ranks; expected at least 1")
     if not 0 <= rank < size:
         raise BootstrapError(
             f"{names.rank}={rank} is no rank of {names.size}={size}; expected 0 to {size - 1}"
         )
-    return rank, size, *_local_numbers(names, environ, rank, size)
-
-
-def _local_numbers(names: _Names, environ: Mapping[str, str], rank: int, size: int) -> tuple[int, int]:
-    if size == 1 and names.local_rank not in environ and names.local_size not in environ:
-        return 0, 1
-    for name in (names.local_rank, names.local_size):
-        if name not in environ:
-            raise BootstrapError(
-                f"{names.rank}={rank} and {names.size}={size} are set but {name} is not; set it too, or "
-                f"start the ranks with flagcx run, torchrun, mpirun or srun, which set all of them"
-            )
+    missing_names = [name for name in names[3:] if name not in environ]
+    if size == 1 and len(missing_names) == 2:
+        return rank, size, 0, 1
+    if missing_names:
+        raise BootstrapError(
+            f"{names.rank}={rank} and {names.size}={size} are set but {missing_names[0]} is not; set it too, "
+            f"or start the ranks with flagcx run, torchrun, mpirun or srun, which set all of them"
+        )
     local_rank = _integer(names.local_rank, environ)
     local_size = _slurm_local_size(environ) if names is _SLURM else _integer(names.local_size, environ)
     if not 1 <= local_size <= size:
@@ -171,7 +164,7 @@ def _local_numbers(names: _Names, environ: Mapping[str, str], rank: int, size: i
             f"{names.local_rank}={local_rank} contradicts {names.local_size}={local_size}; "
             f"expected 0 to {local_size - 1}"
         )
-    return local_rank, local_size
+    return rank, size, local_rank, local_size
 
 
 def _slurm_local_size(environ: Mapping[str, str]) -> int:
@@ -197,7 +190,7 @@ def _integer(name: str, environ: Mapping[str, str]) -> int:
 
 
 def _check_agreement(names: _Names, rank: int, size: int, environ: Mapping[str, str]) -> None:
-    """Variables set by hand must not contradict a launcher's (Slurm's may: it may have started that one)."""
+    """Raises if variables set by hand contradict MPI's. (Slurm's may differ: it may have started mpirun.)"""
     for other in (_OPENMPI, _MPICH):
         if other.rank not in environ or other.size not in environ:
             continue
@@ -210,24 +203,15 @@ def _check_agreement(names: _Names, rank: int, size: int, environ: Mapping[str, 
 
 
 def _job(launcher: str, environ: Mapping[str, str]) -> str:
-    if "FLAGCX_JOB" in environ:
-        return environ["FLAGCX_JOB"]
-    if launcher == "flagcx":
-        return "flagcx"
-    parts: tuple[str, ...]
-    if launcher == "torchrun":
-        parts = (_TORCHRUN_MARK, "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
-    elif launcher == "openmpi":
-        parts = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
-    elif launcher == "slurm":
-        parts = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
-    else:
+    if "FLAGCX_JOB" in environ or launcher == "flagcx":
+        return environ.get("FLAGCX_JOB", launcher)
+    if launcher == "mpich":
         return _hydra_job()
-    return "-".join([launcher, *(environ[part] for part in parts if part in environ)])
+    return "-".join([launcher, *(environ[name] for name in _JOB_VARIABLES[launcher] if name in environ)])
 
 
 def _hydra_job() -> str:
-    """MPICH tells its ranks no name of the job, but all ranks of a host descend from one proxy process."""
+    """MPICH gives its job no name, but all ranks of a host descend from one process, its proxy."""
     pid = "self"
     try:
         while pid != "1":
@@ -244,7 +228,7 @@ def _hydra_job() -> str:
 
 
 def _stat(pid: str) -> tuple[str, list[str]]:
-    """A process's name and the fields of its stat line behind it: state, parent, ..., start time (19)."""
+    """A process's name and the fields after it in its stat line: state, parent, ..., start time (19)."""
     with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
         head, _, tail = file.read().rpartition(")")
     return head.partition("(")[2], tail.split()

@@ -40,7 +40,7 @@ class RemoteStore(Store):
         timeout_s: How long to wait for the server, in seconds.
 
     Raises:
-        BootstrapError: Nobody listens there, or it is no store of this key, or it turned this rank away.
+        BootstrapError: Nothing listens there, or it is no store of this key, or it refused this rank.
     """
 
     def __init__(self, address: str, authkey: bytes, rank: int, size: int, timeout_s: float = 10.0) -> None:
@@ -52,8 +52,8 @@ class RemoteStore(Store):
         self._broken: Exception | None = None
         self._dead: dict[int, str] = {}
         self._host: dict[str, Any] = {}
-        self._poller = select.poll()
         self._connection = _open(address, timeout_s, rank)
+        self._poller = select.poll()
         self._poller.register(self._connection.fileno(), select.POLLIN)
         try:
             self._greet(authkey, time.monotonic() + timeout_s)
@@ -63,11 +63,12 @@ class RemoteStore(Store):
         close_in_forked_child(self)
 
     def check(self) -> None:
-        # Whoever holds the lock reads the notices too; and a poll object serves one thread at a time.
+        # The thread that holds the lock reads the notices too; a poll object serves one thread at a time.
         if self._lock.acquire(blocking=False):
             try:
-                if self._poller.poll(0):
-                    self._read_notices()
+                while self._broken is None and self._poller.poll(0):
+                    with contextlib.suppress(CommunicationError, BootstrapError):
+                        self._read(time.monotonic() + _MARGIN_S, None)
             finally:
                 self._lock.release()
         if self._dead:
@@ -77,22 +78,22 @@ class RemoteStore(Store):
             raise self._broken
 
     def close(self) -> None:
-        self._part({"kind": "leave"})
+        self._close_with({"kind": "leave"})
 
     def abort(self, reason: str) -> None:
-        self._part({"kind": "abort", "detail": reason})
+        self._close_with({"kind": "abort", "detail": reason})
 
-    def _part(self, last_word: dict[str, str]) -> None:
+    def _close_with(self, message: dict[str, str]) -> None:
         with self._lock:
             if self._connection.closed:
                 return
             if self._broken is None and os.getpid() == self._owner:
                 with contextlib.suppress(OSError):
-                    self._connection.send_bytes(wire.pack(last_word))
+                    self._connection.send_bytes(wire.pack(message))
             self._drop()
 
     def abandon(self) -> None:
-        """Lets go of the connection without a word: for a forked child, which holds a copy of it."""
+        """Closes the connection without a word: for a forked child, which holds a copy of it."""
         self._lock = threading.Lock()  # The parent's other threads do not exist here to release it.
         self._drop()
 
@@ -110,39 +111,17 @@ class RemoteStore(Store):
             if self._broken is not None:
                 raise self._broken
             self._number += 1
-            header = {
-                "number": self._number,
-                "kind": request.kind,
-                "key": request.key,
-                "amount": request.amount,
-                "timeout_s": request.timeout_s,
-                "group": request.group,
-            }
             # If sending fails, the server is gone, and what it said last is still there to be read.
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                self._connection.send_bytes(wire.pack(header, request.value))
-            return self._await_answer(time.monotonic() + request.timeout_s + _MARGIN_S, request)
-
-    def _await_answer(self, deadline: float, request: Request) -> Answer:
-        while True:
-            header, body = self._read(deadline, request)
-            if header.get("number") != self._number:
-                continue  # A notice, or the answer to a call that was interrupted.
-            values, start = [], 0
-            for nbytes in header["lengths"]:
-                values.append(body[start : start + nbytes])
-                start += nbytes
-            return Answer(
-                tuple(values), header["result"], header["fault"], tuple(header["ranks"]), header["detail"]
-            )
-
-    def _read_notices(self) -> None:
-        while self._broken is None and self._poller.poll(0):
-            with contextlib.suppress(CommunicationError, BootstrapError):
-                self._read(time.monotonic() + _MARGIN_S, None)
+                self._connection.send_bytes(wire.write_request(self._number, request))
+            deadline = time.monotonic() + request.timeout_s + _MARGIN_S
+            while True:
+                header, body = self._read(deadline, request)
+                if header.get("number") == self._number:  # else a notice, or a late answer to an earlier call
+                    return wire.read_answer(header, body)
 
     def _read(self, deadline: float, request: Request | None) -> tuple[dict[str, Any], bytes]:
-        """Reads a message, and takes note of it if it is a notice."""
+        """Reads a message; if it is a notice, notes which rank died or that the store is closed."""
         if not self._poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
             raise PeerTimeoutError(
                 f"the store, which {self._host['host']} runs, does not answer "
@@ -171,7 +150,7 @@ class RemoteStore(Store):
         return PeerDiedError(f"{host} died (it ran the store, and its connection ended)", peer=host_rank)
 
     def _greet(self, authkey: bytes, deadline: float) -> None:
-        """Shows the server that this rank knows the key, and has it show the same."""
+        """Shows the server that this rank knows the key, and has the server show the same."""
         opening = self._hear(deadline)
         if len(opening) != len(wire.MAGIC) + wire.NONCE_NBYTES or not opening.startswith(wire.MAGIC):
             raise BootstrapError(f"what listens at {self.address} is no flagcx store", rank=self.rank)
@@ -204,7 +183,7 @@ class RemoteStore(Store):
 
 
 class RefusedError(BootstrapError):
-    """The job's own store turned this rank away; to try again would be in vain."""
+    """The job's own store refused this rank, so there is no use in trying again."""
 
 
 def _open(address: str, timeout_s: float, rank: int) -> Connection:

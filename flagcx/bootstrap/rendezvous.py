@@ -1,15 +1,15 @@
 """How the ranks of a job find their store.
 
 ===========================  =====================================================================
-started by                   where the store is, and how the others learn of it
+started by                   where the store is, and how the other ranks find it
 ===========================  =====================================================================
 alone                        in the process itself; no socket
-flagcx run, fc.launch        in the launcher, which tells its ranks by ``FLAGCX_STORE_ADDRESS`` and
-                             ``FLAGCX_STORE_KEY``
+flagcx run, fc.launch        in the launcher, which sets ``FLAGCX_STORE_ADDRESS`` and
+                             ``FLAGCX_STORE_KEY`` for its ranks
 any other, with              in rank 0, at that address (``host:port``)
 ``FLAGCX_STORE_ADDRESS``
-any other, one host          in rank 0, on an abstract Unix socket; a file that only this user can
-                             read says which, until all ranks are connected
+any other, one host          in rank 0, on an abstract Unix socket, whose name is in a file that only
+                             this user can read, until all ranks are connected
 torchrun, several hosts      in rank 0, on the first free port after ``MASTER_PORT`` at
                              ``MASTER_ADDR``
 mpirun, srun, several hosts  in rank 0, on TCP; MPI broadcasts the addresses and the key
@@ -35,8 +35,8 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from flagcx.bootstrap.environment import Identity
 from flagcx.bootstrap.remote_store import RefusedError, RemoteStore
@@ -57,29 +57,29 @@ def connect(identity: Identity, config: Config, environ: Mapping[str, str]) -> S
     """Connects a rank to its job's store, starting the store where that is this rank's part.
 
     Args:
-        identity: Who this rank is.
+        identity: This rank's place in the job.
         config: Its ``init_timeout_s`` bounds the search.
         environ: The environment, as from ``config.environment()``.
 
     Returns:
-        The store. At the process's end it is closed, or told of the exception that ended the process.
+        The store. When the process ends it is closed, or aborted with the exception that ended the process.
 
     Raises:
-        BootstrapError: The store cannot be found or reached in time, or turned this rank away.
+        BootstrapError: The store cannot be found or reached in time, or refused this rank.
         MissingDependencyError: mpi4py is needed (several hosts under mpirun or srun) and not installed.
     """
     if identity.size == 1:
         return LocalStore()
     deadline = time.monotonic() + config.init_timeout_s
+    server: StoreServer | None = None
     if identity.launcher == "flagcx":
-        found = _Finding(*_announced(environ))
-        server = None
+        search = _announced(environ)
     elif identity.rank == 0:
-        server, found = _host(identity, environ)
+        server, search = _host(identity, environ)
     else:
-        server, found = None, None
+        search = _search(identity, environ)
     try:
-        store = _join(identity, found or _search(identity, environ), deadline)
+        store = _join(identity, search, deadline)
     except BaseException:
         if server is not None:
             server.close()
@@ -88,28 +88,29 @@ def connect(identity: Identity, config: Config, environ: Mapping[str, str]) -> S
     return store
 
 
-@dataclass(frozen=True, slots=True)
-class _Finding:
+class _Place(NamedTuple):
     """Where a store may be, and the key that it must know."""
 
     address: str
     authkey: bytes
 
 
-def _join(
-    identity: Identity, search: _Finding | Callable[[], list[_Finding]], deadline: float
-) -> RemoteStore:
-    """Tries what the search finds until a store proves to be the job's."""
+Search = Callable[[], list[_Place]]
+"""Gives the places where the store may be by now."""
+
+
+def _join(identity: Identity, search: Search, deadline: float) -> RemoteStore:
+    """Tries the places of the search until a store proves to be the job's."""
     pause_s, patience_s, reason = 0.001, 1.0, "rank 0 has not said where it is"
     while True:
-        findings = [search] if isinstance(search, _Finding) else search()
-        for finding in findings:
-            # Of several addresses some may lead into the void, which takes a connection long to find out.
-            longest_s = 10.0 if len(findings) == 1 else patience_s
-            patience_s = min(2 * patience_s, 10.0) if finding is findings[-1] else patience_s
+        places = search()
+        for place in places:
+            # Of several addresses some may be unreachable, which a connection finds out only by a time-out.
+            longest_s = 10.0 if len(places) == 1 else patience_s
+            patience_s = min(2 * patience_s, 10.0) if place is places[-1] else patience_s
             longest_s = max(0.1, min(longest_s, deadline - time.monotonic()))
             try:
-                return RemoteStore(finding.address, finding.authkey, identity.rank, identity.size, longest_s)
+                return RemoteStore(*place, identity.rank, identity.size, longest_s)
             except RefusedError:
                 raise
             except BootstrapError as error:
@@ -126,14 +127,18 @@ def _join(
         pause_s = min(0.02, pause_s * 2)
 
 
-def _announced(environ: Mapping[str, str]) -> tuple[str, bytes]:
+def _announced(environ: Mapping[str, str]) -> Search:
     missing = [name for name in (_ADDRESS, _KEY) if name not in environ]
     if missing:
         raise BootstrapError(
             f"FLAGCX_RANK is set but {' and '.join(missing)} not; start the ranks with flagcx run or "
             f"fc.launch, or unset the FLAGCX_* variables to run alone"
         )
-    return environ[_ADDRESS], _key(environ)
+    return _fixed(_Place(environ[_ADDRESS], _key(environ)))
+
+
+def _fixed(*places: _Place) -> Search:
+    return lambda: list(places)
 
 
 def _key(environ: Mapping[str, str], job: str = "") -> bytes:
@@ -150,13 +155,12 @@ def _key(environ: Mapping[str, str], job: str = "") -> bytes:
     return hashlib.sha256(b"flagcx store key\0" + job.encode()).digest()
 
 
-def _host(identity: Identity, environ: Mapping[str, str]) -> tuple[StoreServer, _Finding]:
-    """Rank 0's part where no launcher of ours runs the store: start it and make it known."""
-    single_host = identity.local_size == identity.size
+def _host(identity: Identity, environ: Mapping[str, str]) -> tuple[StoreServer, Search]:
+    """Rank 0's part where it runs the store: starts it and lets the other ranks find it."""
     if _ADDRESS in environ:
         server = _serve(identity, environ[_ADDRESS], _key(environ, environ[_ADDRESS]))
-    elif single_host:
-        return _host_by_file(identity, environ)
+    elif identity.local_size == identity.size:
+        server = _serve_by_file(_file(identity, environ), identity)
     elif identity.launcher == "torchrun":
         server = _serve_at_master(identity, environ)
     else:
@@ -164,43 +168,34 @@ def _host(identity: Identity, environ: Mapping[str, str]) -> tuple[StoreServer, 
         port = server.address.rpartition(":")[2]
         addresses = [f"tcp:{address}:{port}" for address in _own_addresses()[:_ADDRESSES_TOLD]]
         _broadcast(identity, {"addresses": addresses, "key": server.authkey.hex()})
-    return server, _Finding(server.address.replace("tcp:0.0.0.0:", "tcp:127.0.0.1:"), server.authkey)
+    own = server.address.replace("tcp:0.0.0.0:", "tcp:127.0.0.1:")
+    return server, _fixed(_Place(own, server.authkey))
 
 
-def _search(identity: Identity, environ: Mapping[str, str]) -> Callable[[], list[_Finding]]:
-    """The other ranks' part: a function that says where the store may be by now."""
-    single_host = identity.local_size == identity.size
+def _search(identity: Identity, environ: Mapping[str, str]) -> Search:
+    """The other ranks' part."""
     if _ADDRESS in environ:
-        findings = [_Finding(environ[_ADDRESS], _key(environ, environ[_ADDRESS]))]
-    elif single_host:
+        return _fixed(_Place(environ[_ADDRESS], _key(environ, environ[_ADDRESS])))
+    if identity.local_size == identity.size:
         path = _file(identity, environ)
         return lambda: _read_file(path)
-    elif identity.launcher == "torchrun":
+    if identity.launcher == "torchrun":
         key = _key(environ, identity.job)
-        findings = [_Finding(address, key) for address in _master_addresses(environ)]
-    else:
-        told = _broadcast(identity, None)
-        nearest = sorted(told["addresses"], key=_distance(_own_addresses()))
-        findings = [_Finding(address, bytes.fromhex(told["key"])) for address in nearest]
-    return lambda: findings
+        return _fixed(*(_Place(address, key) for address in _master_addresses(environ)))
+    message = _broadcast(identity, None)
+    nearest = sorted(message["addresses"], key=_distance(_own_addresses()))
+    return _fixed(*(_Place(address, bytes.fromhex(message["key"])) for address in nearest))
 
 
-def _serve(
-    identity: Identity,
-    address: str | None,
-    authkey: bytes | None,
-    on_complete: Callable[[], None] | None = None,
-) -> StoreServer:
-    return StoreServer(
-        identity.size, address, authkey, host="rank 0", host_rank=0, on_complete=on_complete
-    ).start()
+def _serve(identity: Identity, address: str | None, authkey: bytes | None, **options: Any) -> StoreServer:
+    return StoreServer(identity.size, address, authkey, host="rank 0", host_rank=0, **options).start()
 
 
 def leave(store: Store) -> None:
-    """Leaves the store as this process ends: in good order, or else the others are told why.
+    """Leaves the store as this process ends: in good order, or with the exception that ends it.
 
-    After an exception that nobody caught (which Python then keeps as ``sys.last_value``) the ranks that
-    wait for this one get a ``PeerDiedError`` with its text.
+    After an uncaught exception (which Python keeps as ``sys.last_value``) the ranks that wait for this one
+    get a ``PeerDiedError`` with its text.
     """
     error = getattr(sys, "last_value", None)
     if error is None:
@@ -210,7 +205,7 @@ def leave(store: Store) -> None:
 
 
 def _end(store: weakref.ref[RemoteStore], server: weakref.ref[StoreServer] | None) -> None:
-    """At the process's end: leaves, and serves on for a moment those who are not done yet."""
+    """Called when the process ends: leaves, and for a moment serves on the ranks that are not done yet."""
     found = store()
     if found is not None:
         leave(found)
@@ -224,9 +219,7 @@ def _end(store: weakref.ref[RemoteStore], server: weakref.ref[StoreServer] | Non
 # One host: a file.
 
 
-def _host_by_file(identity: Identity, environ: Mapping[str, str]) -> tuple[StoreServer, _Finding]:
-    path = _file(identity, environ)
-
+def _serve_by_file(path: Path, identity: Identity) -> StoreServer:
     def remove() -> None:
         with contextlib.suppress(OSError):
             path.unlink()
@@ -239,7 +232,7 @@ def _host_by_file(identity: Identity, environ: Mapping[str, str]) -> tuple[Store
     except BaseException:
         server.close()
         raise
-    return server, _Finding(server.address, server.authkey)
+    return server
 
 
 def _file(identity: Identity, environ: Mapping[str, str]) -> Path:
@@ -248,10 +241,10 @@ def _file(identity: Identity, environ: Mapping[str, str]) -> Path:
 
 
 def private_directory(environ: Mapping[str, str]) -> Path:
-    """A directory of this user alone, made if need be.
+    """A directory of this user alone, made if it is not there.
 
     Raises:
-        BootstrapError: It is there and is someone else's, or others can enter it.
+        BootstrapError: It is another user's, or other users can enter it.
     """
     runtime = environ.get("XDG_RUNTIME_DIR")
     if runtime and _is_private(Path(runtime)):
@@ -277,7 +270,7 @@ def _is_private(directory: Path) -> bool:
 
 
 def _write_file(path: Path, content: dict[str, str]) -> None:
-    """Puts the file there whole or not at all, in place of what a dead job of this name may have left."""
+    """Writes the file whole or not at all, in place of one that a dead job of this name may have left."""
     draft = path.with_suffix(f".{os.getpid()}")
     with contextlib.suppress(FileNotFoundError):
         draft.unlink()
@@ -288,7 +281,7 @@ def _write_file(path: Path, content: dict[str, str]) -> None:
 
 
 def _remove_stale_files(directory: Path) -> None:
-    """Removes files whose store is no more. (A store listens before its file is there.)"""
+    """Removes files whose store has ended. (A store listens before its file is there.)"""
     for path in directory.glob("*.json"):
         with contextlib.suppress(OSError, IndexError), socket.socket(socket.AF_UNIX) as probe:
             try:
@@ -297,11 +290,11 @@ def _remove_stale_files(directory: Path) -> None:
                 path.unlink()
 
 
-def _read_file(path: Path) -> list[_Finding]:
+def _read_file(path: Path) -> list[_Place]:
     """Reads the file. One that a dead job left leads nowhere: its socket went with its process."""
     try:
         content = json.loads(path.read_text(encoding="ascii"))
-        return [_Finding(content["address"], bytes.fromhex(content["key"]))]
+        return [_Place(content["address"], bytes.fromhex(content["key"]))]
     except (OSError, ValueError, KeyError, TypeError):
         return []
 
@@ -314,7 +307,7 @@ def _serve_at_master(identity: Identity, environ: Mapping[str, str]) -> StoreSer
     key = _key(environ, identity.job)
     problem: BootstrapError | None = None
     for address in _master_addresses(environ):
-        # The name may be one that only the others see this host by; then listen on all interfaces.
+        # The name may be one by which only other hosts know this host; then listen on all interfaces.
         for candidate in (address, f"0.0.0.0:{address.rpartition(':')[2]}"):
             try:
                 return _serve(identity, candidate, key)
@@ -377,7 +370,7 @@ def _own_addresses() -> list[str]:
 
 
 def _distance(own: list[str]) -> Callable[[str], int]:
-    """Sorts addresses of the other end: the more leading bits it shares with one of ours, the nearer."""
+    """A sort key for addresses: the more leading bits one shares with one of ``own``, the nearer it is."""
 
     def number(address: str) -> int:
         return int.from_bytes(socket.inet_aton(address), "big")

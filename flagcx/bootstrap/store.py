@@ -1,8 +1,8 @@
 """A rank's end of the store, through which the ranks of a job find each other and exchange small values.
 
-``Store`` is the interface. ``RemoteStore`` (in remote_store.py) asks a ``StoreServer``; ``LocalStore`` is a
-lone rank's, with no socket; ``Store.scoped`` gives a view for part of the ranks. Values are bytes: a store
-unpickles nothing.
+``Store`` is the interface. ``RemoteStore`` (in remote_store.py) asks a ``StoreServer``; ``LocalStore`` is the
+store of a job of one rank, without a socket; ``Store.scoped`` gives a view for part of the ranks. Values are
+bytes: a store unpickles nothing.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Store:
     size: int
 
     def set(self, key: str, value: bytes) -> None:
-        """Sets a key, and wakes those who wait for it.
+        """Sets a key, and wakes the ranks that wait for it.
 
         Args:
             key: The key.
@@ -57,13 +57,13 @@ class Store:
         """Returns the value of a key, waiting for it if need be.
 
         Raises:
-            PeerTimeoutError: Nobody set it in time. Names the ranks that are not there.
+            PeerTimeoutError: No rank set it in time. Names the ranks that are not connected.
             PeerDiedError: A rank died meanwhile.
         """
         return self._ask(Request("get", _text(key), timeout_s=_seconds(timeout_s))).values[0]
 
     def add(self, key: str, amount: int) -> int:
-        """Adds to a counter, which begins at 0, and returns the sum. Counters and keys are apart."""
+        """Adds to a counter, which begins at 0, and returns the sum. A counter is no key of ``get``."""
         return self._ask(Request("add", _text(key), amount=int(amount))).number
 
     def delete(self, key: str) -> bool:
@@ -74,7 +74,7 @@ class Store:
         """Waits until all ranks have come to the barrier of this name, which may be used again.
 
         Raises:
-            PeerTimeoutError: They did not come in time. Names the absent.
+            PeerTimeoutError: Ranks did not come in time. Names them.
             PeerDiedError: A rank died meanwhile.
             CommunicationError: A rank has left and will not come.
         """
@@ -92,7 +92,7 @@ class Store:
             The contributions in the order of the ranks.
 
         Raises:
-            PeerTimeoutError: Ranks did not come in time. Names the absent.
+            PeerTimeoutError: Ranks did not come in time. Names them.
             PeerDiedError: A rank died meanwhile.
             CommunicationError: A rank has left and will not come.
 
@@ -100,7 +100,7 @@ class Store:
             >>> LocalStore().exchange("names", b"a", timeout_s=1)
             [b'a']
         """
-        request = Request("gather", _text(name), _value(value), timeout_s=_seconds(timeout_s))
+        request = Request("exchange", _text(name), _value(value), timeout_s=_seconds(timeout_s))
         return list(self._ask(request).values)
 
     def check(self) -> None:
@@ -114,9 +114,9 @@ class Store:
         """A view whose keys begin with ``prefix``, shared by some of the ranks.
 
         Args:
-            prefix: What its keys begin with.
+            prefix: The text that its keys begin with.
             ranks: Ranks of this store that share the view, in the order of their ranks in it; all of them
-                by default. Deaths of other ranks do not concern it.
+                by default. The view ignores deaths of other ranks.
 
         Returns:
             The view. Closing it does nothing; it ends with this store.
@@ -147,7 +147,7 @@ class Store:
         return f"<{type(self).__name__.lstrip('_')} rank={self.rank} size={self.size}>"
 
     def _ask(self, request: Request) -> Answer:
-        """Puts a request, and returns the answer, which has no fault."""
+        """Makes a request and returns the answer; raises the error that its fault stands for."""
         answer = self._submit(request)
         if answer.fault:
             self._fail(request, answer)
@@ -160,7 +160,7 @@ class Store:
         return f"rank {rank}"
 
     def _fail(self, request: Request, answer: Answer) -> NoReturn:
-        what = f"{'exchange or barrier' if request.kind == 'gather' else request.kind} {request.key!r}"
+        what = f"{'exchange or barrier' if request.kind == 'exchange' else request.kind} {request.key!r}"
         names = ", ".join(self._name(rank) for rank in answer.ranks)
         peer = answer.ranks[0] if answer.ranks else None
         if answer.fault == "died":
@@ -176,7 +176,7 @@ class Store:
                 peer=peer,
             )
         if answer.fault == "timeout":
-            raise PeerTimeoutError(f"{self._lateness(request, what, names)}", peer=peer)
+            raise PeerTimeoutError(self._lateness(request, what, names), peer=peer)
         if answer.fault == "full":
             raise ResourceError(
                 f"{what}: the store is full ({answer.detail}); delete keys that are done with"
@@ -184,7 +184,7 @@ class Store:
         raise BootstrapError(f"{self._name(self.rank)} is already waiting in {what}", rank=self.rank)
 
     def _lateness(self, request: Request, what: str, names: str) -> str:
-        if request.kind == "gather":
+        if request.kind == "exchange":
             return (
                 f"{names} did not come to {what} within {request.timeout_s:g} s; every rank must make the "
                 f"same calls, and slow ones need a longer time-out (FLAGCX_INIT_TIMEOUT_S for init)"
@@ -194,17 +194,17 @@ class Store:
 
 
 class LocalStore(Store):
-    """The store of a lone rank: no server, no socket."""
+    """The store of a job of one rank: no server, no socket."""
 
     def __init__(self) -> None:
         self.rank, self.size = 0, 1
         self._state = StoreState(1)
-        self._state.join(0)
+        self._state.present.add(0)
         self._lock = threading.Lock()
 
     def _submit(self, request: Request) -> Answer:
         with self._lock:
-            # Nobody else could set a missing key, so waiting for it is pointless.
+            # No other rank could set a missing key, so waiting for it is pointless.
             answers = self._state.submit(0, request, None, 0.0) or self._state.expire(math.inf)
         return answers[0][1]
 

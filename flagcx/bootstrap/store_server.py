@@ -1,7 +1,7 @@
-"""The store's server: one thread, one loop, no connection that another can hold up.
+"""The store's server: one thread, one loop, and no connection that can hold up another.
 
-Every socket is non-blocking, so a stranger who connects and says nothing, sends garbage or stops half way
-costs the others nothing: he has ``handshake_s`` seconds to show that he knows the key, then he is cut off.
+Every socket is non-blocking, so a stranger that connects and says nothing, sends garbage or stops half way
+costs the ranks nothing: it has ``handshake_s`` seconds to show that it knows the key, then it is cut off.
 
 How a connection begins (sha256 proofs, both ways; see ``wire.proof``)::
 
@@ -10,12 +10,9 @@ How a connection begins (sha256 proofs, both ways; see ``wire.proof``)::
       | <-- client's nonce, proof, {rank, size} -- |      a wrong proof: closed, without a word
       | -- proof, {"ok": host} or {"error": ...} > |      the client checks that the server knows the key
 
-A rank that says "leave" before it closes has left in good order. One whose connection simply ends has
-died: its kernel closes the socket within microseconds of a kill -9. All who wait for it are told, and so
-is everyone else by a notice.
-
-A rank may leave and come back (``init``, ``close``, ``init``): its n-th stay meets the others' n-th stays,
-in a state of their own, so that a rank which is ahead is not confused with one which is behind.
+A rank that says "leave" before it closes has left in good order. A rank whose connection simply ends has
+died: its kernel closes the socket within microseconds of a kill -9. All ranks that wait for it are told by
+an answer, all others by a notice.
 """
 
 from __future__ import annotations
@@ -33,14 +30,19 @@ from collections.abc import Callable
 from typing import Any
 
 from flagcx.bootstrap import wire
+from flagcx.bootstrap.membership import Membership
 from flagcx.bootstrap.sockets import close_in_forked_child, format_address, is_own_user, listen, tune
-from flagcx.bootstrap.store_state import Answers, StoreState
+from flagcx.bootstrap.store_state import Answers
 
 _MAX_STRANGERS = 256
 
 
 class _Peer:
-    """A connection: a stranger's (rank -1) until it has shown the key, then a rank's."""
+    """A connection: a stranger's (rank -1) until it has shown the key, then a rank's.
+
+    Attributes:
+        joined: Whether it is a rank's that has not left.
+    """
 
     def __init__(self, connection: socket.socket, deadline: float) -> None:
         self.socket = connection
@@ -49,8 +51,7 @@ class _Peer:
         self.reader = wire.FrameReader(wire.MAX_GREETING_NBYTES)
         self.outbox = bytearray()
         self.rank = -1
-        self.pid = 0
-        self.state: StoreState | None = None  # From the rank's coming to its leaving.
+        self.joined = False
 
 
 class StoreServer:
@@ -61,13 +62,13 @@ class StoreServer:
         address: Where to listen: ``host:port``, or None for an abstract Unix socket (one host; nothing is
             left on disk).
         authkey: The key that ranks must know; None makes a random one.
-        host: Who runs this server, as the others shall name it when it is gone: "rank 0", "the launcher".
+        host: What runs this server, as messages name it when it is gone: "rank 0", "the launcher".
         host_rank: The rank whose process runs this server, or None if no rank's does.
         handshake_s: How long a stranger has to show the key, in seconds.
         on_complete: Called once, from the server's thread, when all ranks have connected.
 
     Attributes:
-        address: Where it listens, as ``Store`` takes it.
+        address: Where it listens, as ``RemoteStore`` takes it.
         authkey: The key.
 
     Raises:
@@ -94,13 +95,9 @@ class StoreServer:
         self.address = format_address(self._listener)
         self._selector = selectors.DefaultSelector()
         self._waker, self._woken = socket.socketpair()
-        self._calls: deque[Callable[[], None]] = deque()
+        self._calls: deque[Callable[[], object]] = deque()
         self._peers: dict[_Peer, None] = {}
-        self._states: dict[int, StoreState] = {}
-        self._stays = [0] * size
-        self._connected: dict[int, _Peer] = {}
-        self._lost: dict[int, str] = {}
-        self._finished: set[int] = set()
+        self._members = Membership(size)
         self._ended = False
         self._ends_when_idle = False
         self._owner = os.getpid()
@@ -113,27 +110,34 @@ class StoreServer:
             self._listener.setblocking(False)
             self._woken.setblocking(False)
             self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-            self._selector.register(self._woken, selectors.EVENT_READ, self._wake_up)
+            self._selector.register(self._woken, selectors.EVENT_READ, lambda _: self._woken.recv(4096))
             self._thread = threading.Thread(target=self._serve, name="flagcx-store", daemon=True)
             self._thread.start()
         return self
 
     def rank_ended(self, rank: int, how: str = "") -> None:
-        """Tells the store what a launcher sees: a rank's process ended.
+        """Tells the store that a rank's process ended, as its launcher sees.
 
         Args:
             rank: The rank.
             how: "" if it ended well, otherwise what happened, such as "was killed by SIGKILL".
         """
-        self._call(lambda: self._depart(rank, how))
+
+        def tell() -> None:
+            if how:
+                self._lose(rank, how)
+            else:
+                self._deliver(self._members.finish(rank))
+
+        self._call(tell)
 
     def close_when_idle(self) -> None:
         """Has the server end by itself as soon as no rank is connected any more."""
 
-        def leave_it() -> None:
+        def tell() -> None:
             self._ends_when_idle = True
 
-        self._call(leave_it)
+        self._call(tell)
 
     def join(self, timeout_s: float) -> None:
         """Waits until the server has ended, at most ``timeout_s`` seconds."""
@@ -141,19 +145,19 @@ class StoreServer:
             self._thread.join(timeout_s)
 
     def close(self) -> None:
-        """Tells all who are connected that the store is closed, and ends."""
+        """Tells all connected ranks that the store is closed, and ends."""
         if self._ended or os.getpid() != self._owner:
             return
         self._ended = True
-        if self._thread is not None:
-            self._wake()
-            if self._thread is not threading.current_thread():
-                self._thread.join()
-        else:
+        if self._thread is None:
             self._release()
+            return
+        self._wake()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
 
     def abandon(self) -> None:
-        """Lets go of all sockets without a word: for a forked child, which holds copies of them."""
+        """Closes all sockets without a word: for a forked child, which holds copies of them."""
         self._ended = True
         self._release()
 
@@ -164,39 +168,12 @@ class StoreServer:
         self.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self._ended else f"{len(self._connected)} of {self.size} ranks connected"
+        connected = len(self._members.connected)
+        state = "closed" if self._ended else f"{connected} of {self.size} ranks connected"
         return f"<StoreServer at {self.address}, {state}>"
 
-    # The loop. Everything below runs in the server's thread alone.
-
-    def _serve(self) -> None:
-        try:
-            while not self._ended:
-                for key, events in self._selector.select(self._patience()):
-                    key.data(events)
-                while self._calls:
-                    self._calls.popleft()()
-                self._expire(time.monotonic())
-                if self._ends_when_idle and not self._connected:
-                    break
-        finally:
-            self._ended = True
-            self._say_goodbye()
-            self._release()
-
-    def _patience(self) -> float | None:
-        deadlines = [state.next_deadline() for state in self._states.values()]
-        deadlines += [peer.deadline for peer in self._peers if peer.rank < 0]
-        first = min(deadlines, default=math.inf)
-        return None if first == math.inf else max(0.0, first - time.monotonic())
-
-    def _expire(self, now: float) -> None:
-        for state in self._states.values():
-            self._deliver(state.expire(now))
-        for peer in [peer for peer in self._peers if peer.rank < 0 and peer.deadline <= now]:
-            self._drop(peer)
-
-    def _call(self, function: Callable[[], None]) -> None:
+    def _call(self, function: Callable[[], object]) -> None:
+        """Has the server's thread call a function."""
         self._calls.append(function)
         self._wake()
 
@@ -204,9 +181,35 @@ class StoreServer:
         with contextlib.suppress(OSError):
             self._waker.send(b"\0", socket.MSG_DONTWAIT)
 
-    def _wake_up(self, _events: int) -> None:
-        with contextlib.suppress(BlockingIOError):
-            self._woken.recv(4096)
+    # The loop. Everything below runs in the server's thread alone.
+
+    def _serve(self) -> None:
+        try:
+            while not self._ended:
+                for key, events in self._selector.select(self._patience_s()):
+                    key.data(events)
+                while self._calls:
+                    self._calls.popleft()()
+                now = time.monotonic()
+                self._deliver(self._members.expire(now))
+                for stranger in self._strangers():
+                    if stranger.deadline <= now:
+                        self._drop(stranger)
+                if self._ends_when_idle and not self._members.connected:
+                    break
+        finally:
+            self._ended = True
+            self._notify({"notice": "closed"})
+            self._release()
+
+    def _patience_s(self) -> float | None:
+        deadlines = [*self._members.deadlines(), *(peer.deadline for peer in self._strangers())]
+        first = min(deadlines, default=math.inf)
+        return None if first == math.inf else max(0.0, first - time.monotonic())
+
+    def _strangers(self) -> list[_Peer]:
+        """The connections that have not shown the key yet, oldest first."""
+        return [peer for peer in self._peers if peer.rank < 0]
 
     def _accept(self, _events: int) -> None:
         try:
@@ -229,7 +232,7 @@ class StoreServer:
         self._send(peer, wire.MAGIC + peer.nonce)
 
     def _drop_strangers(self, keep: int) -> None:
-        strangers = [peer for peer in self._peers if peer.rank < 0]
+        strangers = self._strangers()
         for peer in strangers[: max(0, len(strangers) - keep)]:
             self._drop(peer)
 
@@ -245,38 +248,21 @@ class StoreServer:
         except OSError:
             data = b""
         try:
-            payloads = peer.reader.feed(data)
-            for payload in payloads:
+            for payload in peer.reader.feed(data):
                 if peer not in self._peers:
                     return
-                self._receive(peer, payload)
+                if peer.rank < 0:
+                    self._greet(peer, payload)
+                else:
+                    self._receive(peer, payload)
         except wire.MalformedError as error:
             self._drop(peer, f"sent what is no message of flagcx ({error})")
             return
         if not data:
             self._drop(peer)
 
-    def _receive(self, peer: _Peer, payload: bytes) -> None:
-        if peer.rank < 0:
-            self._greet(peer, payload)
-            return
-        header, body = wire.unpack(payload)
-        state = peer.state
-        if state is None:
-            raise wire.MalformedError("a request after it had left")
-        if header.get("kind") == "leave":
-            self._leave(peer, state)
-            return
-        if header.get("kind") == "abort":
-            self._drop(peer, str(header.get("detail")))
-            return
-        request = wire.read_request(header, body, peer.rank, self.size)
-        ticket = (peer, header["number"])
-        self._deliver(state.submit(peer.rank, request, ticket, time.monotonic()))
-
-    # A rank comes.
-
     def _greet(self, peer: _Peer, payload: bytes) -> None:
+        """Lets a stranger in, as a rank, if it knows the key and the rank may join."""
         client_nonce, shown = payload[: wire.NONCE_NBYTES], payload[wire.NONCE_NBYTES :][: wire.PROOF_NBYTES]
         claim = payload[wire.NONCE_NBYTES + wire.PROOF_NBYTES :]
         expected = wire.proof(self.authkey, "client", peer.nonce, client_nonce, claim)
@@ -284,99 +270,51 @@ class StoreServer:
             self._drop(peer)
             return
         header, _ = wire.unpack(claim)
-        error = self._refusal(header)
+        if all(wire.is_integer(header.get(name)) for name in ("rank", "size", "pid")):
+            error = self._members.refusal(header["rank"], header["size"])
+        else:
+            error = "the greeting has no rank, size and pid"
+        if not error:
+            peer.rank, peer.joined = header["rank"], True
+            peer.reader.limit = wire.MAX_MESSAGE_NBYTES
+            self._members.join(peer.rank, header["pid"])
         answer = wire.pack({"error": error} if error else {"ok": True, **self._host})
-        own_proof = wire.proof(self.authkey, "server", peer.nonce, client_nonce, answer)
+        self._send(peer, wire.proof(self.authkey, "server", peer.nonce, client_nonce, answer) + answer)
         if error:
-            self._send(peer, own_proof + answer)
             self._drop(peer)
-            return
-        peer.rank, peer.pid = header["rank"], header["pid"]
-        peer.reader.limit = wire.MAX_MESSAGE_NBYTES
-        peer.state = self._state(self._stays[peer.rank])
-        peer.state.join(peer.rank)
-        self._connected[peer.rank] = peer
-        self._send(peer, own_proof + answer)
-        if len(self._connected) == self.size and self._on_complete is not None:
+        elif len(self._members.connected) == self.size and self._on_complete is not None:
             on_complete, self._on_complete = self._on_complete, None
             on_complete()
 
-    def _refusal(self, header: dict[str, Any]) -> str:
-        """Why a client that knows the key is turned away; "" if it is let in."""
-        if not all(wire.is_integer(header.get(name)) for name in ("rank", "size", "pid")):
-            return "the greeting has no rank, size and pid"
-        rank, size = header["rank"], header["size"]
-        if size != self.size or not 0 <= rank < self.size:
-            return f"it calls itself rank {rank} of {size}, but this job has {self.size} ranks"
-        if rank in self._connected:
-            return (
-                f"rank {rank} is already connected, from process {self._connected[rank].pid}; each rank may "
-                f"call init once at a time, and a process started by a rank must not inherit its variables"
-            )
-        if rank in self._lost:
-            return f"rank {rank} was lost before ({self._lost[rank]}) and cannot come back"
-        return ""
-
-    def _state(self, stay: int) -> StoreState:
-        """The state of everyone's ``stay``-th stay."""
-        if stay not in self._states:
-            state = self._states[stay] = StoreState(self.size)
-            for rank, how in self._lost.items():
-                state.lose(rank, how)
-            for rank in self._finished - self._connected.keys():
-                state.leave(rank)
-        return self._states[stay]
-
-    # A rank goes.
-
-    def _leave(self, peer: _Peer, state: StoreState) -> None:
-        stay = self._stays[peer.rank]
-        self._forget(peer)
-        self._deliver(state.leave(peer.rank))
-        if len(state.left) == self.size:
-            del self._states[stay]
-        if peer.rank in self._finished:
-            self._write_off(peer.rank)
+    def _receive(self, peer: _Peer, payload: bytes) -> None:
+        header, body = wire.unpack(payload)
+        if not peer.joined:
+            raise wire.MalformedError("a request after it had left")
+        if header.get("kind") == "leave":
+            peer.joined = False
+            self._deliver(self._members.leave(peer.rank))
+        elif header.get("kind") == "abort":
+            self._drop(peer, str(header.get("detail")))
+        else:
+            request = wire.read_request(header, body, peer.rank, self.size)
+            ticket = (peer, header["number"])
+            self._deliver(self._members.submit(peer.rank, request, ticket, time.monotonic()))
 
     def _drop(self, peer: _Peer, how: str = "") -> None:
-        """Ends a connection; if it is a rank's, the rank is lost."""
-        if self._connected.get(peer.rank) is peer:
-            self._forget(peer)
+        """Ends a connection; if it is a rank's that has not left, the rank is lost."""
+        if peer.joined:
+            peer.joined = False
+            self._members.end_stay(peer.rank)
             self._lose(peer.rank, how or "its process ended or was killed")
-        self._discard(peer)
-
-    def _forget(self, peer: _Peer) -> None:
-        del self._connected[peer.rank]
-        self._stays[peer.rank] += 1
-        peer.state = None
-
-    def _discard(self, peer: _Peer) -> None:
         if peer in self._peers:
             del self._peers[peer]
             self._selector.unregister(peer.socket)
             peer.socket.close()
 
-    def _depart(self, rank: int, how: str) -> None:
-        if how:
-            self._lose(rank, how)
-        else:
-            self._finished.add(rank)
-            if rank not in self._connected:
-                self._write_off(rank)
-
-    def _write_off(self, rank: int) -> None:
-        """It ended well and will not come (again): nobody need wait for it."""
-        for stay, state in self._states.items():
-            if stay >= self._stays[rank]:
-                self._deliver(state.leave(rank))
-
     def _lose(self, rank: int, how: str) -> None:
-        if rank in self._lost:
-            return
-        self._lost[rank] = how
-        for state in self._states.values():
-            self._deliver(state.lose(rank, how))
-        self._notify({"notice": "died", "rank": rank, "detail": how})
+        if rank not in self._members.lost:
+            self._deliver(self._members.lose(rank, how))
+            self._notify({"notice": "died", "rank": rank, "detail": how})
 
     # Sending.
 
@@ -387,7 +325,7 @@ class StoreServer:
 
     def _notify(self, header: dict[str, Any]) -> None:
         message = wire.pack(header)
-        for peer in list(self._connected.values()):
+        for peer in [peer for peer in self._peers if peer.joined]:
             self._send(peer, message)
 
     def _send(self, peer: _Peer, payload: bytes) -> None:
@@ -409,13 +347,9 @@ class StoreServer:
             if key.events != events:
                 self._selector.modify(peer.socket, events, key.data)
 
-    def _say_goodbye(self) -> None:
-        self._notify({"notice": "closed"})
-
     def _release(self) -> None:
         for peer in self._peers:
             peer.socket.close()
         self._peers.clear()
-        self._connected.clear()
         for resource in (self._listener, self._waker, self._woken, self._selector):
             resource.close()

@@ -1,14 +1,13 @@
-"""What a store knows and who waits for what: the rules, without a socket.
+"""What a store holds and which ranks wait for what: the rules, without a socket or a clock.
 
-A ``StoreState`` takes one request after another and answers when it can. It holds no connection and reads no
-clock, so that every rule can be tested by calling it: a *ticket* stands for whoever asked, and comes back
-with the answer.
+``StoreState`` takes one request after another and answers each when it can, so that every rule can be tested
+by a call. A *ticket* stands for the connection that asked, and comes back with the answer.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,12 +22,12 @@ class Request:
     """One call of a rank.
 
     Attributes:
-        kind: "set", "get", "add", "delete" or "gather".
-        key: The key, or the gathering's name.
+        kind: "set", "get", "add", "delete" or "exchange".
+        key: The key, or the name of the exchange.
         value: The bytes to set or to contribute.
         amount: What to add.
-        timeout_s: How long to wait, in seconds ("get" and "gather").
-        group: The ranks concerned, in the order in which a gathering returns their values.
+        timeout_s: How long to wait, in seconds ("get" and "exchange").
+        group: The ranks concerned, in the order in which an exchange returns their values.
     """
 
     kind: str
@@ -41,12 +40,12 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a request got.
+    """The store's answer to a request.
 
     Attributes:
-        values: The value of "get", or the contributions to a gathering in the order of its group.
+        values: The value of "get", or the contributions to an exchange in the order of its group.
         number: The sum after "add"; 1 if "delete" found the key.
-        fault: "" if it went well, or why it did not: "died", "left", "timeout", "full", "twice".
+        fault: "" if it went well, else the reason: "died", "left", "timeout", "full" or "twice".
         ranks: The ranks at fault, if any.
         detail: More about the fault, in words.
     """
@@ -59,8 +58,8 @@ class Answer:
 
 
 @dataclass(slots=True)
-class _Wait:
-    """A "get" whose key is not there yet."""
+class _WaitingGet:
+    """A "get" whose key is not set yet."""
 
     ticket: Ticket
     request: Request
@@ -68,8 +67,8 @@ class _Wait:
 
 
 @dataclass(slots=True)
-class _Gathering:
-    """A gathering that some have joined: rank -> (ticket, value)."""
+class _OpenExchange:
+    """An exchange that some ranks have joined: rank -> (ticket, value)."""
 
     group: Group
     deadline: float
@@ -80,7 +79,7 @@ Answers = list[tuple[Ticket, Answer]]
 
 
 class StoreState:
-    """Keys, counters and gatherings of one stay of ``size`` ranks.
+    """Keys, counters and exchanges of one stay of ``size`` ranks.
 
     Args:
         size: How many ranks the job has.
@@ -94,31 +93,25 @@ class StoreState:
         self._values: dict[str, bytes] = {}
         self._stored_nbytes = 0
         self._counters: dict[str, int] = {}
-        self._waits: list[_Wait] = []
-        self._gatherings: dict[tuple[Group, str], _Gathering] = {}
-
-    def join(self, rank: int) -> None:
-        """A rank is here."""
-        self.present.add(rank)
+        self._gets: list[_WaitingGet] = []
+        self._exchanges: dict[tuple[Group, str], _OpenExchange] = {}
 
     def leave(self, rank: int) -> Answers:
-        """A rank went away in good order. Gatherings that it has yet to join can never be complete."""
+        """A rank left in good order. Exchanges that it has yet to join can never be complete."""
         self.present.discard(rank)
         self.left.add(rank)
         answer = Answer(fault="left", ranks=(rank,))
-        return self._give_up(lambda group, joined: rank in group and rank not in joined, answer)
+        return self._end_exchanges(lambda it: rank in it.group and rank not in it.joined, answer)
 
     def lose(self, rank: int, detail: str) -> Answers:
-        """A rank died: whoever waits is told, and every later request of its peers is refused."""
+        """A rank died: every waiting rank of its groups is told, and later requests of them are refused."""
         if rank in self._dead:
             return []
         self.present.discard(rank)
         self._dead[rank] = detail
         answer = Answer(fault="died", ranks=(rank,), detail=detail)
-        answers = self._give_up(lambda group, joined: rank in group, answer)
-        orphaned = [wait for wait in self._waits if rank in self._group(wait.request)]
-        self._waits = [wait for wait in self._waits if rank not in self._group(wait.request)]
-        return answers + [(wait.ticket, answer) for wait in orphaned]
+        answers = self._end_exchanges(lambda it: rank in it.group, answer)
+        return answers + self._answer_gets(lambda get: rank in self._group(get.request), lambda _: answer)
 
     def submit(self, rank: int, request: Request, ticket: Ticket, now: float) -> Answers:
         """Takes a rank's request.
@@ -132,41 +125,39 @@ class StoreState:
         if request.kind == "set":
             return self._set(request, ticket)
         if request.kind == "get":
-            return self._get(request, ticket, now)
+            if request.key in self._values:
+                return [(ticket, Answer(values=(self._values[request.key],)))]
+            self._gets.append(_WaitingGet(ticket, request, now + request.timeout_s))
+            return []
         if request.kind == "add":
             number = self._counters[request.key] = self._counters.get(request.key, 0) + request.amount
             return [(ticket, Answer(number=number))]
         if request.kind == "delete":
             return [(ticket, Answer(number=self._delete(request.key)))]
-        return self._gather(rank, request, ticket, now)
+        return self._exchange(rank, request, ticket, now)
 
     def expire(self, now: float) -> Answers:
-        """Answers whoever has waited too long. A gathering fails for all in it at the first deadline."""
-        late = [wait for wait in self._waits if wait.deadline <= now]
-        self._waits = [wait for wait in self._waits if wait.deadline > now]
-        answers: Answers = [
-            (wait.ticket, Answer(fault="timeout", ranks=self._absent(self._group(wait.request))))
-            for wait in late
-        ]
-        for place, gathering in list(self._gatherings.items()):
-            if gathering.deadline <= now:
-                del self._gatherings[place]
-                missing = tuple(rank for rank in gathering.group if rank not in gathering.joined)
-                answer = Answer(fault="timeout", ranks=missing)
-                answers += [(ticket, answer) for ticket, _ in gathering.joined.values()]
+        """Answers requests that waited too long. An exchange fails as a whole at its first deadline."""
+
+        def late(get: _WaitingGet) -> Answer:
+            absent = (rank for rank in self._group(get.request) if rank not in self.present)
+            return Answer(fault="timeout", ranks=tuple(absent))
+
+        answers = self._answer_gets(lambda get: get.deadline <= now, late)
+        for place, exchange in list(self._exchanges.items()):
+            if exchange.deadline <= now:
+                missing = tuple(rank for rank in exchange.group if rank not in exchange.joined)
+                answers += self._end_exchange(place, Answer(fault="timeout", ranks=missing))
         return answers
 
     def next_deadline(self) -> float:
-        """When ``expire`` has something to do next; infinity if nobody waits."""
-        deadlines = [wait.deadline for wait in self._waits]
-        deadlines += [gathering.deadline for gathering in self._gatherings.values()]
+        """When ``expire`` has something to do next; infinity if no rank waits."""
+        deadlines = [get.deadline for get in self._gets]
+        deadlines += [exchange.deadline for exchange in self._exchanges.values()]
         return min(deadlines, default=math.inf)
 
     def _group(self, request: Request) -> Group:
         return tuple(range(self.size)) if request.group is None else request.group
-
-    def _absent(self, group: Group) -> tuple[int, ...]:
-        return tuple(rank for rank in group if rank not in self.present)
 
     def _set(self, request: Request, ticket: Ticket) -> Answers:
         added = len(request.value) - len(self._values.get(request.key, b""))
@@ -176,15 +167,10 @@ class StoreState:
         self._stored_nbytes += added
         self._values[request.key] = request.value
         answer = Answer(values=(request.value,))
-        served = [wait for wait in self._waits if wait.request.key == request.key]
-        self._waits = [wait for wait in self._waits if wait.request.key != request.key]
-        return [(ticket, Answer()), *((wait.ticket, answer) for wait in served)]
-
-    def _get(self, request: Request, ticket: Ticket, now: float) -> Answers:
-        if request.key in self._values:
-            return [(ticket, Answer(values=(self._values[request.key],)))]
-        self._waits.append(_Wait(ticket, request, now + request.timeout_s))
-        return []
+        return [
+            (ticket, Answer()),
+            *self._answer_gets(lambda get: get.request.key == request.key, lambda _: answer),
+        ]
 
     def _delete(self, key: str) -> int:
         counted = self._counters.pop(key, None)
@@ -192,32 +178,34 @@ class StoreState:
         self._stored_nbytes -= len(value or b"")
         return int(value is not None or counted is not None)
 
-    def _gather(self, rank: int, request: Request, ticket: Ticket, now: float) -> Answers:
-        group = self._group(request)
+    def _exchange(self, rank: int, request: Request, ticket: Ticket, now: float) -> Answers:
+        group, deadline = self._group(request), now + request.timeout_s
         place = (group, request.key)
-        gathering = self._gatherings.get(place)
-        joined = {} if gathering is None else gathering.joined
-        if rank in joined:
+        exchange = self._exchanges.get(place) or _OpenExchange(group, deadline)
+        if rank in exchange.joined:
             return [(ticket, Answer(fault="twice", ranks=(rank,)))]
-        gone = tuple(other for other in group if other in self.left and other not in joined)
+        gone = tuple(other for other in group if other in self.left and other not in exchange.joined)
         if gone:
             return [(ticket, Answer(fault="left", ranks=gone))]
-        deadline = now + request.timeout_s
-        if gathering is None:
-            gathering = self._gatherings[place] = _Gathering(group, deadline)
-        gathering.deadline = min(gathering.deadline, deadline)
-        gathering.joined[rank] = (ticket, request.value)
-        if len(gathering.joined) < len(group):
+        self._exchanges[place] = exchange
+        exchange.deadline = min(exchange.deadline, deadline)
+        exchange.joined[rank] = (ticket, request.value)
+        if len(exchange.joined) < len(group):
             return []
-        del self._gatherings[place]
-        answer = Answer(values=tuple(gathering.joined[member][1] for member in group))
-        return [(waiting, answer) for waiting, _ in gathering.joined.values()]
+        return self._end_exchange(place, Answer(values=tuple(exchange.joined[member][1] for member in group)))
 
-    def _give_up(self, hopeless: Callable[[Group, Collection[int]], bool], answer: Answer) -> Answers:
-        """Ends every gathering for which ``hopeless(group, joined)`` holds."""
-        answers: Answers = []
-        for place, gathering in list(self._gatherings.items()):
-            if hopeless(gathering.group, gathering.joined):
-                del self._gatherings[place]
-                answers += [(ticket, answer) for ticket, _ in gathering.joined.values()]
-        return answers
+    def _answer_gets(
+        self, chosen: Callable[[_WaitingGet], bool], answer: Callable[[_WaitingGet], Answer]
+    ) -> Answers:
+        """Ends every waiting "get" that ``chosen`` holds for."""
+        ended = [get for get in self._gets if chosen(get)]
+        self._gets = [get for get in self._gets if not chosen(get)]
+        return [(get.ticket, answer(get)) for get in ended]
+
+    def _end_exchanges(self, chosen: Callable[[_OpenExchange], bool], answer: Answer) -> Answers:
+        """Ends every exchange that ``chosen`` holds for."""
+        ended = [place for place, exchange in self._exchanges.items() if chosen(exchange)]
+        return [pair for place in ended for pair in self._end_exchange(place, answer)]
+
+    def _end_exchange(self, place: tuple[Group, str], answer: Answer) -> Answers:
+        return [(ticket, answer) for ticket, _ in self._exchanges.pop(place).joined.values()]

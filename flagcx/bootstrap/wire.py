@@ -1,9 +1,9 @@
 """What goes over a store's connections: frames, messages and the proof of the key.
 
-A frame is what ``multiprocessing.connection.Connection.send_bytes`` writes: a length (4 bytes, big
-endian), then so many bytes. The server reads frames itself, because ``recv_bytes`` would let one stopped
-rank in the middle of a message stop all others. Nothing that arrives is ever unpickled: a message is a
-JSON object, then raw bytes.
+A frame is what ``multiprocessing.connection.Connection.send_bytes`` writes: a length (4 bytes, big endian),
+then the payload. The server reads frames itself, because ``recv_bytes`` would let a rank that stops in the
+middle of a message stop all others. Nothing that arrives is ever unpickled: a message is a JSON object, then
+raw bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_MESSAGE_NBYTES = 64 << 20
 NONCE_NBYTES = 32
 PROOF_NBYTES = 32
 
-_KINDS = frozenset(("set", "get", "add", "delete", "gather"))
+_KINDS = frozenset(("set", "get", "add", "delete", "exchange"))
 _MAX_TIMEOUT_S = 1e9
 _LENGTH = struct.Struct("!i")
 _HEADER = struct.Struct("!I")
@@ -118,13 +118,26 @@ def is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def write_request(number: int, request: Request) -> bytes:
+    """Makes a message of a request."""
+    header = {
+        "number": number,
+        "kind": request.kind,
+        "key": request.key,
+        "amount": request.amount,
+        "timeout_s": request.timeout_s,
+        "group": request.group,
+    }
+    return pack(header, request.value)
+
+
 def read_request(header: dict[str, Any], body: bytes, rank: int, size: int) -> Request:
     """Makes a request of a message, field by field: what a client sends is data, never trusted.
 
     Args:
         header: The message's header.
         body: The rest of it.
-        rank: Who sent it.
+        rank: The rank that sent it.
         size: How many ranks there are.
 
     Raises:
@@ -141,9 +154,7 @@ def read_request(header: dict[str, Any], body: bytes, rank: int, size: int) -> R
     ):
         raise MalformedError("a request whose amount or time-out is no number")
     if group is not None:
-        if not isinstance(group, list) or not all(
-            is_integer(member) and 0 <= member < size for member in group
-        ):
+        if not isinstance(group, list) or not all(is_integer(one) and 0 <= one < size for one in group):
             raise MalformedError("a request whose group is no list of ranks")
         if rank not in group or len(set(group)) < len(group):
             raise MalformedError("a request whose group lacks the asking rank or has one twice")
@@ -162,3 +173,12 @@ def write_answer(number: int, answer: Answer) -> bytes:
         "lengths": [len(value) for value in answer.values],
     }
     return pack(header, b"".join(answer.values))
+
+
+def read_answer(header: dict[str, Any], body: bytes) -> Answer:
+    """Makes an answer of a message of ``write_answer``."""
+    values, start = [], 0
+    for nbytes in header["lengths"]:
+        values.append(body[start : start + nbytes])
+        start += nbytes
+    return Answer(tuple(values), header["result"], header["fault"], tuple(header["ranks"]), header["detail"])

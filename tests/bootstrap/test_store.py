@@ -407,7 +407,7 @@ def test_a_replayed_greeting_is_worthless(server):
 
 
 @pytest.mark.parametrize(
-    "message", [b"no message", wire.pack({"kind": "gather", "key": "x", "number": 1, "group": [0]})]
+    "message", [b"no message", wire.pack({"kind": "exchange", "key": "x", "number": 1, "group": [0]})]
 )
 def test_a_rank_that_sends_nonsense_is_lost_and_named(server, stores, message):
     stores[2]._connection.send_bytes(message)

@@ -12,12 +12,12 @@ from flagcx.bootstrap.store_state import Answer, Request, StoreState
 def state():
     made = StoreState(3)
     for rank in range(3):
-        made.join(rank)
+        made.present.add(rank)
     return made
 
 
-def gather(name="g", value=b"", timeout_s=5.0, group=None):
-    return Request("gather", name, value, timeout_s=timeout_s, group=group)
+def exchange(name="g", value=b"", timeout_s=5.0, group=None):
+    return Request("exchange", name, value, timeout_s=timeout_s, group=group)
 
 
 def test_a_key_is_set_got_and_deleted(state):
@@ -43,33 +43,33 @@ def test_counters_add_up(state):
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
-def test_a_gathering_gives_all_values_in_rank_order_to_all(state, order):
+def test_an_exchange_gives_all_values_in_rank_order_to_all(state, order):
     for rank in order[:-1]:
-        assert state.submit(rank, gather(value=bytes([rank])), rank, 0) == []
-    answers = state.submit(order[-1], gather(value=bytes([order[-1]])), order[-1], 0)
+        assert state.submit(rank, exchange(value=bytes([rank])), rank, 0) == []
+    answers = state.submit(order[-1], exchange(value=bytes([order[-1]])), order[-1], 0)
     assert sorted(ticket for ticket, _ in answers) == [0, 1, 2]
     assert {answer.values for _, answer in answers} == {(b"\0", b"\1", b"\2")}
 
 
-def test_a_gathering_of_some_ranks_is_in_their_order_and_apart_from_others(state):
+def test_an_exchange_of_some_ranks_is_in_their_order_and_apart_from_others(state):
     group = (2, 0)
-    assert state.submit(0, gather(value=b"0", group=group), "a", 0) == []
-    assert state.submit(0, gather(value=b"x", group=(0, 1)), "other", 0) == []
-    answers = dict(state.submit(2, gather(value=b"2", group=group), "b", 0))
+    assert state.submit(0, exchange(value=b"0", group=group), "a", 0) == []
+    assert state.submit(0, exchange(value=b"x", group=(0, 1)), "other", 0) == []
+    answers = dict(state.submit(2, exchange(value=b"2", group=group), "b", 0))
     assert answers == dict.fromkeys("ab", Answer(values=(b"2", b"0")))
 
 
 def test_a_name_may_be_used_again(state):
     for round_ in range(3):
         for rank in range(2):
-            assert state.submit(rank, gather(value=b"%d" % round_), rank, 0) == []
-        answers = state.submit(2, gather(value=b"%d" % round_), 2, 0)
+            assert state.submit(rank, exchange(value=b"%d" % round_), rank, 0) == []
+        answers = state.submit(2, exchange(value=b"%d" % round_), 2, 0)
         assert answers[0][1].values == (b"%d" % round_,) * 3
 
 
-def test_a_gathering_that_is_late_fails_for_all_in_it_and_names_the_absent(state):
-    state.submit(0, gather(timeout_s=9), "a", 0)
-    state.submit(2, gather(timeout_s=4), "c", 1)
+def test_an_exchange_that_is_late_fails_for_all_in_it_and_names_the_absent(state):
+    state.submit(0, exchange(timeout_s=9), "a", 0)
+    state.submit(2, exchange(timeout_s=4), "c", 1)
     assert state.next_deadline() == 5
     assert state.expire(4.9) == []
     assert state.expire(5) == [(ticket, Answer(fault="timeout", ranks=(1,))) for ticket in "ac"]
@@ -78,13 +78,13 @@ def test_a_gathering_that_is_late_fails_for_all_in_it_and_names_the_absent(state
 
 def test_a_get_that_is_late_names_the_ranks_that_are_not_there():
     state = StoreState(3)
-    state.join(0)
+    state.present.add(0)
     state.submit(0, Request("get", "k", timeout_s=2), "a", 0)
     assert state.expire(2) == [("a", Answer(fault="timeout", ranks=(1, 2)))]
 
 
 def test_a_death_is_told_to_all_who_wait_and_to_all_who_ask_later(state):
-    state.submit(0, gather(timeout_s=9), "a", 0)
+    state.submit(0, exchange(timeout_s=9), "a", 0)
     state.submit(1, Request("get", "k", timeout_s=9), "b", 0)
     told = Answer(fault="died", ranks=(2,), detail="why")
     assert sorted(state.lose(2, "why")) == [("a", told), ("b", told)]
@@ -94,7 +94,7 @@ def test_a_death_is_told_to_all_who_wait_and_to_all_who_ask_later(state):
 
 def test_a_death_does_not_concern_a_group_without_the_dead(state):
     group = (0, 1)
-    state.submit(0, gather(group=group), "a", 0)
+    state.submit(0, exchange(group=group), "a", 0)
     state.submit(1, Request("get", "k", timeout_s=9, group=group), "b", 0)
     assert state.lose(2, "why") == []
     assert state.submit(0, Request("set", "k", b"v", group=group), "c", 0)[1] == (
@@ -104,23 +104,23 @@ def test_a_death_does_not_concern_a_group_without_the_dead(state):
 
 
 def test_a_rank_that_left_is_not_waited_for(state):
-    state.submit(0, gather(timeout_s=9), "a", 0)
+    state.submit(0, exchange(timeout_s=9), "a", 0)
     told = Answer(fault="left", ranks=(1,))
     assert state.leave(1) == [("a", told)]
-    assert state.submit(2, gather(), "c", 0) == [("c", told)]
+    assert state.submit(2, exchange(), "c", 0) == [("c", told)]
     assert state.submit(2, Request("set", "k", b""), "d", 0) == [("d", Answer())]  # it did not die
 
 
-def test_a_rank_that_left_after_it_had_joined_a_gathering_counts(state):
-    state.submit(1, gather(value=b"1"), "b", 0)
+def test_a_rank_that_left_after_it_had_joined_an_exchange_counts(state):
+    state.submit(1, exchange(value=b"1"), "b", 0)
     assert state.leave(1) == []
-    state.submit(0, gather(value=b"0"), "a", 0)
-    assert dict(state.submit(2, gather(value=b"2"), "c", 0))["a"].values == (b"0", b"1", b"2")
+    state.submit(0, exchange(value=b"0"), "a", 0)
+    assert dict(state.submit(2, exchange(value=b"2"), "c", 0))["a"].values == (b"0", b"1", b"2")
 
 
 def test_joining_twice_is_refused(state):
-    state.submit(0, gather(), "a", 0)
-    assert state.submit(0, gather(), "b", 0) == [("b", Answer(fault="twice", ranks=(0,)))]
+    state.submit(0, exchange(), "a", 0)
+    assert state.submit(0, exchange(), "b", 0) == [("b", Answer(fault="twice", ranks=(0,)))]
 
 
 def test_a_full_store_refuses_and_has_room_again_after_a_delete(state, monkeypatch):

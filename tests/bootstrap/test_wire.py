@@ -59,11 +59,11 @@ def test_random_bytes_never_do_more_than_be_refused(payload):
         pass
 
 
-GOOD = {"kind": "gather", "key": "k", "number": 3, "amount": 0, "timeout_s": 1.5, "group": [0, 2]}
+GOOD = {"kind": "exchange", "key": "k", "number": 3, "amount": 0, "timeout_s": 1.5, "group": [0, 2]}
 
 
 def test_a_good_request_is_read():
-    assert wire.read_request(GOOD, b"v", 2, 4) == Request("gather", "k", b"v", 0, 1.5, (0, 2))
+    assert wire.read_request(GOOD, b"v", 2, 4) == Request("exchange", "k", b"v", 0, 1.5, (0, 2))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,95 @@
+"""Which ranks of a job are connected, have left or are lost: the store server's rules, without a socket.
+
+A rank may leave and come back (``init``, ``close``, ``init``): its n-th stay meets the others' n-th stays, in
+a ``StoreState`` of their own, so that a rank which is ahead is not confused with one which is behind. A lost
+rank cannot come back.
+"""
+
+from __future__ import annotations
+
+from flagcx.bootstrap.store_state import Answers, Request, StoreState, Ticket
+
+
+class Membership:
+    """The ranks of one job, and what the ranks of each stay share.
+
+    Args:
+        size: How many ranks the job has.
+
+    Attributes:
+        connected: The process id of each rank that is connected.
+        lost: What happened to each rank that is lost.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.connected: dict[int, int] = {}
+        self.lost: dict[int, str] = {}
+        self._finished: set[int] = set()
+        self._stays = [0] * size
+        self._states: dict[int, StoreState] = {}
+
+    def refusal(self, rank: int, size: int) -> str:
+        """Why a process that knows the key may not join as this rank; "" if it may."""
+        if size != self.size or not 0 <= rank < self.size:
+            return f"it calls itself rank {rank} of {size}, but this job has {self.size} ranks"
+        if rank in self.connected:
+            return (
+                f"rank {rank} is already connected, from process {self.connected[rank]}; each rank may "
+                f"call init once at a time, and a process started by a rank must not inherit its variables"
+            )
+        if rank in self.lost:
+            return f"rank {rank} was lost before ({self.lost[rank]}) and cannot come back"
+        return ""
+
+    def join(self, rank: int, pid: int) -> None:
+        """A rank has connected."""
+        stay = self._stays[rank]
+        if stay not in self._states:
+            state = self._states[stay] = StoreState(self.size)
+            for other, how in self.lost.items():
+                state.lose(other, how)
+            for other in self._finished - self.connected.keys():
+                state.leave(other)
+        self._states[stay].present.add(rank)
+        self.connected[rank] = pid
+
+    def submit(self, rank: int, request: Request, ticket: Ticket, now: float) -> Answers:
+        """Takes a request of a connected rank; see ``StoreState.submit``."""
+        return self._states[self._stays[rank]].submit(rank, request, ticket, now)
+
+    def end_stay(self, rank: int) -> None:
+        """A rank's connection has ended."""
+        del self.connected[rank]
+        self._stays[rank] += 1
+
+    def leave(self, rank: int) -> Answers:
+        """A connected rank leaves in good order."""
+        stay = self._stays[rank]
+        self.end_stay(rank)
+        answers = self._states[stay].leave(rank)
+        if len(self._states[stay].left) == self.size:
+            del self._states[stay]
+        return answers + (self._leave_for_good(rank) if rank in self._finished else [])
+
+    def lose(self, rank: int, how: str) -> Answers:
+        """A rank died, in its stay or between two; the ranks of every stay are told."""
+        self.lost[rank] = how
+        return [answer for state in self._states.values() for answer in state.lose(rank, how)]
+
+    def finish(self, rank: int) -> Answers:
+        """A rank's process ended well, so it will not come again once its connection has ended."""
+        self._finished.add(rank)
+        return [] if rank in self.connected else self._leave_for_good(rank)
+
+    def expire(self, now: float) -> Answers:
+        """Answers requests that have waited too long."""
+        return [answer for state in self._states.values() for answer in state.expire(now)]
+
+    def deadlines(self) -> list[float]:
+        """When ``expire`` has something to do next, for each stay."""
+        return [state.next_deadline() for state in self._states.values()]
+
+    def _leave_for_good(self, rank: int) -> Answers:
+        later = (state for stay, state in self._states.items() if stay >= self._stays[rank])
+        return [answer for state in later for answer in state.leave(rank)]

@@ -58,7 +58,7 @@ def choose_on_host(
         return _reduce_on_host(nbytes, size, attached)
     if collective == "broadcast":
         return _broadcast_on_host(nbytes, size)
-    if collective == "reduce_scatter" and size == 2:
+    if collective == "reduce_scatter" and size == 2 and 2 * nbytes > ONE_SHOT_NBYTES:
         return Candidate(Algorithm.RING, reason="two ranks: each adds up its block as it reads the other's")
     return Candidate(Algorithm.DIRECT, reason="one host: every pair of ranks is one hop apart")
 

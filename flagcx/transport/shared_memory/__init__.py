@@ -10,7 +10,8 @@ What it leans on
 Ways through it
 ---------------
 ========================  =====================================================================
-``one_shot.OneShot``      all-reduce ``one_shot``, up to 64 KiB: one exchange in double-buffered slots
+``one_shot.OneShot``      all-reduce ``one_shot``; all-gather, reduce-scatter and all-to-all ``direct``, up to
+                          64 KiB a rank: one exchange in double-buffered slots
 ``two_shot.TwoShotSlots`` all-reduce ``two_shot``: pieces through a ring of slots
 ``direct.Direct``         all-reduce ``two_shot``, large or in shared arrays: in the peers' own memory
 ``one_shot.Barrier``      a barrier is the entry in the ledger itself
@@ -103,6 +104,8 @@ class SharedMemoryTransport(HostTransport):
         signature = self._arena.signals.signature(call.describe())
         if call.schedule.collective == "barrier":
             return Barrier(self._arena, call, signature)
+        if not call.protocol and OneShot.serves(call, self.size):
+            return OneShot(self._arena, call, signature)
         if call.schedule.collective == "allreduce" and call.counts and self.size > 1:
             special = self._compile_allreduce(call, signature)
             if special is not None:
@@ -111,8 +114,6 @@ class SharedMemoryTransport(HostTransport):
 
     def _compile_allreduce(self, call: Call, signature: int) -> Plan | None:
         nbytes = int(call.counts) * call.dtype.numpy.itemsize  # type: ignore[arg-type]
-        if call.schedule.algorithm == "one_shot" and nbytes <= ONE_SHOT_NBYTES:
-            return OneShot(self._arena, call, signature)
         if call.schedule.algorithm == "two_shot":
             if nbytes >= SHARED_NBYTES:
                 long = nbytes >= CROSS_MEMORY_PAIR_NBYTES * self.size * (self.size - 1)

@@ -9,36 +9,62 @@ from __future__ import annotations
 
 import numpy as np
 
+from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.transport.base import Call
 from flagcx.transport.shared_memory.arena import ONE_SHOT_NBYTES, Arena
-from flagcx.transport.shared_memory.reduction import accumulator_dtype, combiner
+from flagcx.transport.shared_memory.reduction import Combine, accumulator_dtype, combiner
 from flagcx.transport.shared_memory.signals import LEDGER_MASK, SEQUENCE_SHIFT
 
 
 class OneShot:
-    """All-reduce in one exchange. The same bits on every rank: all add in rank order."""
+    """A collective in one exchange: all-reduce, all-gather, reduce-scatter or all-to-all.
+
+    The same bits on every rank: sums are made in rank order.
+    """
 
     def __init__(self, arena: Arena, call: Call, signature: int) -> None:
         dtype, count = call.dtype.numpy, int(call.counts)  # type: ignore[arg-type]
         self._arena, self._signals, self._signature = arena, arena.signals, signature
+        collective = COLLECTIVES[call.schedule.collective]
+        blocks = collective.input_blocks(arena.size)
+        own_block = arena.rank * count if blocks > 1 else 0  # what this rank reads of each slot
         self._slots = []
         for turn in (0, 1):
             at = arena.areas.one_shot + turn * ONE_SHOT_NBYTES
-            views = [arena.view(q, at, count, dtype) for q in range(arena.size)]
-            self._slots.append((views[arena.rank], views))
-        self._combine = combiner(call.op, call.dtype, arena.size)  # type: ignore[arg-type]
-        wide = accumulator_dtype(call.op, call.dtype)  # type: ignore[arg-type]
-        self._accumulator = np.empty(count, wide) if wide != dtype else None
+            mine = arena.view(arena.rank, at, blocks * count, dtype)
+            read = at + own_block * dtype.itemsize
+            self._slots.append((mine, [arena.view(q, read, count, dtype) for q in range(arena.size)]))
+        self._looks_back = collective.name != "allreduce"
+        self._combine: Combine | None = None
+        self._accumulator: np.ndarray | None = None
+        if collective.reduces:
+            self._combine = combiner(call.op, call.dtype, arena.size)  # type: ignore[arg-type]
+            wide = accumulator_dtype(call.op, call.dtype)  # type: ignore[arg-type]
+            self._accumulator = np.empty(count, wide) if wide != dtype else None
 
-    def run(self, given: np.ndarray, result: np.ndarray) -> None:
-        """See ``transport.base.Plan``."""
+    @staticmethod
+    def serves(call: Call, size: int) -> bool:
+        """Whether a call's contribution fits into a slot, and each rank reads from all."""
+        schedule = call.schedule
+        collective = COLLECTIVES[schedule.collective]
+        if size == 1 or not isinstance(call.counts, int) or not call.counts:
+            return False
+        nbytes = call.counts * collective.input_blocks(size) * call.dtype.numpy.itemsize
+        named = "one_shot" if collective.name == "allreduce" else "direct"
+        symmetrical = collective.name in ("allreduce", "allgather", "reduce_scatter", "alltoall")
+        return symmetrical and schedule.algorithm == named and nbytes <= ONE_SHOT_NBYTES
+
+    def run(self, sendbuf: np.ndarray, recvbuf: np.ndarray) -> None:
+        """Runs the call; see ``transport.base.Plan``."""
         arena, signals = self._arena, self._signals
         turn = arena.one_shots
         arena.one_shots = turn + 1
         mine, slots = self._slots[turn & 1]
-        if given.ndim != 1:
-            given, result = given.reshape(-1), result.reshape(-1)
-        mine[...] = given
+        if sendbuf.ndim != 1:
+            sendbuf = sendbuf.reshape(-1)
+        if recvbuf.ndim != 1:
+            recvbuf = recvbuf.reshape(-1)
+        mine[...] = sendbuf
         if signals.fence:
             signals.fence()
         sequence = signals.sequence
@@ -49,9 +75,14 @@ class OneShot:
         for words in signals.others:
             if words[index] != value:
                 signals.wait_ledger(words, index, value)
+        if self._looks_back and sequence:
+            signals.compare_last(sequence)
         if signals.fence:
             signals.fence()
-        self._combine(slots, result, result if self._accumulator is None else self._accumulator)
+        if self._combine is None:
+            np.concatenate(slots, 0, recvbuf)
+        else:
+            self._combine(slots, recvbuf, recvbuf if self._accumulator is None else self._accumulator)
 
 
 class Barrier:

@@ -216,6 +216,18 @@ class Signals:
                     peer=peer,
                 )
 
+    def compare_last(self, sequence: int) -> None:
+        """Looks whether the peers, which have come to call ``sequence``, made the same call before it.
+
+        Raises:
+            MismatchError: A peer called something else.
+        """
+        index = (sequence - 1) & LEDGER_MASK
+        mine = self.own[index]
+        for words in self.others:
+            if (words[index] ^ mine) > SHARED_BIT:
+                self._examine_ledgers()
+
     # -- waiting ----------------------------------------------------------------------------------
 
     def wait_ledger(self, words: memoryview, index: int, value: int) -> None:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 
 from flagcx.errors import ScheduleError
 from flagcx.schedule.collectives import COLLECTIVES
-from flagcx.schedule.messages import wire
+from flagcx.schedule.messages import match_messages
 from flagcx.schedule.model import Buffer, Copy, Program, Recv, RecvReduce, Reduce, Schedule, Send, Span, Step
 from flagcx.schedule.verify import verify
 from tests.oracle import outcome
@@ -213,7 +213,7 @@ def split(schedule, steps, rng):
 
 def message(schedule, steps, rng):
     """Both sides of one message dropped, doubled, or moved to other chunks."""
-    messages = wire(schedule).messages
+    messages = match_messages(schedule).messages
     if not messages:
         return None
     m = rng.choice(messages)

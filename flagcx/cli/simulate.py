@@ -179,7 +179,7 @@ def _check_picture(path: Path | None) -> None:
 def _draw(
     model: Model, collective: str, candidate: Candidate, nbytes: int, root: int | None, path: Path
 ) -> None:
-    from flagcx.schedule.draw_timed import draw_times
+    from flagcx.schedule.draw import draw_times
 
     laid = model.laid(collective, candidate, root)
     messages = sum(

@@ -45,7 +45,7 @@ from math import gcd, lcm
 
 from flagcx.errors import ArgumentError
 from flagcx.schedule.collectives import COLLECTIVES, Collective
-from flagcx.schedule.embed import Embedding, Home, cut_places
+from flagcx.schedule.embed import Embedding
 from flagcx.schedule.lower import levels
 from flagcx.schedule.model import Buffer, Program, Schedule, Step
 from flagcx.schedule.pattern import (
@@ -158,33 +158,17 @@ def _in_sequence(
 ) -> Program:
     """The program of schedules that follow each other, of which some are no patterns."""
     size = parts[0].size
-    outputs = kind.buffer_chunks(Buffer.OUTPUT, rank, size, chunks, root)
-    work = Buffer.OUTPUT if outputs == chunks else Buffer.SCRATCH
+    in_output = kind.buffer_chunks(Buffer.OUTPUT, rank, size, chunks, root) == chunks
+    work = Buffer.OUTPUT if in_output else Buffer.SCRATCH
     whole, own = range(chunks), range(rank * chunks // size, (rank + 1) * chunks // size)
-    stored = work is Buffer.SCRATCH and len(parts) > 1
+    scratch_base = 0 if in_output or len(parts) == 1 else chunks
     steps: list[Step] = []
     for number, part in enumerate(parts):
         part_kind = COLLECTIVES[part.collective]
-        source: Home = (work, own if part_kind.before == "each" else whole)
-        result: Home = (work, own if part_kind.after == "each" else whole)
-        if number == 0:
-            source = Buffer.INPUT, range(len(source[1]))
-        if number == len(parts) - 1:
-            result = Buffer.OUTPUT, range(len(result[1]))
-        factor = chunks // part.chunks
-        embedding = Embedding(
-            rank=rank,
-            peers=range(size),
-            factor=factor,
-            message=whole,
-            source=source,
-            result=result,
-            chunks=chunks,
-            scratch_base=chunks * stored,
-            cuts=(),
-            period=part_kind.per_block(size, part.chunks) * factor,
-        )
-        steps.extend(embedding.program(part.program(rank)).steps)
+        source = (work, own if part_kind.before == "each" else whole) if number else None
+        result = (work, own if part_kind.after == "each" else whole) if number < len(parts) - 1 else None
+        embedding = Embedding(part, chunks, whole, range(size), scratch_base=scratch_base)
+        steps.extend(embedding.program(rank, source, result).steps)
     return Program(rank, tuple(steps))
 
 
@@ -221,48 +205,29 @@ def beside(
         )
     if not 0 < share < 1:
         raise ArgumentError(f"beside() needs a share above 0 and below 1, got {share}")
-    part = share if isinstance(share, Fraction) else Fraction(share).limit_denominator(64)
-    part = min(max(part, Fraction(1, 64)), Fraction(63, 64)) if not isinstance(share, Fraction) else part
+    part = share
+    if not isinstance(part, Fraction):
+        part = min(max(Fraction(part).limit_denominator(64), Fraction(1, 64)), Fraction(63, 64))
     kind = COLLECTIVES[a.collective]
     blocks = a.size if kind.blocks else 1
     # a has x of its own chunks in a block, b has y: find the least factors f, g with f x : g y = part : rest.
     x, y = a.chunks // blocks, b.chunks // blocks
     f, g = part.numerator * y, (part.denominator - part.numerator) * x
     f, g = f // gcd(f, g), g // gcd(f, g)
-    of_a, of_b = f * x, g * y
-    per_block = of_a + of_b
+    per_block = f * x + g * y
     chunks = per_block * blocks
 
     @cache
-    def leveled() -> tuple[Schedule, Schedule]:
-        return tuple(s if s.aligned else levels(s) for s in (a, b))  # type: ignore[return-value]
-
-    @cache
-    def messages() -> tuple[Sequence[int], Sequence[int]]:
-        return (
-            _part_of_blocks(blocks, per_block, 0, of_a),
-            _part_of_blocks(blocks, per_block, of_a, of_b),
-        )
+    def embeddings() -> list[Embedding]:
+        return [
+            Embedding(
+                levels(s), chunks, _part_of_blocks(blocks, per_block, first, count), range(a.size), first
+            )
+            for s, first, count in ((a, 0, f * x), (b, f * x, g * y))
+        ]
 
     def make(rank: int) -> Program:
-        steps = []
-        for schedule, message, factor, first in zip(leveled(), messages(), (f, g), (0, of_a), strict=True):
-            period = schedule.chunks * factor // blocks
-            one = range(first, first + period)
-            embedding = Embedding(
-                rank=rank,
-                peers=range(a.size),
-                factor=factor,
-                message=message,
-                source=(Buffer.INPUT, message if kind.input_blocks(a.size) > 1 else one),
-                result=(Buffer.OUTPUT, message if kind.output_blocks(a.size) > 1 else one),
-                chunks=chunks,
-                scratch_base=0,
-                cuts=cut_places(message, chunks, period),
-                period=period,
-            )
-            steps.append(embedding.program(schedule.program(rank)).steps)
-        return Program(rank, _side_by_side(*steps))
+        return Program(rank, _side_by_side(*(one.program(rank).steps for one in embeddings())))
 
     name = algorithm or "|".join(dict.fromkeys((a.algorithm, b.algorithm)))
     return Schedule(a.collective, name, a.size, chunks, make, a.root, aligned=True)
@@ -304,35 +269,17 @@ def relabel(schedule: Schedule, order: Sequence[int], *, algorithm: str | None =
     if sorted(order) != list(range(size)):
         raise ArgumentError(f"relabel() needs each rank from 0 to {size - 1} once, got order={order}")
     original = {rank: r for r, rank in enumerate(order)}
-    kind = COLLECTIVES[schedule.collective]
-    period = kind.per_block(size, chunks)
 
     @cache
-    def message() -> Sequence[int]:
-        if not kind.blocks or order == tuple(range(size)):
-            return range(chunks)
-        return [q * period + p for q in order for p in range(period)]
-
-    @cache
-    def cuts() -> Sequence[int]:
-        return cut_places(message(), chunks, period)
-
-    def home(buffer: Buffer, blocks: int) -> Home:
-        return buffer, (message() if blocks > 1 else range(period))
+    def embedding() -> Embedding:
+        message: Sequence[int] = range(chunks)
+        if COLLECTIVES[schedule.collective].blocks and order != tuple(range(size)):
+            period = chunks // size
+            message = [q * period + p for q in order for p in range(period)]
+        return Embedding(schedule, chunks, message, order)
 
     def make(rank: int) -> Program:
-        return Embedding(
-            rank=rank,
-            peers=order,
-            factor=1,
-            message=message(),
-            source=home(Buffer.INPUT, kind.input_blocks(size)),
-            result=home(Buffer.OUTPUT, kind.output_blocks(size)),
-            chunks=chunks,
-            scratch_base=0,
-            cuts=cuts(),
-            period=period,
-        ).program(schedule.program(original[rank]))
+        return embedding().program(original[rank])
 
     root = None if schedule.root is None else order[schedule.root]
     return Schedule(

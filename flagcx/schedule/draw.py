@@ -1,14 +1,15 @@
-"""Space-time pictures of schedules: ranks down, steps across."""
+"""Space-time pictures of schedules: ranks down; steps, or microseconds, across."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from flagcx.errors import MissingDependencyError
 from flagcx.schedule.lower import levels
-from flagcx.schedule.messages import Message, wire
-from flagcx.schedule.model import Buffer, Copy, Recv, Schedule, Send, Span, Step
+from flagcx.schedule.messages import Message, match_messages
+from flagcx.schedule.model import Buffer, Copy, Recv, Reduce, Schedule, Send, Span, Step
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,7 +19,7 @@ _MOST_LABELS = 160
 
 
 def text(schedule: Schedule, width: int = 28) -> str:
-    """A table of who does what in which step, for terminals and docstrings.
+    """A table of what each rank does in each step, for terminals and docstrings.
 
     Args:
         schedule: A schedule of not too many ranks. It is put on levels, so that the two sides of a message
@@ -104,28 +105,50 @@ def draw(schedule: Schedule, path: str | os.PathLike[str]) -> None:
         MissingDependencyError: matplotlib is not installed.
         ScheduleError: The schedule has unmatched messages or a deadlock.
     """
+    matching = match_messages(levels(schedule))
+    depth = max((len(p.steps) for p in matching.programs), default=0)
+    crowded = len(matching.messages) > 2 * depth * schedule.size
+    width = min(2.6 + (3 if crowded else 1.45) * depth, 40)
+    figure, axes = _figure(width, min(1.8 + 0.85 * schedule.size, 30))
+    _frame(axes, schedule, depth)
+    labelled = len(matching.messages) <= _MOST_LABELS
+    for message in matching.messages:
+        _arrow(axes, message, schedule, labelled)
+    for program in matching.programs:
+        for number, step in enumerate(program.steps):
+            _local(axes, program.rank, number, step)
+    work = [w for p in matching.programs for s in p.steps for w in s.local]
+    marks = [(">", "0.3", "message, labelled by its chunks")]
+    marks += [("$+$", "0.3", "reduced on arrival")] * any(m.reduces for m in matching.messages)
+    marks += [("s", "white", "copies at the end of the step")] * any(isinstance(w, Copy) for w in work)
+    marks += [("s", "black", "reduces at the end of the step")] * any(isinstance(w, Reduce) for w in work)
+    _legend(axes, marks, -0.02)
+    figure.savefig(path, dpi=130, bbox_inches="tight")
+
+
+def _figure(width: float, height: float) -> tuple[Any, Axes]:
+    """A figure of that many inches with one pair of axes."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingDependencyError(
             "drawing a schedule needs matplotlib, which is not installed: pip install 'flagcx[plot]'"
         ) from error
-    wiring = wire(levels(schedule))
-    depth = max((len(p.steps) for p in wiring.programs), default=0)
-    crowded = len(wiring.messages) > 2 * depth * schedule.size
-    figure = Figure(
-        figsize=(min(2.6 + (3 if crowded else 1.45) * depth, 40), min(1.8 + 0.85 * schedule.size, 30))
-    )
-    axes = figure.add_subplot()
-    _frame(axes, schedule, depth)
-    labelled = len(wiring.messages) <= _MOST_LABELS
-    for message in wiring.messages:
-        _arrow(axes, message, schedule, labelled)
-    for program in wiring.programs:
-        for number, step in enumerate(program.steps):
-            _local(axes, program.rank, number, step)
-    _legend(axes, wiring.messages, wiring.programs)
-    figure.savefig(path, dpi=130, bbox_inches="tight")
+    figure = Figure(figsize=(width, height))
+    return figure, figure.add_subplot()
+
+
+def _legend(axes: Axes, marks: list[tuple[str, str, str]], below: float) -> None:
+    """Explains marks, given as (marker, colour, text), ``below`` the axes."""
+    from matplotlib.lines import Line2D
+
+    handles = []
+    for marker, colour, label in marks:
+        edge = "black" if marker == "s" else colour
+        style: dict[str, Any] = {"marker": marker, "markerfacecolor": colour, "markeredgecolor": edge}
+        handles.append(Line2D([], [], linestyle="none", label=label, **style))
+    place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (0, below), "ncols": len(handles)}
+    axes.legend(handles=handles, frameon=False, fontsize=8, **place)
 
 
 def _frame(axes: Axes, schedule: Schedule, depth: int) -> None:
@@ -147,7 +170,9 @@ def _frame(axes: Axes, schedule: Schedule, depth: int) -> None:
 def _arrow(axes: Axes, message: Message, schedule: Schedule, labelled: bool) -> None:
     from matplotlib import colormaps
 
-    colour = _colour(colormaps, _chunk_of_message(message, schedule), schedule.chunks)
+    chunk = message.src.start % schedule.chunks
+    shade = chunk if schedule.chunks <= 10 else 0.08 + 0.84 * chunk / (schedule.chunks - 1)
+    colour = colormaps["tab10" if schedule.chunks <= 10 else "turbo"](shade)
     start, end = message.send_step + 0.08, message.recv_step + 0.78
     gap = 0.06 if message.target > message.source else -0.06
     head = (end, message.target - gap)
@@ -177,67 +202,65 @@ def _arrow(axes: Axes, message: Message, schedule: Schedule, labelled: bool) -> 
         )
 
 
-def _chunk_of_message(message: Message, schedule: Schedule) -> int:
-    """The chunk that gives an arrow its colour."""
-    return message.src.start % schedule.chunks
-
-
-def _colour(colormaps: Any, chunk: int, chunks: int) -> Any:
-    if chunks <= 10:
-        return colormaps["tab10"](chunk)
-    return colormaps["turbo"](0.08 + 0.84 * chunk / (chunks - 1))
-
-
 def _local(axes: Axes, rank: int, number: int, step: Step) -> None:
     copies = any(isinstance(w, Copy) for w in step.local)
     reduces = any(not isinstance(w, Copy) for w in step.local)
-    style: dict[str, Any] = {
-        "marker": "s",
-        "markersize": 6,
-        "markeredgecolor": "black",
-        "linestyle": "none",
-        "zorder": 6,
-    }
+    style: dict[str, Any] = {"marker": "s", "markersize": 6, "markeredgecolor": "black", "zorder": 6}
     if copies:
         axes.plot([number + 0.93], [rank], markerfacecolor="white", **style)
     if reduces:
         axes.plot([number + (0.99 if copies else 0.93)], [rank], markerfacecolor="black", **style)
 
 
-def _legend(axes: Axes, messages: list[Message], programs: Any) -> None:
-    from matplotlib.lines import Line2D
+def draw_times(title: str, size: int, moments: Iterable[Any], path: str | os.PathLike[str]) -> None:
+    """Saves a picture: a line a message, from its begin at the sender to its end at the receiver.
 
-    work = [w for p in programs for s in p.steps for w in s.local]
-    marks = [
-        (True, "->", "0.3", "message, labelled by its chunks"),
-        (any(m.reduces for m in messages), "$+$", "0.3", "reduced on arrival"),
-        (any(isinstance(w, Copy) for w in work), "s", "white", "copies at the end of the step"),
-        (any(not isinstance(w, Copy) for w in work), "s", "black", "reduces at the end of the step"),
-    ]
-    handles = []
-    for used, marker, face, label in marks:
-        if not used:
-            continue
-        if marker == "->":
-            handles.append(Line2D([], [], color=face, marker=">", markevery=[-1], label=label))
-        else:
-            edge = "black" if marker == "s" else face
-            handles.append(
-                Line2D(
-                    [],
-                    [],
-                    linestyle="none",
-                    marker=marker,
-                    markerfacecolor=face,
-                    markeredgecolor=edge,
-                    label=label,
-                )
+    Messages of one step share a colour. A square is the end of a rank's local work (reductions, copies).
+
+    Args:
+        title: Stands above.
+        size: Number of ranks.
+        moments: Level by level, the messages with their times: see ``flagcx.cost.simulate.Moment``.
+        path: File to write; its ending says the format (png, svg, pdf).
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+    """
+    figure, axes = _figure(12, min(2.2 + 0.55 * size, 30))
+    from matplotlib import colormaps
+    from matplotlib.collections import LineCollection
+
+    drawn = [moment for moment in moments if len(moment.source) or len(moment.worker)]
+    shades = colormaps["turbo"]
+    last = max((float(m.end_us.max()) for m in drawn if len(m.source)), default=0.0)
+    for number, moment in enumerate(drawn):
+        colour = shades(0.08 + 0.84 * number / max(len(drawn) - 1, 1))
+        lines = [
+            ((begin, a), (end, b))
+            for a, b, begin, end in zip(
+                moment.source, moment.target, moment.begin_us, moment.end_us, strict=True
             )
-    axes.legend(
-        handles=handles,
-        loc="upper left",
-        bbox_to_anchor=(0, -0.02),
-        ncols=len(handles),
-        frameon=False,
-        fontsize=8,
-    )
+        ]
+        axes.add_collection(LineCollection(lines, colors=[colour], linewidths=1.3, zorder=3))
+        axes.plot(moment.begin_us, moment.source, "o", color=colour, markersize=3.5, zorder=4)
+        axes.plot(moment.end_us, moment.target, ">", color=colour, markersize=5, zorder=4)
+        axes.plot(moment.done_us, moment.worker, "s", color="black", markersize=3.5, zorder=5)
+        last = max(last, float(moment.done_us.max(initial=0.0)))
+    _time_frame(axes, title, size, last)
+    figure.savefig(path, dpi=130, bbox_inches="tight")
+
+
+def _time_frame(axes: Axes, title: str, size: int, last: float) -> None:
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.set_xlim(-0.02 * last if last else -1, 1.03 * last or 1)
+    axes.set_ylim(size - 0.45, -0.55)
+    step = max(1, -(-size // 40))
+    axes.set_yticks(range(0, size, step), [f"rank {r}" for r in range(0, size, step)])
+    axes.set_xlabel("time (us)")
+    axes.tick_params(length=2, labelsize=9)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    for rank in range(size):
+        axes.axhline(rank, color="0.85", linewidth=0.7, zorder=1)
+    marks = [("o", "0.3", "begins, at the sender"), (">", "0.3", "over, at the receiver")]
+    _legend(axes, [*marks, ("s", "black", "reduced or copied")], -0.1)

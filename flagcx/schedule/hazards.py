@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from itertools import pairwise
+from operator import itemgetter
 
 from flagcx.errors import ScheduleError
 from flagcx.schedule.memory import Cells
@@ -35,18 +36,14 @@ def check_hazards(program: Program, place: Cells, in_place: bool) -> None:
 
 
 def _check_transfers(rank: int, number: int, step: Step, place: Cells, in_place: bool) -> None:
-    landing, other = [], []
-    base = place.base
+    landing: list = []
+    other: list = []
     for transfer in step.transfers:
-        if isinstance(transfer, Recv):
-            span = transfer.dst
-            landing.append((base[span.buffer] + span.start, base[span.buffer] + span.stop, transfer))
-        else:
-            span = transfer.src if isinstance(transfer, Send) else transfer.dst
-            other.append((base[span.buffer] + span.start, base[span.buffer] + span.stop, transfer))
+        span = transfer.src if isinstance(transfer, Send) else transfer.dst
+        (landing if isinstance(transfer, Recv) else other).append((*place.range(span), transfer))
     if not landing:
         return
-    landing.sort(key=_start)
+    landing.sort(key=itemgetter(0))
     for first, second in pairwise(landing):
         if second[0] < first[1]:
             raise _race(rank, number, first[2], second[2], in_place)
@@ -56,10 +53,6 @@ def _check_transfers(rank: int, number: int, step: Step, place: Cells, in_place:
         for c, d, recv in landing[low : bisect_left(starts, b)]:
             if a < d and c < b:
                 raise _race(rank, number, recv, transfer, in_place)
-
-
-def _start(item: tuple) -> int:
-    return item[0]
 
 
 def _race(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.schedule.memory import Cells, cells
-from flagcx.schedule.messages import Wiring, completion_order, wire
+from flagcx.schedule.messages import Matching, completion_order, match_messages
 from flagcx.schedule.model import (
     Buffer,
     Program,
@@ -48,19 +48,19 @@ def levels(schedule: Schedule) -> Schedule:
     """
     if schedule.aligned:
         return schedule
-    wiring, level = _message_levels(schedule)
+    matching, level = _message_levels(schedule)
     depth = 1 + max((end for ends in level.ends for end in ends), default=-1)
     programs = []
-    for program in wiring.programs:
+    for program in matching.programs:
         rank = program.rank
         transfers: list[list[tuple[int, Transfer]]] = [[] for _ in range(depth)]
         local: list[list] = [[] for _ in range(depth)]
         for s, step in enumerate(program.steps):
-            for number in wiring.sent[rank][s]:
-                index = wiring.messages[number].send_index
+            for number in matching.sent[rank][s]:
+                index = matching.messages[number].send_index
                 transfers[level.of[number]].append((index, step.transfers[index]))
-            for number in wiring.received[rank][s]:
-                index = wiring.messages[number].recv_index
+            for number in matching.received[rank][s]:
+                index = matching.messages[number].recv_index
                 transfers[level.of[number]].append((index, step.transfers[index]))
             if step.local:
                 local[level.ends[rank][s]].extend(step.local)
@@ -85,7 +85,7 @@ class _Levels:
     ends: list[list[int]]
 
 
-def _message_levels(schedule: Schedule) -> tuple[Wiring, _Levels]:
+def _message_levels(schedule: Schedule) -> tuple[Matching, _Levels]:
     """Gives each message a level, such that the steps of every rank keep their order.
 
     All messages of a step come after those of the steps before it, on both ranks. Within a step, a
@@ -99,53 +99,53 @@ def _message_levels(schedule: Schedule) -> tuple[Wiring, _Levels]:
     Raises:
         ScheduleError: The schedule has unmatched messages or a deadlock.
     """
-    wiring = wire(schedule)
-    order = completion_order(wiring)
-    found = _simple(wiring, order)
-    wishes = list(_wishes(schedule, wiring))
+    matching = match_messages(schedule)
+    order = completion_order(matching)
+    found = _simple(matching, order)
+    wishes = list(_wishes(schedule, matching))
     if all(found.of[first] <= found.of[second] for first, second in wishes):
-        return wiring, found
-    levels, knots = _longest_path(wiring, order, wishes)
+        return matching, found
+    levels, knots = _longest_path(matching, order, wishes)
     if levels is not None:
-        return wiring, levels
-    return _message_levels(_put_aside(schedule, wiring, knots))
+        return matching, levels
+    return _message_levels(_put_aside(schedule, matching, knots))
 
 
-def _simple(wiring: Wiring, order: list[tuple[int, int]]) -> _Levels:
-    of = [-1] * len(wiring.messages)
-    ends = [[-1] * len(p.steps) for p in wiring.programs]
+def _simple(matching: Matching, order: list[tuple[int, int]]) -> _Levels:
+    of = [-1] * len(matching.messages)
+    ends = [[-1] * len(p.steps) for p in matching.programs]
     for rank, step in order:
         end = ends[rank][step - 1] if step else -1
-        for number in wiring.sent[rank][step] + wiring.received[rank][step]:
+        for number in matching.sent[rank][step] + matching.received[rank][step]:
             if of[number] < 0:
-                m = wiring.messages[number]
+                m = matching.messages[number]
                 a = ends[m.source][m.send_step - 1] if m.send_step else -1
                 b = ends[m.target][m.recv_step - 1] if m.recv_step else -1
                 of[number] = max(a, b) + 1
             end = max(end, of[number])
-        if end < 0 and wiring.programs[rank].steps[step].local:
+        if end < 0 and matching.programs[rank].steps[step].local:
             end = 0
         ends[rank][step] = end
     return _Levels(of, ends)
 
 
-def _wishes(schedule: Schedule, wiring: Wiring) -> Iterator[tuple[int, int]]:
+def _wishes(schedule: Schedule, matching: Matching) -> Iterator[tuple[int, int]]:
     """Pairs of messages of one step, of which the first must not be on a later level than the second."""
-    for program in wiring.programs:
+    for program in matching.programs:
         rank = program.rank
         forms: list[Cells] = []
         for s in range(len(program.steps)):
-            reduced = [n for n in wiring.received[rank][s] if wiring.messages[n].reduces]
+            reduced = [n for n in matching.received[rank][s] if matching.messages[n].reduces]
             if not reduced:
                 continue
             forms = forms or [cells(schedule, rank, form) for form in (False, True)]
             for i, second in enumerate(reduced):
-                dst = wiring.messages[second].dst
-                for first in wiring.sent[rank][s]:
-                    if _meet(wiring.messages[first].src, dst, forms):
+                dst = matching.messages[second].dst
+                for first in matching.sent[rank][s]:
+                    if _meet(matching.messages[first].src, dst, forms):
                         yield first, second
                 for first in reduced[:i]:
-                    if _meet(wiring.messages[first].dst, dst, forms):
+                    if _meet(matching.messages[first].dst, dst, forms):
                         yield first, second
 
 
@@ -158,15 +158,15 @@ def _meet(one: Span, other: Span, forms: list[Cells]) -> bool:
 
 
 def _longest_path(
-    wiring: Wiring, order: list[tuple[int, int]], wishes: list[tuple[int, int]]
+    matching: Matching, order: list[tuple[int, int]], wishes: list[tuple[int, int]]
 ) -> tuple[_Levels | None, set[int]]:
     """Levels that heed the wishes; or None and the messages whose wishes contradict the order of steps."""
     import networkx
 
     graph = networkx.DiGraph()
-    for rank, program in enumerate(wiring.programs):
+    for rank, program in enumerate(matching.programs):
         for s, step in enumerate(program.steps):
-            numbers = wiring.sent[rank][s] + wiring.received[rank][s]
+            numbers = matching.sent[rank][s] + matching.received[rank][s]
             if s:
                 graph.add_edge((rank, s - 1), (rank, s), weight=0)
             if step.local:
@@ -194,17 +194,17 @@ def _longest_path(
         ]
         for node in members:
             level[node] = max(before, default=-1)
-    of = [level[n] for n in range(len(wiring.messages))]
+    of = [level[n] for n in range(len(matching.messages))]
     return _Levels(
-        of, [[level.get((p.rank, s), -1) for s in range(len(p.steps))] for p in wiring.programs]
+        of, [[level.get((p.rank, s), -1) for s in range(len(p.steps))] for p in matching.programs]
     ), knots
 
 
-def _put_aside(schedule: Schedule, wiring: Wiring, knots: set[int]) -> Schedule:
+def _put_aside(schedule: Schedule, matching: Matching, knots: set[int]) -> Schedule:
     """Receives into SCRATCH, and reduces at the end, in the steps in which ``knots`` arrive."""
-    steps = {(wiring.messages[n].target, wiring.messages[n].recv_step) for n in knots}
+    steps = {(matching.messages[n].target, matching.messages[n].recv_step) for n in knots}
     programs = []
-    for program in wiring.programs:
+    for program in matching.programs:
         changed = [
             _aside(schedule, program, step) if (program.rank, s) in steps else step
             for s, step in enumerate(program.steps)

@@ -1,4 +1,4 @@
-"""The messages of a schedule: each send with the receive it is matched by, and an order in which all end."""
+"""The messages of a schedule: each send with its matching receive, and an order in which all steps end."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Message(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Wiring:
-    """All programs of a schedule with their messages.
+class Matching:
+    """All programs of a schedule, with each send matched to its receive.
 
     Attributes:
         programs: By rank.
@@ -58,7 +58,7 @@ def fault(
     return ScheduleError(message, rank=rank, step=step, chunk=None if span is None else span.start)
 
 
-def wire(schedule: Schedule, programs: Sequence[Program] | None = None) -> Wiring:
+def match_messages(schedule: Schedule, programs: Sequence[Program] | None = None) -> Matching:
     """Matches the k-th send from a to b with the k-th receive of b from a, for all a and b.
 
     Args:
@@ -117,61 +117,52 @@ def _unmatched(what: str, wanted: str, peer: int, number: int, there: int) -> st
     )
 
 
-def _index(programs: tuple[Program, ...], messages: list[Message]) -> Wiring:
+def _index(programs: tuple[Program, ...], messages: list[Message]) -> Matching:
     sent: list[list[list[int]]] = [[[] for _ in p.steps] for p in programs]
     received: list[list[list[int]]] = [[[] for _ in p.steps] for p in programs]
     for number, m in enumerate(messages):
         sent[m.source][m.send_step].append(number)
         received[m.target][m.recv_step].append(number)
-    for steps in received:
-        for numbers in steps:
-            if len(numbers) > 1:
-                numbers.sort(key=lambda n: messages[n].recv_index)
     for steps in sent:
         for numbers in steps:
-            if len(numbers) > 1:
-                numbers.sort(key=lambda n: messages[n].send_index)
-    return Wiring(programs, messages, sent, received)
+            numbers.sort(key=lambda n: messages[n].send_index)
+    for steps in received:
+        for numbers in steps:
+            numbers.sort(key=lambda n: messages[n].recv_index)
+    return Matching(programs, messages, sent, received)
 
 
-def completion_order(wiring: Wiring) -> list[tuple[int, int]]:
+def completion_order(matching: Matching) -> list[tuple[int, int]]:
     """An order in which all (rank, step) end, if sends wait for their receives (rendezvous).
 
     A step ends when the other side of each of its transfers has begun. Any order that this allows gives
     the same result, where no step has a hazard.
 
     Raises:
-        ScheduleError: Some ranks wait for each other in a ring for ever. The message names the ring.
+        ScheduleError: A deadlock: some ranks wait for each other in a ring. The message names them.
     """
-    programs, messages = wiring.programs, wiring.messages
+    programs, messages = matching.programs, matching.messages
     begun = bytearray(len(messages))
     current = [0] * len(programs)
     pending = [0] * len(programs)
     ready: deque[int] = deque()
 
     def begin(rank: int) -> None:
+        """Begins the current step: transfers whose other side has begun are over, others are pending."""
         step = current[rank]
-        open_transfers = 0
-        for number in wiring.sent[rank][step]:
-            if begun[number]:
-                meet(messages[number].target)
-            else:
+        sent, received = matching.sent[rank][step], matching.received[rank][step]
+        for number in (*sent, *received):
+            if not begun[number]:
                 begun[number] = 1
-                open_transfers += 1
-        for number in wiring.received[rank][step]:
-            if begun[number]:
-                meet(messages[number].source)
-            else:
-                begun[number] = 1
-                open_transfers += 1
-        pending[rank] = open_transfers
-        if not open_transfers:
+                pending[rank] += 1
+                continue
+            message = messages[number]
+            peer = message.source if message.target == rank else message.target
+            pending[peer] -= 1
+            if not pending[peer]:
+                ready.append(peer)
+        if not pending[rank]:
             ready.append(rank)
-
-    def meet(peer: int) -> None:
-        pending[peer] -= 1
-        if not pending[peer]:
-            ready.append(peer)
 
     for program in programs:
         if program.steps:
@@ -184,23 +175,23 @@ def completion_order(wiring: Wiring) -> list[tuple[int, int]]:
         if current[rank] < len(programs[rank].steps):
             begin(rank)
     if len(order) < sum(len(p.steps) for p in programs):
-        raise _deadlock(wiring, current)
+        raise _deadlock(matching, current)
     return order
 
 
-def _deadlock(wiring: Wiring, current: list[int]) -> ScheduleError:
+def _deadlock(matching: Matching, current: list[int]) -> ScheduleError:
     import networkx
 
     graph = networkx.DiGraph()
     for rank, step in enumerate(current):
-        if step == len(wiring.programs[rank].steps):
+        if step == len(matching.programs[rank].steps):
             continue
-        for number in wiring.sent[rank][step]:
-            m = wiring.messages[number]
+        for number in matching.sent[rank][step]:
+            m = matching.messages[number]
             if current[m.target] < m.recv_step:
                 graph.add_edge(rank, m.target, message=m, sending=True)
-        for number in wiring.received[rank][step]:
-            m = wiring.messages[number]
+        for number in matching.received[rank][step]:
+            m = matching.messages[number]
             if current[m.source] < m.send_step:
                 graph.add_edge(rank, m.source, message=m, sending=False)
     cycle = networkx.find_cycle(graph)
@@ -214,8 +205,6 @@ def _deadlock(wiring: Wiring, current: list[int]) -> ScheduleError:
             what = f"receives {m.dst} from rank {peer}, which sends it in its step {m.send_step}"
         waits.append(f"rank {rank} in step {current[rank]} {what} and is in step {current[peer]}")
     rank, peer = cycle[0]
-    edge = graph.edges[rank, peer]
-    m = edge["message"]
-    span = m.src if edge["sending"] else m.dst
-    text = "deadlock: " + "; ".join(waits)
-    return fault(text, rank, current[rank], span)
+    first = graph.edges[rank, peer]
+    span = first["message"].src if first["sending"] else first["message"].dst
+    return fault("deadlock: " + "; ".join(waits), rank, current[rank], span)

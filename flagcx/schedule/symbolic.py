@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from flagcx.errors import ScheduleError
 from flagcx.schedule.collectives import COLLECTIVES, Contribution
 from flagcx.schedule.memory import Cells
-from flagcx.schedule.messages import Wiring, fault
+from flagcx.schedule.messages import Matching, fault
 from flagcx.schedule.model import Buffer, Copy, Schedule, Span, span_of
 
 _NOTHING = 0
+"""The value of a chunk that nothing was written to."""
 
 
 class Sums:
@@ -75,7 +76,7 @@ class Sums:
         return number
 
     def find(self, contributions: tuple[Contribution, ...]) -> int | None:
-        """The number of the multiset of just these contributions, or None where nothing has that value."""
+        """The number of the multiset of just these contributions, or None where no chunk has that value."""
         key = self._keys.get(contributions)
         if key is None:
             lowest = min(chunk for _, chunk in contributions)
@@ -119,13 +120,13 @@ class Sums:
 
 
 def run(
-    schedule: Schedule, wiring: Wiring, order: Sequence[tuple[int, int]], layout: Sequence[Cells]
+    schedule: Schedule, matching: Matching, order: Sequence[tuple[int, int]], layout: Sequence[Cells]
 ) -> None:
     """Runs ``schedule`` on symbols and compares what every OUTPUT ends with to what it should.
 
     Args:
         schedule: The schedule.
-        wiring: Its messages.
+        matching: Its messages.
         order: All (rank, step) in an order in which they can end.
         layout: Each rank's memory.
 
@@ -134,57 +135,52 @@ def run(
     """
     sums = Sums(schedule.size, COLLECTIVES[schedule.collective].repeats)
     memory = []
-    for rank, (program, place) in enumerate(zip(wiring.programs, layout, strict=True)):
+    for rank, (program, place) in enumerate(zip(matching.programs, layout, strict=True)):
         row = [_NOTHING] * (place.base[Buffer.SCRATCH] + program.scratch_chunks)
         for chunk in range(place.count[0]):
             row[place.base[0] + chunk] = sums.contribution(rank, chunk)
         memory.append(row)
-    in_flight: list[list[int]] = [[]] * len(wiring.messages)
-    for program in wiring.programs:
+    in_flight: list[list[int]] = [[]] * len(matching.messages)
+    for program in matching.programs:
         if program.steps:
-            _begin(wiring, program.rank, 0, memory, layout, in_flight)
+            _begin(matching, program.rank, 0, memory, layout, in_flight)
     for rank, step in order:
         sums.place = (rank, step)
-        _end(wiring, rank, step, memory[rank], layout[rank], in_flight, sums)
-        if step + 1 < len(wiring.programs[rank].steps):
-            _begin(wiring, rank, step + 1, memory, layout, in_flight)
+        _end(matching, rank, step, memory[rank], layout[rank], in_flight, sums)
+        if step + 1 < len(matching.programs[rank].steps):
+            _begin(matching, rank, step + 1, memory, layout, in_flight)
     for rank, row in enumerate(memory):
-        _compare(schedule, wiring, rank, row, layout[rank], sums)
+        _compare(schedule, matching, rank, row, layout[rank], sums)
 
 
-def _begin(wiring, rank, step, memory, layout, in_flight) -> None:
-    row, base = memory[rank], layout[rank].base
-    for number in wiring.sent[rank][step]:
-        span = wiring.messages[number].src
-        at = base[span.buffer]
-        values = row[at + span.start : at + span.stop]
+def _begin(matching, rank, step, memory, layout, in_flight) -> None:
+    for number in matching.sent[rank][step]:
+        span = matching.messages[number].src
+        values = memory[rank][slice(*layout[rank].range(span))]
         if _NOTHING in values:
             raise _unwritten("sends", span, values, rank, step)
         in_flight[number] = values
 
 
-def _end(wiring, rank, step, row, place, in_flight, sums) -> None:
+def _end(matching, rank, step, row, place, in_flight, sums) -> None:
     base = place.base
-    late = []
-    for number in wiring.received[rank][step]:
-        message = wiring.messages[number]
+    reductions = []
+    for number in matching.received[rank][step]:
+        message = matching.messages[number]
         if message.reduces:
-            late.append((message.dst, in_flight[number]))
+            reductions.append((message.dst, in_flight[number]))
         else:
-            at = base[message.dst.buffer]
-            row[at + message.dst.start : at + message.dst.stop] = in_flight[number]
+            row[slice(*place.range(message.dst))] = in_flight[number]
         in_flight[number] = []
-    for span, values in late:
+    for span, values in reductions:
         _reduce(row, base[span.buffer], span, values, sums)
-    for work in wiring.programs[rank].steps[step].local:
+    for work in matching.programs[rank].steps[step].local:
         src, dst = work.src, work.dst
-        at = base[src.buffer]
-        values = row[at + src.start : at + src.stop]
+        values = row[slice(*place.range(src))]
         if _NOTHING in values:
             raise _unwritten("copies" if type(work) is Copy else "reduces from", src, values, rank, step)
         if type(work) is Copy:
-            at = base[dst.buffer]
-            row[at + dst.start : at + dst.stop] = values
+            row[slice(*place.range(dst))] = values
         else:
             _reduce(row, base[dst.buffer], dst, values, sums)
 
@@ -205,7 +201,7 @@ def _unwritten(verb, span, values, rank, step) -> ScheduleError:
     return fault(f"{verb} {span}, of which {chunk} was never written", rank, step, chunk)
 
 
-def _compare(schedule, wiring, rank, row, place, sums) -> None:
+def _compare(schedule, matching, rank, row, place, sums) -> None:
     kind = COLLECTIVES[schedule.collective]
     size, root = schedule.size, schedule.root
     per_block = kind.per_block(size, schedule.chunks)
@@ -214,12 +210,12 @@ def _compare(schedule, wiring, rank, row, place, sums) -> None:
         got = row[base + chunk]
         wanted = sums.find(kind.expected(rank, chunk, size, per_block, root))
         if got != wanted or got == _NOTHING:
-            raise _wrong(schedule, wiring, rank, chunk, got, place, sums)
+            raise _wrong(schedule, matching, rank, chunk, got, place, sums)
 
 
-def _wrong(schedule, wiring, rank, chunk, got, place, sums) -> ScheduleError:
+def _wrong(schedule, matching, rank, chunk, got, place, sums) -> ScheduleError:
     span = span_of(Buffer.OUTPUT, chunk)
-    step = _last_write(wiring.programs[rank], place, place.range(span)[0])
+    step = _last_write(matching.programs[rank], place, place.range(span)[0])
     if got == _NOTHING:
         return fault("nothing was ever written to it", rank, step, span)
     kind = COLLECTIVES[schedule.collective]
@@ -227,20 +223,17 @@ def _wrong(schedule, wiring, rank, chunk, got, place, sums) -> ScheduleError:
     wanted = Counter(kind.expected(rank, chunk, schedule.size, per_block, schedule.root))
     counts = sums.counter(got)
     missing, extra = sorted(wanted - counts), sorted(counts - wanted)
-    said = []
-    if missing:
-        said.append(f"lacks {_names(missing)}")
     repeated = [c for c in extra if c in wanted]
     strange = [c for c in extra if c not in wanted]
+    faults = [f"lacks {_names(missing)}"] if missing else []
     if repeated:
-        said.append(f"counts {_names(repeated)} {counts[repeated[0]]} times")
+        faults.append(f"counts {_names(repeated)} {counts[repeated[0]]} times")
         origin = sums.origin_of_repeat(got, repeated[0])
         if origin is not None:
-            rank_there, step_there = origin
-            said.append(f"first added twice by rank {rank_there} in its step {step_there}")
+            faults.append(f"first added twice by rank {origin[0]} in its step {origin[1]}")
     if strange:
-        said.append(f"holds {_names(strange)}, which do not belong there")
-    return fault(f"ends wrong: it {'; '.join(said)}", rank, step, span)
+        faults.append(f"holds {_names(strange)}, which do not belong there")
+    return fault(f"ends wrong: it {'; '.join(faults)}", rank, step, span)
 
 
 def _names(contributions: Sequence[Contribution]) -> str:

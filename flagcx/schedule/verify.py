@@ -1,6 +1,6 @@
 """Proof that a schedule does what its collective says: no hang, no race, every contribution once.
 
-Five questions, in this order, each of which assumes that those before it went well:
+Five questions, in this order, each of which assumes a good answer to those before it:
 
 1. Is every program well formed: spans inside their buffers, peers that exist, INPUT never written?
 2. Is the k-th send from a to b matched by a k-th receive of b from a, chunk for chunk of one size?
@@ -8,7 +8,7 @@ Five questions, in this order, each of which assumes that those before it went w
 4. Is the result the same however the transfers of a step are timed?
 5. Does a run on symbols leave in every OUTPUT what the collective wants, each contribution once?
 
-Since no result depends on timing (4), one run (5) in any order that can happen (3) speaks for all.
+Since no result depends on timing (4), one run (5) in an order that can happen (3) stands for all.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flagcx.errors import ScheduleError
 from flagcx.schedule.collectives import COLLECTIVES, ChunkLayout, Counts, chunk_layout
 from flagcx.schedule.hazards import check_hazards
 from flagcx.schedule.memory import Cells, cells
-from flagcx.schedule.messages import Wiring, completion_order, fault, wire
+from flagcx.schedule.messages import Matching, completion_order, fault, match_messages
 from flagcx.schedule.model import (
     Buffer,
     Copy,
@@ -60,29 +60,27 @@ def verify(schedule: Schedule, in_place: bool | None = None, uneven: bool = Fals
     programs = tuple(schedule.programs())
     for rank, program in enumerate(programs):
         _check_program(schedule, rank, program, in_place)
-    wiring = wire(schedule, programs)
-    _check_sizes(schedule, wiring)
+    matching = match_messages(schedule, programs)
+    _check_sizes(schedule, matching)
     if uneven and COLLECTIVES[schedule.collective].blocks:
-        _check_uneven(schedule, wiring)
+        _check_uneven(schedule, matching)
     if schedule.aligned:
-        check_aligned(wiring)
-    order = completion_order(wiring)
+        check_aligned(matching)
+    order = completion_order(matching)
     for form in _forms(schedule, in_place):
         places = [cells(schedule, rank, form) for rank in range(schedule.size)]
         for program, place in zip(programs, places, strict=True):
             check_hazards(program, place, form)
-        run(schedule, wiring, order, places)
+        run(schedule, matching, order, places)
 
 
 def _forms(schedule: Schedule, in_place: bool | None) -> Sequence[bool]:
-    if in_place is False:
-        return (False,)
     kind = COLLECTIVES[schedule.collective]
     facts = schedule.size, schedule.chunks, schedule.root
     overlaid = any(kind.in_place_shift(rank, *facts) is not None for rank in range(schedule.size))
     if in_place is None:
         return (False, True) if overlaid else (False,)
-    return (overlaid,)
+    return (in_place and overlaid,)
 
 
 def _check_facts(schedule: Schedule) -> None:
@@ -107,7 +105,7 @@ def _check_facts(schedule: Schedule) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Room:
+class _Limits:
     """What the spans of one rank's program must keep to."""
 
     rank: int
@@ -155,12 +153,12 @@ def _check_program(schedule: Schedule, rank: int, program: Program, in_place: bo
         raise fault(f"make({rank}) returned the program of rank {program.rank}", rank)
     place = cells(schedule, rank, in_place=True)
     period = COLLECTIVES[schedule.collective].per_block(schedule.size, schedule.chunks)
-    room = _Room(rank, schedule.size, place, place.shared() if in_place else (0, 0), period)
+    limits = _Limits(rank, schedule.size, place, place.shared() if in_place else (0, 0), period)
     for number, step in enumerate(program.steps):
         for transfer in step.transfers:
-            room.check_transfer(transfer, number)
+            limits.check_transfer(transfer, number)
         for work in step.local:
-            room.check_local(work, number)
+            limits.check_local(work, number)
 
 
 _MISFIT = (
@@ -169,9 +167,9 @@ _MISFIT = (
 )
 
 
-def _check_sizes(schedule: Schedule, wiring: Wiring) -> None:
+def _check_sizes(schedule: Schedule, matching: Matching) -> None:
     period = COLLECTIVES[schedule.collective].per_block(schedule.size, schedule.chunks)
-    for m in wiring.messages:
+    for m in matching.messages:
         if (m.src.start - m.dst.start) % period:
             text = (
                 f"sends to rank {m.target}, which receives it as {m.dst} in its step {m.recv_step}: {_MISFIT}"
@@ -179,22 +177,22 @@ def _check_sizes(schedule: Schedule, wiring: Wiring) -> None:
             raise fault(text, m.source, m.send_step, m.src)
 
 
-def check_aligned(wiring: Wiring) -> None:
+def check_aligned(matching: Matching) -> None:
     """Checks what ``Schedule.aligned`` says.
 
     Raises:
         ScheduleError: A message is sent and received in steps of different number, or programs differ
             in their number of steps.
     """
-    for m in wiring.messages:
+    for m in matching.messages:
         if m.send_step != m.recv_step:
             text = (
                 f"the schedule says it is aligned, but this is received by rank {m.target} in its step "
                 f"{m.recv_step}; make both steps the same or set aligned=False"
             )
             raise fault(text, m.source, m.send_step, m.src)
-    steps = len(wiring.programs[0].steps)
-    for program in wiring.programs:
+    steps = len(matching.programs[0].steps)
+    for program in matching.programs:
         if len(program.steps) != steps:
             text = (
                 f"the schedule says it is aligned, but this program has {len(program.steps)} steps and that "
@@ -203,27 +201,20 @@ def check_aligned(wiring: Wiring) -> None:
             raise fault(text, program.rank)
 
 
-def _check_uneven(schedule: Schedule, wiring: Wiring) -> None:
+def _check_uneven(schedule: Schedule, matching: Matching) -> None:
+    name, size, chunks, root = schedule.collective, schedule.size, schedule.chunks, schedule.root
     layouts = [
-        chunk_layout(
-            schedule.collective,
-            program.rank,
-            schedule.size,
-            schedule.chunks,
-            schedule.root,
-            _distinct_counts(schedule, program.rank),
-            program.scratch_used(),
-        )
-        for program in wiring.programs
+        chunk_layout(name, p.rank, size, chunks, root, _distinct_counts(schedule, p.rank), p.scratch_used())
+        for p in matching.programs
     ]
-    for m in wiring.messages:
+    for m in matching.messages:
         sent, taken = _elements(layouts[m.source], m.src), _elements(layouts[m.target], m.dst)
         if sent != taken:
             text = (
                 f"sends to rank {m.target}, which receives it as {m.dst} in its step {m.recv_step}: {_UNEVEN}"
             )
             raise fault(text, m.source, m.send_step, m.src)
-    for program in wiring.programs:
+    for program in matching.programs:
         here = layouts[program.rank]
         for number, step in enumerate(program.steps):
             for work in step.local:
@@ -235,8 +226,8 @@ def _check_uneven(schedule: Schedule, wiring: Wiring) -> None:
 _UNEVEN = "these are chunks of different blocks, which differ in size when blocks are uneven"
 
 
-def _elements(place: ChunkLayout, span: Span) -> list[int]:
-    bounds = place.bounds[span.buffer]
+def _elements(layout: ChunkLayout, span: Span) -> list[int]:
+    bounds = layout.bounds[span.buffer]
     return [bounds[i + 1] - bounds[i] for i in range(span.start, span.stop)]
 
 

@@ -17,7 +17,7 @@ from flagcx.cost.simulate import Costs, lay
 from flagcx.errors import ArgumentError, ScheduleError, TopologyError
 from flagcx.schedule import traffic as rounds_module
 from flagcx.schedule.collectives import COLLECTIVES
-from flagcx.schedule.messages import wire
+from flagcx.schedule.messages import match_messages
 from flagcx.schedule.model import Buffer, Program, Recv, RecvReduce, Reduce, Schedule, Send, Step, span_of
 from flagcx.schedule.traffic import rounds_of, staggered
 from flagcx.topology import LinkKind, cluster, preset
@@ -100,21 +100,19 @@ def test_shared_ports_add_up():
 
 def oracle_us(schedule: Schedule, nbytes: float, costs: Costs) -> float:
     """The time of an aligned schedule where nothing is shared, from its own messages."""
-    wiring = wire(schedule)
+    found = match_messages(schedule)
     blocks = schedule.size if COLLECTIVES[schedule.collective].blocks else 1
     chunk = nbytes * blocks / schedule.chunks
     begun = {(rank, 0): costs.call_us for rank in range(schedule.size)}
     pair: dict = {}
-    for m in wiring.messages:
+    for m in found.messages:
         key = (m.source, m.send_step, m.target)
         pair[key] = pair.get(key, 0) + len(m.src)
     ended: dict = {}
-    for step in range(max((len(p.steps) for p in wiring.programs), default=0)):
-        for rank, program in enumerate(wiring.programs):
-            met = [(m.source, m.target) for m in map(wiring.messages.__getitem__, wiring.sent[rank][step])]
-            met += [
-                (m.source, m.target) for m in map(wiring.messages.__getitem__, wiring.received[rank][step])
-            ]
+    for step in range(max((len(p.steps) for p in found.programs), default=0)):
+        for rank, program in enumerate(found.programs):
+            met = [(m.source, m.target) for m in map(found.messages.__getitem__, found.sent[rank][step])]
+            met += [(m.source, m.target) for m in map(found.messages.__getitem__, found.received[rank][step])]
             end = begun[rank, step]
             for source, target in met:
                 start = max(begun[source, step], begun[target, step])

@@ -26,7 +26,7 @@ from report import format_table, parse_size, write_json_lines
 
 import flagcx as fc
 from flagcx.compression import catalogue
-from flagcx.compression.auto import measure_speed
+from flagcx.compression.link import measure_speed
 
 LINKS = ("0.0125", "0.125", "")
 NAMES = {"0.0125": "100 Mbit/s", "0.125": "1 Gbit/s", "": "shared memory"}

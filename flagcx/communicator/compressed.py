@@ -49,7 +49,7 @@ def explain(comm: Caller, x: Any, compression: Any) -> Decision:
     executor = comm.executor_of(x)
     plan = compressor_of(comm, executor).find(compression, executor.take(x, "x", False), "sum")
     found: list[Decision] = []
-    executor.run(FunctionPlan(lambda given, result: found.append(plan.explain())), None, None)
+    executor.run(FunctionPlan(lambda *_: found.append(plan.explain())), None, None)
     return found[0]
 
 

@@ -23,21 +23,22 @@ Example:
 
 from __future__ import annotations
 
-from flagcx.compression.auto import Auto, Decision, LinkProfile
+from flagcx.compression.auto import Decision, LinkProfile
 from flagcx.compression.cast import Cast
-from flagcx.compression.catalogue import Entry, as_feedback, catalogue, codec_of
+from flagcx.compression.catalogue import Auto, CodecInfo, catalogue, codec_of
 from flagcx.compression.codec import Codec, Payload
-from flagcx.compression.feedback import Feedback, Slot
+from flagcx.compression.feedback import Feedback, as_feedback
 from flagcx.compression.powersgd import PowerSGD
 from flagcx.compression.quantize import Quantized
+from flagcx.compression.slot import Slot
 from flagcx.compression.topk import RandomK, Sparse, TopK
 
 __all__ = [
     "Auto",
     "Cast",
     "Codec",
+    "CodecInfo",
     "Decision",
-    "Entry",
     "Feedback",
     "LinkProfile",
     "Payload",

@@ -16,7 +16,7 @@ from flagcx.errors import ArgumentError
 
 _DTYPES = MappingProxyType({"fp16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)})
 _TILE = 1 << 16
-_BLOCK = 512  # numbers that a warp deals with
+_BLOCK = 512  # numbers of a warp
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +42,12 @@ class Cast(FixedRate):
             raise ArgumentError(f"Cast({self.name!r}) is not known; expected one of {', '.join(_DTYPES)}")
 
     def wire_nbytes(self, count: int) -> int:
-        """See ``FixedRate``."""
         return padded(2 * count)
 
     def kernels(self) -> StripeKernels:
-        """See ``FixedRate``."""
         return stripe_kernels(self.name, _BLOCK)
 
     def encode_into(self, x: Any, wire: Any, scratch: Scratch) -> None:
-        """See ``FixedRate``."""
         if on_device(x):
             self.kernels().encode(x, None, wire, x.size, 0)
             return
@@ -58,7 +55,6 @@ class Cast(FixedRate):
             np.copyto(self._numbers(wire, x.size), x, casting="unsafe")
 
     def decode_into(self, wire: Any, out: Any, scratch: Scratch, add: bool = False) -> None:
-        """See ``FixedRate``."""
         if on_device(out):
             self.kernels().decode(wire, out, out.size, 0, add=add)
             return

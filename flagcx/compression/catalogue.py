@@ -1,47 +1,50 @@
-"""The codecs by name, and what is known of each before anything is measured."""
+"""The codecs by name, with their properties and nominal speeds; and the settings of "auto"."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from flagcx.compression.auto import CODECS, KINDS, Auto
+from flagcx.compression.cast import Cast
 from flagcx.compression.codec import Codec
-from flagcx.compression.feedback import Feedback, Slot
+from flagcx.compression.powersgd import PowerSGD
+from flagcx.compression.quantize import Quantized
+from flagcx.compression.topk import RandomK, Sparse, TopK
 from flagcx.errors import ArgumentError
 
-_NOMINAL = 1 << 24
+_KINDS = (Cast, Quantized, TopK, RandomK, PowerSGD, Sparse)
+_NOMINAL_COUNT = 1 << 24
+_WITHOUT_FEEDBACK = ("bf16", "int8")
 
-_MADE: MappingProxyType[str, Callable[[], Any]] = MappingProxyType({**CODECS, "auto": Auto})
-
-# GB/s of float32 that one core takes through an all-reduce's coding and decoding; bench/compression.py.
-_HOST_GB_PER_S = MappingProxyType(
+# By name: the codec with its usual settings; GB/s of float32 that one core codes and decodes in an all-reduce
+# (bench/compression.py); and whether training suffers without error feedback.
+_TABLE: MappingProxyType[str, tuple[Callable[[], Any], float, bool]] = MappingProxyType(
     {
-        "fp16": 0.9,
-        "bf16": 3.0,
-        "fp8": 0.6,
-        "fp8_e5m2": 0.6,
-        "int8": 1.3,
-        "int4": 0.8,
-        "topk": 1.5,
-        "randomk": 2.5,
-        "powersgd": 0.9,
-        "sparse": 3.0,
+        "fp16": (partial(Cast, "fp16"), 0.9, False),
+        "bf16": (partial(Cast, "bf16"), 3.0, False),
+        "fp8": (partial(Quantized, "fp8"), 0.6, False),
+        "fp8_e5m2": (partial(Quantized, "fp8_e5m2"), 0.6, False),
+        "int8": (partial(Quantized, "int8"), 1.3, False),
+        "int4": (partial(Quantized, "int4"), 0.8, True),
+        "topk": (TopK, 1.5, True),
+        "randomk": (RandomK, 2.5, True),
+        "powersgd": (PowerSGD, 0.9, True),
+        "sparse": (Sparse, 3.0, False),
     }
 )
-_NEEDS_FEEDBACK = frozenset({"int4", "topk", "randomk", "powersgd"})
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """What is known of a codec.
+class CodecInfo:
+    """The properties of a codec that are known before anything is measured.
 
     Attributes:
         name: As ``compression=`` takes it.
         codec: The codec with its usual settings.
-        lossless: Whether nothing is lost.
+        lossless: Whether decoding restores every bit.
         ratio: Bytes that an all-reduce sends, over those of the dense one, for 16 Mi elements on two ranks.
         host_gb_per_s: Bytes of float32 in a second that one core of a server takes through it, typically.
         needs_feedback: Whether training suffers without error feedback.
@@ -55,52 +58,78 @@ class Entry:
     needs_feedback: bool
 
 
-def catalogue() -> dict[str, Entry]:
+def catalogue() -> dict[str, CodecInfo]:
     """The codecs by name, less "auto", which chooses among them.
 
     Example:
         >>> round(catalogue()["int8"].ratio, 3)
         0.254
     """
-    entries = {}
-    for name, speed in _HOST_GB_PER_S.items():
-        codec = _MADE[name]()
-        feedback = name in _NEEDS_FEEDBACK
-        entries[name] = Entry(name, codec, codec.lossless, codec.ratio(_NOMINAL), speed, feedback)
-    return entries
+    codecs = {}
+    for name, (make, speed, feedback) in _TABLE.items():
+        codec = make()
+        codecs[name] = CodecInfo(name, codec, codec.lossless, codec.ratio(_NOMINAL_COUNT), speed, feedback)
+    return codecs
+
+
+@dataclass(frozen=True, slots=True)
+class Auto:
+    """Compression where it pays, and none where it doesn't.
+
+    Attributes:
+        lossy: The lossy codecs that may be used: names or codecs; True for bf16 and int8, which need no
+            error feedback. None by default.
+
+    Raises:
+        ArgumentError: ``lossy`` is none of these, or has a name that no codec has.
+
+    Example:
+        >>> Auto(lossy=True).allowed
+        ('bf16', 'int8')
+    """
+
+    name = "auto"
+    lossy: bool | Sequence[Any] = ()
+
+    def __post_init__(self) -> None:
+        if isinstance(self.lossy, (str, bytes)) or not isinstance(self.lossy, (bool, Sequence)):
+            raise ArgumentError(
+                f"lossy={self.lossy!r} must be True, False, or a list of codecs such as ('int8',)"
+            )
+        if isinstance(self.lossy, bool):
+            return
+        for one in self.lossy:
+            if not (one in _TABLE if isinstance(one, str) else isinstance(one, _KINDS)):
+                raise ArgumentError(
+                    f"lossy={self.lossy!r} has {one!r}, which is no codec; expected names out of "
+                    f"{', '.join(_TABLE)}, or codecs such as flagcx.compression.Quantized('int8', block=128)"
+                )
+        object.__setattr__(self, "lossy", tuple(self.lossy))
+
+    @property
+    def allowed(self) -> tuple[Any, ...]:
+        """The lossy codecs that may be chosen."""
+        if isinstance(self.lossy, bool):
+            return _WITHOUT_FEEDBACK if self.lossy else ()
+        return tuple(self.lossy)
+
+    @property
+    def lossless(self) -> bool:
+        """Whether no lossy codec may be chosen."""
+        return not self.allowed
 
 
 def codec_of(compression: Any) -> Any:
-    """The codec that a caller names, with its usual settings, or gives.
+    """The codec that a caller gives, or names: then with its usual settings.
 
     Raises:
         ArgumentError: It is neither a name nor a codec.
     """
-    if isinstance(compression, str):
-        make = _MADE.get(compression)
-        if make is not None:
-            return make()
-    elif isinstance(compression, (*KINDS, Auto)):
+    if isinstance(compression, (*_KINDS, Auto)):
         return compression
+    if isinstance(compression, str) and compression in (*_TABLE, Auto.name):
+        return Auto() if compression == Auto.name else _TABLE[compression][0]()
     raise ArgumentError(
-        f"compression={compression!r} is not known; expected one of {', '.join(_MADE)}, a codec such as "
-        f"flagcx.compression.Quantized('int8', block=128), or a Feedback or one of its slots"
+        f"compression={compression!r} is not known; expected one of {', '.join(_TABLE)}, auto, a codec "
+        f"such as flagcx.compression.Quantized('int8', block=128), or a Feedback or one of its slots"
     )
-
-
-def as_feedback(compression: Any) -> Feedback | None:
-    """Error feedback for what a caller names, for a training loop that compresses many arrays.
-
-    Args:
-        compression: None, a name, a codec, or a ``Feedback``, which is returned as it is.
-
-    Raises:
-        ArgumentError: It is none of these.
-    """
-    if compression is None or isinstance(compression, Feedback):
-        return compression
-    if isinstance(compression, Slot):
-        raise ArgumentError(
-            f"compression={compression!r} remembers one array; for many, give the Feedback that it is from"
-        )
-    return Feedback(codec_of(compression))

@@ -1,10 +1,10 @@
 """What a codec is: settings, and two functions of arrays.
 
-A codec is a frozen dataclass. It keeps nothing between calls; what must be kept is in a ``Slot`` (see
-``flagcx.compression.feedback``). Codecs with a fixed rate make bytes whose number depends on the count alone,
-so that their all-reduce needs no agreement on sizes; the others say how much they made.
+A codec is a frozen dataclass and keeps nothing between calls; a ``Slot`` (``flagcx.compression.slot``) does.
+The payload of a codec with a fixed rate has a size that follows from the count of elements alone, so its
+all-reduce needs no agreement on sizes. Other codecs exchange their sizes first.
 
-Arrays are NumPy arrays or CuPy arrays, float32, of one dimension; what comes out is of the same kind.
+Arrays are NumPy or CuPy arrays of float32 and one dimension; results are of the same kind.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """What a codec makes of an array.
+    """An encoded array.
 
     Attributes:
         codec: Name of the codec.
@@ -45,28 +45,28 @@ class Payload:
 
 
 class Codec(Protocol):
-    """One way to say an array in fewer bytes.
+    """Encodes float32 arrays in fewer bytes.
 
     Attributes:
         name: As ``compression=`` takes it.
-        lossless: Whether decoding gives the very array back.
+        lossless: Whether decoding restores every bit.
     """
 
     name: Any
     lossless: Any
 
     def encode(self, x: Any) -> Payload:
-        """Makes a payload of a float32 array."""
+        """Encodes a float32 array."""
 
     def decode(self, payload: Payload, out: Any = None) -> Any:
-        """Makes a float32 array of a payload: ``out``, or a new one."""
+        """Decodes a payload into ``out``, or into a new float32 array."""
 
     def ratio(self, count: int, ranks: int = 2) -> float:
         """Bytes that a rank sends in an all-reduce of ``count`` elements, over those of the dense one."""
 
 
 class Scratch:
-    """Arrays for intermediate results, made once and used again."""
+    """Arrays for intermediate results, allocated once and used again."""
 
     def __init__(self) -> None:
         self._arrays: dict[tuple[str, bool], Any] = {}
@@ -76,18 +76,20 @@ class Scratch:
         """An array of ``count`` elements with arbitrary content.
 
         Args:
-            name: Which array: two with different names don't overlap.
+            name: Name of the array; arrays of different names don't overlap.
             count: Elements.
             dtype: Element type; always the same for one name.
-            like: An array of the kind wanted: NumPy's or CuPy's.
-            zeros: Whether its users find zeros, and leave zeros.
+            like: A NumPy or CuPy array: the result is of the same kind.
+            zeros: Whether all its users expect zeros and leave zeros.
         """
         key = name, on_device(like)
         array = self._arrays.get(key)
         if array is None or len(array) < count:
             make = namespace(like).zeros if zeros else namespace(like).empty
             array = self._arrays[key] = make(count, dtype)
-        if key[1] and captures(array):  # A caller's graph uses it, also when a larger one takes its place.
+        if key[1] and captures(
+            array
+        ):  # The captured graph uses this array even after a larger one replaces it.
             self._captured[id(array)] = array
         return array[:count]
 
@@ -100,7 +102,7 @@ class FixedRate:
     lossless: ClassVar[bool] = False
 
     def wire_nbytes(self, count: int) -> int:
-        """Bytes that ``count`` elements become, a multiple of ``ALIGNMENT``."""
+        """Bytes of ``count`` encoded elements, a multiple of ``ALIGNMENT``."""
         raise NotImplementedError
 
     def kernels(self) -> Any:
@@ -108,22 +110,22 @@ class FixedRate:
         return None
 
     def encode_into(self, x: Any, wire: Any, scratch: Scratch) -> None:
-        """Writes the payload of ``x`` (float32) into ``wire`` (uint8, ``wire_nbytes`` long)."""
+        """Encodes ``x`` (float32) into ``wire`` (uint8, ``wire_nbytes`` long)."""
         raise NotImplementedError
 
     def decode_into(self, wire: Any, out: Any, scratch: Scratch, add: bool = False) -> None:
-        """Writes what ``wire`` stands for into ``out`` (float32), or adds it to what is there."""
+        """Decodes ``wire`` into ``out`` (float32), or adds the decoded numbers to it."""
         raise NotImplementedError
 
     def encode(self, x: Any) -> Payload:
-        """See ``Codec``."""
+        """Encodes an array (float32)."""
         flat = namespace(x).ascontiguousarray(check_floats(x)).reshape(-1)
         wire = namespace(x).empty(self.wire_nbytes(flat.size), np.uint8)
         self.encode_into(flat, wire, Scratch())
         return Payload(self.name, flat.size, (wire,))
 
     def decode(self, payload: Payload, out: Any = None) -> Any:
-        """See ``Codec``."""
+        """Decodes a payload into ``out`` (float32), or into a new array."""
         (wire,) = payload.parts
         flat = namespace(wire).empty(payload.count, np.float32)
         if out is not None and check_floats(out, "out").size != payload.count:
@@ -135,7 +137,7 @@ class FixedRate:
         return out
 
     def ratio(self, count: int, ranks: int = 2) -> float:
-        """See ``Codec``."""
+        """Encoded bytes over plain ones."""
         return self.wire_nbytes(count) / max(4 * count, 1)
 
 
@@ -150,16 +152,16 @@ def namespace(array: Any) -> ModuleType:
 
 
 def captures(array: Any) -> bool:
-    """Whether what is done with an array of a GPU goes into a caller's graph now."""
+    """Whether the current stream of a GPU array records a caller's graph."""
     cuda = namespace(array).cuda
     return is_capturing(cuda.runtime, cuda.get_current_stream())
 
 
 def check_floats(x: Any, what: str = "x") -> Any:
-    """Checks that an array is one that codecs work on.
+    """The array itself, checked to be of float32.
 
     Raises:
-        ArrayError: It is not of float32.
+        ArrayError: It has another dtype.
     """
     if getattr(x, "dtype", None) != np.float32:
         kind = getattr(x, "dtype", type(x).__name__)

@@ -1,4 +1,4 @@
-"""Codecs' kernels on the current GPU: compiled at the first need, enqueued on CuPy's current stream."""
+"""Codecs' kernels on the current GPU: compiled at the first call, enqueued on CuPy's current stream."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ _MOST_BLOCKS = 4096
 
 
 class StripeKernels:
-    """Codes, adds up and decodes stripes of float32 arrays; see ``flagcx.kernels.compress``.
+    """Codes, adds up and decodes stripes of float32 arrays by the kernels of ``flagcx.kernels.compress``.
 
     Every stripe of an array has ``width`` numbers, but for the last ones, which have fewer or none. Coded
     stripes lie ``stride`` bytes apart.
 
     Args:
         name: Name of the codec.
-        block: Numbers that share a factor, and that a warp deals with.
+        block: Numbers of a warp, which share a factor.
     """
 
     def __init__(self, name: str, block: int) -> None:
-        self._encode, self._reduce, self._decode = _functions(name, block)
+        cupy, source = load_cupy(), compress_source(name, block)
+        self._encode, self._reduce, self._decode = (
+            compile_kernel(cupy, source, kernel) for kernel in (ENCODE, REDUCE, DECODE)
+        )
         self._block = block
 
     def encode(
@@ -36,12 +39,12 @@ class StripeKernels:
 
         Args:
             x: Numbers.
-            residual: Is added to them, and takes what coding took from the sum; None for none.
-            wire: Where the coded stripes go (uint8).
+            residual: Is added to them, and then holds the coding error of the sum; None for none.
+            wire: The coded stripes (uint8).
             width: Numbers of a stripe.
             stride: Bytes of a coded stripe.
-            stripes: How many there are.
-            own: The stripe that stays as it is; -1 for none.
+            stripes: Number of stripes.
+            own: The stripe that is not coded; -1 for none.
         """
         if x.size:
             at = 0 if residual is None else residual
@@ -54,13 +57,13 @@ class StripeKernels:
         """Adds up one stripe in the order of ranks, and codes the sum.
 
         Args:
-            arrived: The coded stripes of all ranks but one (uint8).
-            x: That one's numbers.
-            residual: Is added to them, and takes what coding took from the sum; None for none.
-            wire: Where the coded sum goes (uint8).
+            arrived: The coded stripes of all ranks but this one (uint8).
+            x: This rank's numbers.
+            residual: Is added to them, and then holds the coding error of the sum; None for none.
+            wire: The coded sum (uint8).
             stride: Bytes of a coded stripe.
-            ranks: That one, and the number of ranks.
-            factor: What the sum is multiplied by (float32).
+            ranks: This rank, and the number of ranks.
+            factor: Scales the sum (float32).
         """
         if x.size:
             at = 0 if residual is None else residual
@@ -70,7 +73,7 @@ class StripeKernels:
     def decode(
         self, wire: Any, out: Any, width: int, stride: int, stripes: int = 1, add: bool = False
     ) -> None:
-        """Writes or adds what coded stripes stand for into ``out``; see ``encode``."""
+        """Decodes stripes into ``out``, or adds them to it."""
         if out.size:
             numbers = map(np.int64, (out.size, width, stride, stripes))
             self._decode(self._grid(width, stripes), (THREADS,), (wire, out, *numbers, np.int32(add)))
@@ -88,9 +91,3 @@ def stripe_kernels(name: str, block: int) -> StripeKernels:
 @lru_cache(maxsize=64)
 def _made(name: str, block: int, device: int) -> StripeKernels:
     return StripeKernels(name, block)
-
-
-def _functions(name: str, block: int) -> tuple[Any, Any, Any]:
-    cupy, source = load_cupy(), compress_source(name, block)
-    encode, reduce, decode = (compile_kernel(cupy, source, kernel) for kernel in (ENCODE, REDUCE, DECODE))
-    return encode, reduce, decode

@@ -1,55 +1,113 @@
-"""What a compressed all-reduce asks of the other ranks. The communicator offers it; tests may, too."""
+"""The calls that a compressed all-reduce makes to the other ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from flagcx.compression.codec import Scratch
+from flagcx.dtypes import dtype_of, resolve_op
+from flagcx.kernels.cuda import import_cupy
+from flagcx.transport.nccl.plans import check_alignment
 
-Messages = Sequence[tuple[Any, int]]
-
-
-class Pending(Protocol):
-    """A call under way."""
-
-    def result(self) -> Any:
-        """Waits for its end; raises the error that it ended with."""
+if TYPE_CHECKING:
+    from flagcx.executor.host import Executor
 
 
-class Peers(Protocol):
-    """The ranks of one communicator, for arrays of one kind. All make the same calls in the same order.
+class Peers:
+    """The ranks of an executor. All ranks make the same calls in the same order.
+
+    Args:
+        executor: Runs the plans of the calls.
+        on_device: Whether its arrays are on a GPU, where a stream takes the place of the thread.
 
     Attributes:
         rank: This rank.
         size: Number of ranks.
-        scratch: Arrays for intermediate results, of all compressed calls of the communicator.
+        on_device: Whether arrays are on a GPU.
+        scratch: Arrays for intermediate results, shared by all compressed calls of the communicator.
     """
 
-    rank: int
-    size: int
-    scratch: Scratch
+    def __init__(self, executor: Executor, on_device: bool) -> None:
+        self.rank, self.size, self.on_device = executor.rank, executor.size, on_device
+        self.scratch = Scratch()
+        self._executor = executor
+        self._thread: ThreadPoolExecutor | None = None
+        self._bytes = dtype_of(np.uint8)
 
-    def alltoall(self, given: Any, result: Any) -> None:
-        """Sends block q of ``given`` (uint8) to rank q; block q of ``result`` comes from rank q."""
+    def enter(self, *arrays: Any) -> None:
+        """Makes the current stream of a GPU wait until other streams have finished with the scratch arrays.
 
-    def allgather(self, given: Any, result: Any) -> None:
-        """Fills ``result`` (uint8) with everybody's ``given``."""
+        Raises:
+            ArrayError: A caller's array has an address that kernels cannot take.
+        """
+        if self.on_device:
+            check_alignment(arrays[0].dtype.alignment, *(array.data.ptr for array in arrays))
+            self._executor.transport.transfer([], [])
 
-    def allreduce(self, given: Any, result: Any) -> None:
-        """Writes the sum of everybody's ``given`` into ``result``, which may be the same array."""
+    def alltoall(self, sendbuf: Any, recvbuf: Any) -> None:
+        """Sends block q of ``sendbuf`` (uint8) to rank q; block q of ``recvbuf`` comes from rank q."""
+        self._executor.find("alltoall", sendbuf.size // self.size, self._bytes).run(sendbuf, recvbuf)
 
-    def exchange(self, sends: Messages, receives: Messages) -> None:
+    def allgather(self, sendbuf: Any, recvbuf: Any) -> None:
+        """Fills ``recvbuf`` (uint8) with the ``sendbuf`` of every rank."""
+        self._executor.find("allgather", sendbuf.size, self._bytes).run(sendbuf, recvbuf)
+
+    def allreduce(self, sendbuf: Any, recvbuf: Any) -> None:
+        """Writes the sum over the ranks into ``recvbuf``, which may be ``sendbuf``."""
+        dtype = dtype_of(sendbuf.dtype)
+        op, in_place = resolve_op("sum", dtype), sendbuf is recvbuf
+        plan = self._executor.find("allreduce", sendbuf.size, dtype, op, None, None, in_place)
+        plan.run(sendbuf, recvbuf)
+
+    def exchange(self, sends: Sequence[tuple[Any, int]], receives: Sequence[tuple[Any, int]]) -> None:
         """Sends arrays to ranks and receives arrays from ranks, all at once."""
+        if sends or receives:
+            self._executor.transport.transfer(sends, receives)
 
     def numbers(self, mine: Sequence[int]) -> np.ndarray:
-        """Everybody's numbers (as many on every rank), a row for each rank, as int64 on the host."""
+        """The numbers of all ranks (as many on each), a row for each rank, as int64 on the host."""
+        own = np.array(mine, np.int64)
+        gathered = np.empty((self.size, own.size), np.int64)
+        plan = self._executor.find("allgather", own.size, dtype_of(np.int64))
+        if not self.on_device:
+            plan.run(own, gathered.reshape(-1))
+            return gathered
+        cupy = import_cupy()
+        there = cupy.empty(gathered.size, np.int64)
+        plan.run(cupy.asarray(own), there)
+        return there.get().reshape(gathered.shape)
 
-    def beside(self) -> AbstractContextManager[None]:
-        """A block in which this thread computes beside calls made ``behind``, which leave it the core."""
+    @contextmanager
+    def overlap(self) -> Iterator[None]:
+        """A block in which this thread computes while submitted calls run, which leave it the core."""
+        progress = self._executor.transport.progress
+        if progress is None:
+            yield
+            return
+        before, progress.background = progress.background, True
+        try:
+            yield
+        finally:
+            progress.background = before
 
-    def behind(self, call: Callable[[], object]) -> Pending:
-        """Makes a call behind those that were given before, while this thread goes on where it can."""
+    def submit(self, call: Callable[[], object]) -> Future:
+        """Makes a call on another thread, after those submitted before; on a GPU at once."""
+        if self.on_device:
+            call()
+            future: Future = Future()
+            future.set_result(None)
+            return future
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="flagcx-compressed")
+        return self._thread.submit(call)
+
+    def close(self) -> None:
+        """Ends the thread."""
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None

@@ -4,11 +4,11 @@
 
     P = M Q  -> all-reduce P -> orthogonalise P -> Q = M' P -> all-reduce Q -> M is about P Q'
 
-Q is kept for the next step, so that the steps together find the directions that matter. What the product
-lacks goes into the residual. Vectors travel dense, in one message with P.
+Q is kept for the next step, so that the steps together find the directions that matter. The difference
+between M and the product goes into the residual. Vectors travel dense, in one message with P.
 
-Whatever decides about bits that must be the same on all ranks is made of single products and sums, in an
-order of its own: matrix libraries may add in another order on another processor.
+Results that must have the same bits on all ranks are computed by single products and sums in a fixed order:
+matrix libraries may add in another order on another processor.
 
 Source: Vogels, Karimireddy and Jaggi, "PowerSGD" (2019), algorithms 1 and 2.
 """
@@ -18,27 +18,29 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from flagcx.compression.codec import Payload, check_floats, namespace
-from flagcx.compression.feedback import Slot
-from flagcx.compression.peers import Peers
+from flagcx.compression.slot import Slot
 from flagcx.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from flagcx.compression.peers import Peers
 
 _TILE = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class PowerSGD:
-    """Matrices of low rank.
+    """MatrixLayout of low rank.
 
     Attributes:
         rank: Columns of P and Q, 1 or more.
-        seed: Where the first Q comes from.
-        warmup_steps: First steps in which gradients travel dense: those of a training that has just begun
-            change too fast for directions found in the step before.
+        seed: Seed of the first Q.
+        warmup_steps: First steps in which gradients travel dense: at the start of a training they change too
+            fast for the directions found in the step before.
 
     Example:
         >>> codec = PowerSGD(rank=1)
@@ -58,9 +60,9 @@ class PowerSGD:
             raise ArgumentError(f"rank={self.rank!r} must be an integer from 1")
 
     def encode(self, x: Any) -> Payload:
-        """See ``Codec``. The parts are P', Q' and what is not part of a matrix."""
+        """Encodes an array (float32) as P', Q' and the elements that are not part of a matrix."""
         flat = check_floats(x).reshape(-1)
-        layout = lay_out(flat.size, None if x.ndim < 2 else [x.shape], self.rank)
+        layout = find_matrices(flat.size, None if x.ndim < 2 else [x.shape], self.rank)
         if not layout.matrices:
             none = flat[:0].reshape(1, 0)
             return Payload(self.name, flat.size, (none, none, flat.copy()))
@@ -71,7 +73,7 @@ class PowerSGD:
         return Payload(self.name, flat.size, (p, p @ matrix, flat[rows * columns :].copy()))
 
     def decode(self, payload: Payload, out: Any = None) -> Any:
-        """See ``Codec``."""
+        """Decodes a payload into ``out`` (float32), or into a new array."""
         p, q, rest = payload.parts
         if out is None:
             out = namespace(p).empty(payload.count, np.float32)
@@ -82,32 +84,26 @@ class PowerSGD:
         return out
 
     def ratio(self, count: int, ranks: int = 2) -> float:
-        """See ``Codec``; for one matrix that is about square."""
-        return min(lay_out(count, None, self.rank).sent / max(count, 1), 1.0)
+        """The ratio for one matrix that is about square."""
+        return min(find_matrices(count, None, self.rank).sent / max(count, 1), 1.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """What an array is made of.
+class MatrixLayout:
+    """The matrices and vectors that lie end to end in an array.
 
     Attributes:
         matrices: Start, rows and columns of each matrix that gains from being coded.
         vectors: The other parts.
         sent: Numbers that are sent for all of them.
-        rank: Columns of P and Q, where the matrix has as many.
     """
 
     matrices: tuple[tuple[int, int, int], ...]
     vectors: tuple[slice, ...]
     sent: int
-    rank: int
-
-    def rank_of(self, rows: int, columns: int) -> int:
-        """Columns of P and Q for a matrix."""
-        return min(self.rank, rows, columns)
 
 
-def lay_out(count: int, shapes: Sequence[tuple[int, ...]] | None, rank: int) -> Layout:
+def find_matrices(count: int, shapes: Sequence[tuple[int, ...]] | None, rank: int) -> MatrixLayout:
     """Finds the matrices in an array.
 
     Args:
@@ -134,7 +130,7 @@ def lay_out(count: int, shapes: Sequence[tuple[int, ...]] | None, rank: int) -> 
             vectors.append(slice(start, start + size))
             sent += size
         start += size
-    return Layout(tuple(matrices), tuple(vectors), sent, rank)
+    return MatrixLayout(tuple(matrices), tuple(vectors), sent)
 
 
 class PowerReduce:
@@ -144,27 +140,24 @@ class PowerReduce:
         peers: The ranks.
         codec: The codec.
         count: Elements.
-        factor: What the sum is multiplied by.
+        factor: Scales the sum.
         slot: Memory between calls.
     """
 
     def __init__(self, peers: Peers, codec: PowerSGD, count: int, factor: float, slot: Slot) -> None:
         self._peers, self._codec, self._slot = peers, codec, slot
         self._factor = np.float32(factor)
-        self._layout = lay_out(count, slot.shapes, codec.rank)
+        self._layout = find_matrices(count, slot.shapes, codec.rank)
 
-    def run(self, given: Any, result: Any) -> None:
-        """See ``transport.base.Plan``; the arrays have one dimension."""
+    def run(self, sendbuf: Any, recvbuf: Any) -> None:
+        """Runs the all-reduce of arrays of one dimension."""
         slot, peers, layout = self._slot, self._peers, self._layout
-        kept = slot.source(given, peers.scratch, peers.size)
-        if slot.residual is not None:
-            slot.residual += kept
-            kept = slot.residual
+        kept = slot.total(sendbuf, peers.scratch, peers.size)
         if slot.step <= self._codec.warmup_steps:
-            peers.allreduce(kept, result)
+            peers.allreduce(kept, recvbuf)
             slot.sent(slice(None))
             if self._factor != 1:
-                result *= self._factor
+                recvbuf *= self._factor
             return
         matrices = [kept[i : i + m * n].reshape(m, n) for i, m, n in layout.matrices]
         factors = slot.memory.get("factors") if slot.lasting else None
@@ -173,7 +166,7 @@ class PowerReduce:
         left, vectors = self._left(kept, matrices, factors)
         right = self._right(matrices, left)
         slot.memory["factors"] = [revived(q, self._codec, slot.step) for q in right]
-        self._write(kept, result, left, right, vectors)
+        self._write(kept, recvbuf, left, right, vectors)
 
     def _left(self, kept: Any, matrices: list[Any], factors: list[Any]) -> tuple[list[Any], list[Any]]:
         """P' of every matrix, orthogonal and the same on all ranks; and the sums of the vectors."""
@@ -202,13 +195,13 @@ class PowerReduce:
             self._peers.allreduce(flat, flat)
         return views
 
-    def _write(self, kept: Any, result: Any, left: list[Any], right: list[Any], vectors: list[Any]) -> None:
+    def _write(self, kept: Any, recvbuf: Any, left: list[Any], right: list[Any], vectors: list[Any]) -> None:
         residual, share = self._slot.residual, np.float32(1 / self._peers.size)
         for (start, m, n), p, q in zip(self._layout.matrices, left, right, strict=True):
             part = slice(start, start + m * n)
-            product(p, q, result[part].reshape(m, n), self._factor, residual, start, share)
+            product(p, q, recvbuf[part].reshape(m, n), self._factor, residual, start, share)
         for part, summed in zip(self._layout.vectors, vectors, strict=True):
-            result[part] = summed if self._factor == 1 else summed * self._factor
+            recvbuf[part] = summed if self._factor == 1 else summed * self._factor
             if residual is not None:
                 residual[part] = 0
 
@@ -241,7 +234,7 @@ def orthogonalise(rows: Any) -> None:
     wide = rows.astype(np.float64)
     for i in range(len(wide)):
         row, before = wide[i], (wide[i] * wide[i]).sum()
-        for _ in range(2):  # once more, for what rounding has left
+        for _ in range(2):  # a second time, against rounding
             for j in range(i):
                 row -= (row * wide[j]).sum() * wide[j]
         after = (row * row).sum()
@@ -261,10 +254,10 @@ def product(
         p: P', of shape (r, rows).
         q: Q', of shape (r, columns).
         out: Array of shape (rows, columns).
-        factor: What the product is multiplied by.
-        residual: If given, ``share`` P Q' is taken from it, from element ``start`` on.
-        start: See ``residual``.
-        share: See ``residual``.
+        factor: Scales the product.
+        residual: If given, ``share`` P Q' is subtracted from it.
+        start: The first element of the residual that belongs to the matrix.
+        share: The part of the product that is this rank's.
     """
     xp, columns = namespace(out), out.shape[1]
     step = max(_TILE // columns, 1) if xp is np else len(out)

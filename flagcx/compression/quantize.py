@@ -5,7 +5,7 @@ come first, then the codes: a byte for each number, or for int4 a byte for two, 
 the first half of its block and the other at the same place of the second half.
 
 Zero stays zero. A block that holds an infinite number or NaN decodes to NaN everywhere, so that a training
-loop which looks for such finds it. A block of numbers up to 2e-34 becomes zero.
+loop that looks for NaN finds it. A block of numbers up to 2e-34 becomes zero.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from flagcx.compression.device import StripeKernels, stripe_kernels
 from flagcx.errors import ArgumentError
 
 TINY = 2e-34
-"""A block whose largest magnitude is no larger is taken as zero: what scales it might be no float32."""
+"""A block whose largest magnitude is no larger becomes zero: the inverse of its factor may exceed float32."""
 _TILE = 1 << 16
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -34,9 +34,9 @@ Pack = Callable[[np.ndarray, np.ndarray, Scratch], None]
 
 @dataclass(frozen=True, slots=True)
 class _Code:
-    """A kind of code: the magnitude of its largest, codes in a byte, and the way there and back.
+    """A kind of code: its largest magnitude, codes in a byte, and the conversion in both directions.
 
-    ``pack`` may overwrite the scaled numbers that it is given, rows of a block each; ``unpack`` writes rows.
+    A row of numbers is a block. ``pack`` may overwrite the scaled numbers.
     """
 
     limit: float
@@ -51,8 +51,8 @@ class Quantized(FixedRate):
 
     Attributes:
         name: "int8", "int4", "fp8" (e4m3: 3 bits of mantissa) or "fp8_e5m2" (2 bits, more range).
-        block: Numbers that share a factor: a multiple of 32, from 32 to 4096. Small blocks follow the numbers
-            closer; 4 bytes a block are the price.
+        block: Numbers that share a factor: a multiple of 32, from 32 to 4096. Small blocks lose less and take
+            more bytes: 4 for each factor.
 
     Example:
         >>> codec = Quantized("int8")
@@ -72,7 +72,6 @@ class Quantized(FixedRate):
             raise ArgumentError(f"block={self.block!r} must be a multiple of 32 from 32 to 4096")
 
     def wire_nbytes(self, count: int) -> int:
-        """See ``FixedRate``."""
         return self._codes_at(count) + padded(self._bytes_of(count))
 
     def _codes_at(self, count: int) -> int:
@@ -83,11 +82,9 @@ class Quantized(FixedRate):
         return -(-count // _CODES[self.name].per_byte)
 
     def kernels(self) -> StripeKernels:
-        """See ``FixedRate``."""
         return stripe_kernels(self.name, self.block)
 
     def encode_into(self, x: Any, wire: Any, scratch: Scratch) -> None:
-        """See ``FixedRate``."""
         if on_device(x):
             self.kernels().encode(x, None, wire, x.size, 0)
             return
@@ -97,7 +94,6 @@ class Quantized(FixedRate):
                 self._encode_tile(numbers, factors, packed, scratch)
 
     def decode_into(self, wire: Any, out: Any, scratch: Scratch, add: bool = False) -> None:
-        """See ``FixedRate``."""
         if on_device(out):
             self.kernels().decode(wire, out, out.size, 0, add=add)
             return
@@ -119,7 +115,7 @@ class Quantized(FixedRate):
         return wire[: 4 * blocks].view(np.float32), wire[at : at + self._bytes_of(count)]
 
     def _tiles(self, x: np.ndarray, scales: np.ndarray, codes: np.ndarray):
-        """Yields rows of whole blocks, as many as the cache likes, and then the block that is left over."""
+        """Yields rows of whole blocks, as many as fit into the cache, and then the shorter last block."""
         whole, per_byte = x.size // self.block, _CODES[self.name].per_byte
         step = max(_TILE // self.block, 1)
         width = self.block // per_byte

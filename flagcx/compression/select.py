@@ -1,7 +1,7 @@
-"""Which elements of an array are worth sending: a threshold from a sample, and the elements above it.
+"""Selects the elements of an array to send: a threshold from a sample, and the elements that reach it.
 
-Magnitudes are compared as patterns of bits. For numbers that is the same order, and NaN, which compares with
-nothing, comes out largest: it is sent, and seen by who looks for it.
+Magnitudes are compared as patterns of bits. For numbers that is the same order, and NaN, which no comparison
+orders, is the largest: it is sent, so that a training loop that looks for it finds it.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def estimate_threshold(x: Any, density: float, seed: int, add: Any = None) -> in
     Args:
         x: Array.
         density: Share of the numbers, from 0 to 1.
-        seed: Where the sample comes from.
-        add: Array that is thought added to ``x``.
+        seed: Seed of the sample.
+        add: Array to be added to ``x`` first, in the sample alone.
 
     Returns:
         At least 1, so that zeros never reach it.
@@ -61,7 +61,7 @@ def reaches(x: Any, threshold: int, density: float, seed: int, add: Any = None) 
     """Whether about ``density`` of an array's numbers still reach a threshold, by a small sample.
 
     Args:
-        x, density, seed, add: See ``estimate_threshold``.
+        x, density, seed, add: As ``estimate_threshold`` takes them.
         threshold: Bits of a magnitude.
     """
     size = min(max(int(_FOUND_IN_CHECK / density), _LEAST_SAMPLE // 8), _MOST_SAMPLE // 8)
@@ -72,7 +72,7 @@ def reaches(x: Any, threshold: int, density: float, seed: int, add: Any = None) 
 
 
 def density_of(x: Any, seed: int, size: int = _LEAST_SAMPLE) -> float:
-    """About which share of an array's numbers is not zero, by a sample."""
+    """The share of an array's numbers that is not zero, estimated by a sample."""
     if not x.size:
         return 0.0
     found = magnitudes(sample(x, size, seed))

@@ -2,47 +2,50 @@
 
 from __future__ import annotations
 
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
 from flagcx.compression.codec import namespace
-from flagcx.compression.feedback import Slot
-from flagcx.compression.peers import Peers
 from flagcx.compression.select import density_of, select
+from flagcx.compression.slot import Slot
 from flagcx.compression.sparse_sum import Regions, sum_sparse
 from flagcx.compression.topk import RandomK, Sparse, TopK
+
+if TYPE_CHECKING:
+    from flagcx.compression.peers import Peers
 
 _TILE = 1 << 17
 
 CodecT = TypeVar("CodecT", TopK, RandomK, Sparse)
 
 
-class _FewReduce(Generic[CodecT]):
-    """What the all-reduces of a few elements have in common.
+class _SparsePlan(Generic[CodecT]):
+    """Base of the all-reduces of a few elements.
 
     Args:
         peers: The ranks.
         codec: The codec.
-        factor: What the sum is multiplied by.
+        count: Elements.
+        factor: Scales the sum.
         slot: Memory between calls.
     """
 
-    def __init__(self, peers: Peers, codec: CodecT, factor: float, slot: Slot) -> None:
+    def __init__(self, peers: Peers, codec: CodecT, count: int, factor: float, slot: Slot) -> None:
         self._codec: CodecT = codec
         self._peers, self._factor, self._slot = peers, factor, slot
 
 
-class TopKReduce(_FewReduce[TopK]):
-    """The all-reduce of the largest elements; dense, with everything, where that is cheaper.
+class TopKReduce(_SparsePlan[TopK]):
+    """The all-reduce of the largest elements; the dense one of all elements where that is cheaper.
 
-    What a rank selected and an owner left out stays in the rank's residual.
+    Elements that a rank selected and the owner of their region dropped stay in the rank's residual.
     """
 
-    def run(self, given: Any, result: Any) -> None:
-        """See ``transport.base.Plan``; the arrays have one dimension."""
+    def run(self, sendbuf: Any, recvbuf: Any) -> None:
+        """Runs the all-reduce of arrays of one dimension."""
         slot, peers = self._slot, self._peers
-        source = slot.source(given, peers.scratch, peers.size)
+        source = slot.source(sendbuf, peers.scratch, peers.size)
         kept = source if slot.residual is None else slot.residual
         add = None if slot.residual is None else source
         last = slot.memory.get("threshold") if slot.lasting else None
@@ -52,56 +55,53 @@ class TopKReduce(_FewReduce[TopK]):
         keep = round(self._codec.keep * self._codec.count(kept.size, step)) or None
         total = sum_sparse(peers, indices, kept[indices], kept.size, regions, keep)
         if total is None:
-            peers.allreduce(kept, result)
-            _scale(result, np.float32(self._factor))
+            peers.allreduce(kept, recvbuf)
+            _scale(recvbuf, np.float32(self._factor))
             slot.sent(slice(None))
             return
         if slot.residual is not None or slot.velocity is not None:
             slot.sent(self._common(indices, total.indices, kept))
-        _scatter(result, total.indices, total.values, np.float32(self._factor))
+        _scatter(recvbuf, total.indices, total.values, np.float32(self._factor))
 
-    def _common(self, own: Any, everybodys: Any, like: Any) -> Any:
-        """Those of this rank's elements that are in the sum."""
+    def _common(self, own: Any, summed: Any, like: Any) -> Any:
+        """The indices of this rank's elements that are in the sum."""
         flags = self._peers.scratch.get("sent", like.size, np.bool_, like, zeros=True)
-        flags[everybodys] = True
+        flags[summed] = True
         common = own[flags[own]]
-        flags[everybodys] = False
+        flags[summed] = False
         return common
 
 
-class RandomKReduce(_FewReduce[RandomK]):
+class RandomKReduce(_SparsePlan[RandomK]):
     """The all-reduce of elements that all ranks draw alike: a dense one of k values."""
 
-    def run(self, given: Any, result: Any) -> None:
-        """See ``transport.base.Plan``; the arrays have one dimension."""
+    def run(self, sendbuf: Any, recvbuf: Any) -> None:
+        """Runs the all-reduce of arrays of one dimension."""
         slot, peers = self._slot, self._peers
-        source = slot.source(given, peers.scratch, peers.size)
-        if slot.residual is not None:
-            slot.residual += source
-            source = slot.residual
+        source = slot.total(sendbuf, peers.scratch, peers.size)
         indices = namespace(source).asarray(self._codec.places(source.size, slot.step))
         values = source[indices]
         peers.allreduce(values, values)
         slot.sent(indices)
-        _scatter(result, indices, values, np.float32(self._factor))
+        _scatter(recvbuf, indices, values, np.float32(self._factor))
 
 
-class SparseReduce(_FewReduce[Sparse]):
+class SparseReduce(_SparsePlan[Sparse]):
     """The all-reduce of all elements that are not zero. Nothing is lost."""
 
-    def run(self, given: Any, result: Any) -> None:
-        """See ``transport.base.Plan``; the arrays have one dimension."""
+    def run(self, sendbuf: Any, recvbuf: Any) -> None:
+        """Runs the all-reduce of arrays of one dimension."""
         slot, peers = self._slot, self._peers
-        full = density_of(given, slot.step) > self._codec.most
-        indices = select(given[:0] if full else given, 1, peers.scratch)
+        full = density_of(sendbuf, slot.step) > self._codec.most
+        indices = select(sendbuf[:0] if full else sendbuf, 1, peers.scratch)
         regions = slot.memory.setdefault("regions", Regions())
-        total = sum_sparse(peers, indices, given[indices], given.size, regions, full=full)
-        factor = given.dtype.type(self._factor)
+        total = sum_sparse(peers, indices, sendbuf[indices], sendbuf.size, regions, full=full)
+        factor = sendbuf.dtype.type(self._factor)
         if total is None:
-            peers.allreduce(given, result)
-            _scale(result, factor)
+            peers.allreduce(sendbuf, recvbuf)
+            _scale(recvbuf, factor)
         else:
-            _scatter(result, total.indices, total.values, factor)
+            _scatter(recvbuf, total.indices, total.values, factor)
 
 
 def _scatter(out: Any, indices: Any, values: Any, factor: Any) -> None:

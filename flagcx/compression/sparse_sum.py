@@ -8,9 +8,9 @@
 The regions are cut so that about equally many elements fall into each, by the mean over the ranks of their
 quantiles; the cut is kept for some calls. With k elements on each rank, and owners that keep 2k/n, a rank
 sends at most 6k (n-1)/n words (an index and a value are two; with 4k/n it is 10k), which does not grow with
-the ranks; the plain all-gather of everything takes 2k (n-1). Indices travel as the gaps between them, in two
-bytes, where no gap is too wide. Where the elements are so many that the dense all-reduce is cheaper, all
-ranks see it in the counts that they exchange first, and none begins.
+the ranks; the plain all-gather of all elements takes 2k (n-1). Indices travel as the gaps between them, in
+two bytes, where no gap is too wide. The ranks exchange their counts first, so all of them see when there are
+so many elements that the dense all-reduce is cheaper, and none begins.
 
 Source: Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning" (Ok-Topk, 2022).
 """
@@ -18,30 +18,32 @@ Source: Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Lear
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from flagcx.compression.codec import Scratch, namespace
-from flagcx.compression.peers import Peers
 from flagcx.compression.select import largest
 from flagcx.schedule.collectives import cut
 
+if TYPE_CHECKING:
+    from flagcx.compression.peers import Peers
+
 KEEP_REGIONS = 64
-"""Calls between two looks at where the elements lie."""
+"""Calls for which the cut is kept."""
 _MERGED_SHARE = 1 / 16
 _WIDEST = (1 << 16) - 1
 FULL = -1
-"""In place of a rank's counts: it has too many elements to be worth counting."""
+"""Stands for the counts of a rank that has too many elements to count them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sum:
-    """What came out.
+class SparseSum:
+    """The sum of sparse arrays.
 
     Attributes:
-        indices: The elements that the sum has, in order; the same on every rank.
-        values: Their sums.
+        indices: Places of its elements, in order; the same on every rank.
+        values: Its elements.
         sent: Elements that this rank sent, in both phases.
     """
 
@@ -52,7 +54,7 @@ class Sum:
 
 @dataclass(slots=True)
 class Regions:
-    """Where the index range is cut, from call to call."""
+    """The cut of the index range, kept from call to call."""
 
     bounds: np.ndarray | None = None
     age: int = 0
@@ -66,7 +68,7 @@ def sum_sparse(
     regions: Regions,
     keep: int | None = None,
     full: bool = False,
-) -> Sum | None:
+) -> SparseSum | None:
     """Adds up the elements of all ranks.
 
     Args:
@@ -74,9 +76,9 @@ def sum_sparse(
         indices: Places of this rank's elements, in order, each once.
         values: The elements, float32 or float64.
         count: Elements of the whole array.
-        regions: The cut of earlier calls; renewed where it is old.
-        keep: How many elements at most are kept of the whole sum, the largest of each region; None for all.
-        full: Whether this rank has so many that it did not even look for them.
+        regions: The cut of earlier calls; renewed when it is old.
+        keep: Most elements to keep of the whole sum, the largest of each region; None for all.
+        full: Whether this rank has so many elements that it did not look for their places.
 
     Returns:
         The sum, or None on every rank where the dense all-reduce is cheaper.
@@ -85,16 +87,16 @@ def sum_sparse(
     assert regions.bounds is not None
     bounds = regions.bounds
     own = _places(indices, bounds)
-    said = _said(indices, own, bounds)
-    everybodys = peers.numbers(
-        [FULL] * (peers.size + 1) if full else [*np.diff(own).tolist(), _is_short(said)]
+    packed = _pack(indices, own, bounds)
+    gathered = peers.numbers(
+        [FULL] * (peers.size + 1) if full else [*np.diff(own).tolist(), _is_packed(packed)]
     )
-    counts, short = everybodys[:, :-1], bool((everybodys[:, -1] > 0).all())
-    said = said if short else indices
+    counts, short = gathered[:, :-1], bool((gathered[:, -1] > 0).all())
+    packed = packed if short else indices
     share = None if keep is None else -(-keep // peers.size)
-    if (counts == FULL).any() or _is_dense(counts, bounds, share, values.itemsize, said.itemsize):
+    if (counts == FULL).any() or _is_dense(counts, bounds, share, values.itemsize, packed.itemsize):
         return None
-    parts = _to_owners(peers, said, values, own, counts, bounds)
+    parts = _to_owners(peers, packed, values, own, counts, bounds)
     start, stop = int(bounds[peers.rank]), int(bounds[peers.rank + 1])
     places, sums = _reduce(peers.scratch, parts, start, stop - start)
     if share is not None and places.size > share:
@@ -102,7 +104,7 @@ def sum_sparse(
         places, sums = places[chosen], sums[chosen]
     all_places, all_sums = _to_all(peers, places, sums, bounds)
     crossing = int(counts[peers.rank].sum() - counts[peers.rank, peers.rank])
-    return Sum(all_places, all_sums, sent=crossing + places.size * (peers.size - 1))
+    return SparseSum(all_places, all_sums, sent=crossing + places.size * (peers.size - 1))
 
 
 def _renew(peers: Peers, indices: Any, count: int, regions: Regions) -> None:
@@ -127,7 +129,7 @@ def _places(indices: Any, bounds: np.ndarray) -> np.ndarray:
 
 
 def _is_dense(counts: np.ndarray, bounds: np.ndarray, share: int | None, value: int, index: int) -> bool:
-    """Whether the busiest rank would carry more bytes than in a dense all-reduce of the whole array."""
+    """Whether the busiest rank would send more bytes than in a dense all-reduce of the whole array."""
     n, element = len(counts), value + index
     others = counts * (1 - np.eye(n, dtype=np.int64))
     crossing = max(int(others.sum(axis=0).max()), int(others.sum(axis=1).max()))
@@ -138,8 +140,8 @@ def _is_dense(counts: np.ndarray, bounds: np.ndarray, share: int | None, value: 
     return element * (crossing + spreading) >= 2 * (n - 1) / n * int(bounds[-1]) * value
 
 
-def _said(indices: Any, own: np.ndarray, bounds: np.ndarray) -> Any:
-    """Indices as the gaps between them, in 16 bits each, half the bytes; plainly if one is too wide.
+def _pack(indices: Any, own: np.ndarray, bounds: np.ndarray) -> Any:
+    """Indices as the gaps between them, in half the bytes; the indices themselves if a gap is too wide.
 
     Args:
         indices: In order.
@@ -157,21 +159,21 @@ def _said(indices: Any, own: np.ndarray, bounds: np.ndarray) -> Any:
     return gaps.astype(np.uint16)
 
 
-def _is_short(said: Any) -> int:
-    return int(said.dtype == np.uint16)
+def _is_packed(packed: Any) -> int:
+    return int(packed.dtype == np.uint16)
 
 
-def _heard(said: Any, start: int, dtype: Any) -> Any:
-    """The indices that ``_said`` has put so, of a region that begins at ``start``."""
-    if not _is_short(said):
-        return said
-    indices = namespace(said).cumsum(said, dtype=dtype)
+def _unpack(packed: Any, start: int, dtype: Any) -> Any:
+    """The indices that ``_pack`` was given, of a region that begins at ``start``."""
+    if not _is_packed(packed):
+        return packed
+    indices = namespace(packed).cumsum(packed, dtype=dtype)
     indices += dtype.type(start)
     return indices
 
 
 def _to_owners(
-    peers: Peers, said: Any, values: Any, own: np.ndarray, counts: np.ndarray, bounds: np.ndarray
+    peers: Peers, packed: Any, values: Any, own: np.ndarray, counts: np.ndarray, bounds: np.ndarray
 ) -> list[tuple[Any, Any]]:
     """Sends each region's elements to its owner.
 
@@ -184,17 +186,17 @@ def _to_owners(
         part = slice(int(own[q]), int(own[q + 1]))
         expected = int(counts[q, rank])
         if q == rank:
-            parts.append((said[part], values[part]))
+            parts.append((packed[part], values[part]))
             continue
         if part.stop > part.start:
-            sends += [(said[part], q), (values[part], q)]
-        arrived = xp.empty(expected, said.dtype), xp.empty(expected, values.dtype)
+            sends += [(packed[part], q), (values[part], q)]
+        arrived = xp.empty(expected, packed.dtype), xp.empty(expected, values.dtype)
         if expected:
             receives += [(arrived[0], q), (arrived[1], q)]
         parts.append(arrived)
     peers.exchange(sends, receives)
     start, dtype = int(bounds[rank]), _index_dtype(bounds)
-    return [(_heard(i, start, dtype), v) for i, v in parts]
+    return [(_unpack(i, start, dtype), v) for i, v in parts]
 
 
 def _index_dtype(bounds: np.ndarray) -> np.dtype:
@@ -206,8 +208,8 @@ def _reduce(scratch: Scratch, parts: list[tuple[Any, Any]], start: int, width: i
     like = parts[0][1]
     if namespace(like) is np and sum(len(indices) for indices, _ in parts) < _MERGED_SHARE * width:
         return _merge(parts)
-    total = _cleared(scratch, f"region {like.dtype.itemsize}", width, like.dtype, like)
-    touched = _cleared(scratch, "touched", width, np.bool_, like)
+    total = scratch.get(f"region {like.dtype.itemsize}", width, like.dtype, like, zeros=True)
+    touched = scratch.get("touched", width, np.bool_, like, zeros=True)
     for indices, values in parts:
         places = indices - indices.dtype.type(start)
         total[places] += values
@@ -220,9 +222,9 @@ def _reduce(scratch: Scratch, parts: list[tuple[Any, Any]], start: int, width: i
 
 
 def _merge(parts: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    """The same for few elements, without a look at the rest of the region."""
+    """The same for few elements, without an array of the whole region."""
     indices = np.concatenate([i for i, _ in parts])
-    order = np.argsort(indices, kind="stable")  # merges what is in order, and leaves equal ones in rank order
+    order = np.argsort(indices, kind="stable")  # stable: equal indices stay in rank order
     indices, values = indices[order], np.concatenate([v for _, v in parts])[order]
     first = np.ones(len(indices) + 1, np.bool_)
     np.not_equal(indices[1:], indices[:-1], out=first[1:-1])
@@ -235,32 +237,27 @@ def _merge(parts: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.n
     return indices[starts], sums
 
 
-def _cleared(scratch: Scratch, name: str, count: int, dtype: Any, like: Any) -> Any:
-    """A scratch array of zeros, which its user leaves as zeros."""
-    return scratch.get(name, count, dtype, like, zeros=True)
-
-
 def _to_all(peers: Peers, indices: Any, values: Any, bounds: np.ndarray) -> tuple[Any, Any]:
-    """Gives everybody the elements of all regions."""
-    said = _said(indices, np.array([0, len(indices)]), bounds[peers.rank :])
-    sizes, short = peers.numbers([len(indices), _is_short(said)]).T
-    said = said if short.all() else indices
+    """Gives all ranks the elements of all regions."""
+    packed = _pack(indices, np.array([0, len(indices)]), bounds[peers.rank :])
+    sizes, short = peers.numbers([len(indices), _is_packed(packed)]).T
+    packed = packed if short.all() else indices
     ends = np.cumsum(sizes)
     xp = namespace(values)
-    all_said, all_values = xp.empty(int(ends[-1]), said.dtype), xp.empty(int(ends[-1]), values.dtype)
+    all_indices, all_values = xp.empty(int(ends[-1]), packed.dtype), xp.empty(int(ends[-1]), values.dtype)
     parts, sends, receives = [], [], []
     for q, (stop, size) in enumerate(zip(ends.tolist(), sizes.tolist(), strict=True)):
         part = slice(stop - size, stop)
         parts.append(part)
         if q == peers.rank:
-            all_said[part], all_values[part] = said, values
+            all_indices[part], all_values[part] = packed, values
             continue
         if size:
-            receives += [(all_said[part], q), (all_values[part], q)]
-        if len(said):
-            sends += [(said, q), (values, q)]
+            receives += [(all_indices[part], q), (all_values[part], q)]
+        if len(packed):
+            sends += [(packed, q), (values, q)]
     peers.exchange(sends, receives)
-    if not _is_short(all_said):
-        return all_said, all_values
-    heard = [_heard(all_said[part], int(bounds[q]), indices.dtype) for q, part in enumerate(parts)]
-    return xp.concatenate(heard), all_values
+    if not _is_packed(all_indices):
+        return all_indices, all_values
+    unpacked = [_unpack(all_indices[part], int(bounds[q]), indices.dtype) for q, part in enumerate(parts)]
+    return xp.concatenate(unpacked), all_values

@@ -1,26 +1,28 @@
-"""What the two-step all-reduce computes between its messages: on a host, and by three kernels on a GPU."""
+"""The arithmetic of the two-step all-reduce between its messages: in NumPy, or by three kernels on a GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from flagcx.arguments import on_device
 from flagcx.compression.codec import FixedRate, namespace
 from flagcx.compression.device import StripeKernels
-from flagcx.compression.peers import Peers
+
+if TYPE_CHECKING:
+    from flagcx.compression.peers import Peers
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One part of the message.
+    """A part of the message.
 
     Attributes:
         start: Its first element.
-        stop: The element behind its last.
+        stop: The element after its last.
         width: Elements of a stripe; the last stripes may be shorter, or empty.
     """
 
@@ -34,42 +36,22 @@ class Piece:
         return slice(low, min(low + self.width, self.stop))
 
 
-class Stripes(Protocol):
-    """The arithmetic on one piece. Arrays of numbers are those of the whole message; ``wire`` is uint8."""
+class LoopedStripes:
+    """The arithmetic on one stripe after the other, by the codec's own functions.
 
-    def encode(self, piece: Piece, source: Any, residual: Any, coded: Any) -> None:
-        """Codes the other ranks' stripes; the residual, if there is one, goes in and takes what was lost."""
-
-    def reduce(self, piece: Piece, arrived: Any, source: Any, residual: Any, reduced: Any) -> None:
-        """Adds up this rank's stripe in the order of ranks, and codes the sum."""
-
-    def decode(self, piece: Piece, gathered: Any, result: Any) -> None:
-        """Writes all stripes."""
-
-
-def stripes_of(codec: FixedRate, peers: Peers, factor: np.float32, device: bool) -> Stripes:
-    """The arithmetic for one codec.
+    Arrays of numbers are those of the whole message; coded arrays are of uint8.
 
     Args:
         codec: The codec.
         peers: The ranks.
-        factor: What the sum is multiplied by.
-        device: Whether the arrays are on a GPU.
+        factor: Scales the sum (float32).
     """
-    kernels = codec.kernels() if device else None
-    if kernels is None:
-        return LoopedStripes(codec, peers, factor)
-    return FusedStripes(codec, kernels, peers, factor)
-
-
-class LoopedStripes:
-    """One stripe after the other, by the codec's own functions; see ``stripes_of``."""
 
     def __init__(self, codec: FixedRate, peers: Peers, factor: np.float32) -> None:
         self._codec, self._peers, self._factor = codec, peers, factor
 
     def encode(self, piece: Piece, source: Any, residual: Any, coded: Any) -> None:
-        """See ``Stripes``."""
+        """Codes the other ranks' stripes, with the residual if any, which then holds the coding error."""
         codec, scratch = self._codec, self._peers.scratch
         for q, wire in enumerate(self._blocks(piece, coded)):
             part = piece.stripe(q)
@@ -82,12 +64,12 @@ class LoopedStripes:
             kept = residual[part]
             kept += numbers
             codec.encode_into(kept, wire, scratch)
-            said = scratch.get("said", piece.width, np.float32, source)[: kept.size]
-            codec.decode_into(wire, said, scratch)
-            _keep_lost(kept, said, kept)
+            decoded = scratch.get("decoded", piece.width, np.float32, source)[: kept.size]
+            codec.decode_into(wire, decoded, scratch)
+            _keep_lost(kept, decoded, kept)
 
     def reduce(self, piece: Piece, arrived: Any, source: Any, residual: Any, reduced: Any) -> None:
-        """See ``Stripes``."""
+        """Adds up this rank's stripe in the order of ranks, and codes the sum."""
         codec, scratch, own = self._codec, self._peers.scratch, piece.stripe(self._peers.rank)
         total = scratch.get("total", piece.width, np.float32, source)[: own.stop - own.start]
         if not total.size:
@@ -107,14 +89,14 @@ class LoopedStripes:
             total *= self._factor
         codec.encode_into(total, reduced, scratch)
         if residual is not None:
-            said = scratch.get("said", piece.width, np.float32, source)[: total.size]
-            codec.decode_into(reduced, said, scratch)
-            _keep_lost(total, said, residual[own], self._factor)
+            decoded = scratch.get("decoded", piece.width, np.float32, source)[: total.size]
+            codec.decode_into(reduced, decoded, scratch)
+            _keep_lost(total, decoded, residual[own], self._factor)
 
-    def decode(self, piece: Piece, gathered: Any, result: Any) -> None:
-        """See ``Stripes``."""
+    def decode(self, piece: Piece, gathered: Any, recvbuf: Any) -> None:
+        """Decodes all stripes."""
         for q, wire in enumerate(self._blocks(piece, gathered)):
-            numbers = result[piece.stripe(q)]
+            numbers = recvbuf[piece.stripe(q)]
             if numbers.size:
                 self._codec.decode_into(wire, numbers, self._peers.scratch)
 
@@ -123,11 +105,11 @@ class LoopedStripes:
         return [wire[q * width : (q + 1) * width] for q in range(self._peers.size)]
 
 
-def _keep_lost(coded: Any, said: Any, lost: Any, factor: Any = 1) -> None:
-    """Writes what coding took from numbers, over a factor; 0 for infinity and NaN, which no call mends."""
+def _keep_lost(coded: Any, decoded: Any, lost: Any, factor: Any = 1) -> None:
+    """Writes the coding error of numbers, over a factor; 0 where that is infinite or NaN."""
     xp = namespace(coded)
     with np.errstate(all="ignore"):
-        xp.subtract(coded, said, out=lost)
+        xp.subtract(coded, decoded, out=lost)
         if factor != 1:
             lost /= factor
         if on_device(lost) or not np.isfinite(lost.sum()):
@@ -135,42 +117,35 @@ def _keep_lost(coded: Any, said: Any, lost: Any, factor: Any = 1) -> None:
 
 
 class FusedStripes:
-    """All stripes in one kernel; see ``stripes_of``.
-
-    Args:
-        codec: The codec.
-        kernels: Its kernels.
-        peers: The ranks.
-        factor: What the sum is multiplied by.
-    """
+    """The same arithmetic with one kernel for all stripes of a piece."""
 
     def __init__(self, codec: FixedRate, kernels: StripeKernels, peers: Peers, factor: np.float32) -> None:
         self._codec, self._kernels, self._peers, self._factor = codec, kernels, peers, factor
 
     def encode(self, piece: Piece, source: Any, residual: Any, coded: Any) -> None:
-        """See ``Stripes``."""
         part, peers = slice(piece.start, piece.stop), self._peers
         kept = None if residual is None else residual[part]
-        self._kernels.encode(
-            source[part],
-            kept,
-            coded,
-            piece.width,
-            self._codec.wire_nbytes(piece.width),
-            peers.size,
-            peers.rank,
-        )
+        stride = self._codec.wire_nbytes(piece.width)
+        self._kernels.encode(source[part], kept, coded, piece.width, stride, peers.size, peers.rank)
 
     def reduce(self, piece: Piece, arrived: Any, source: Any, residual: Any, reduced: Any) -> None:
-        """See ``Stripes``."""
         own, peers = piece.stripe(self._peers.rank), self._peers
         kept = None if residual is None else residual[own]
         stride, ranks = self._codec.wire_nbytes(piece.width), (peers.rank, peers.size)
         self._kernels.reduce(arrived, source[own], kept, reduced, stride, ranks, self._factor)
 
-    def decode(self, piece: Piece, gathered: Any, result: Any) -> None:
-        """See ``Stripes``."""
+    def decode(self, piece: Piece, gathered: Any, recvbuf: Any) -> None:
         stride = self._codec.wire_nbytes(piece.width)
-        self._kernels.decode(
-            gathered, result[piece.start : piece.stop], piece.width, stride, self._peers.size
-        )
+        part = recvbuf[piece.start : piece.stop]
+        self._kernels.decode(gathered, part, piece.width, stride, self._peers.size)
+
+
+Stripes = LoopedStripes | FusedStripes
+
+
+def stripes_of(codec: FixedRate, peers: Peers, factor: np.float32) -> Stripes:
+    """The arithmetic for one codec, on the device of the peers' arrays."""
+    kernels = codec.kernels() if peers.on_device else None
+    if kernels is None:
+        return LoopedStripes(codec, peers, factor)
+    return FusedStripes(codec, kernels, peers, factor)

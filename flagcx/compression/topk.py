@@ -1,4 +1,4 @@
-"""Few of the elements: the largest (top-k), some at random (random-k), all that aren't zero (sparse)."""
+"""Codecs that send few elements: the largest (top-k), random ones (random-k), all but zeros (sparse)."""
 
 from __future__ import annotations
 
@@ -16,14 +16,41 @@ TOO_MANY, TOO_FEW = 1.25, 0.8
 """Shares of k beyond which a threshold is not used again."""
 
 
+class _Selecting:
+    """Base of codecs whose payload is indices and values."""
+
+    __slots__ = ()
+    name: ClassVar[str]
+
+    def encode(self, x: Any) -> Payload:
+        """Encodes an array (float32) as the indices and the values of the selected elements."""
+        flat = check_floats(x).reshape(-1)
+        indices = self._indices(flat)
+        return Payload(self.name, flat.size, (indices, flat[indices]))
+
+    def _indices(self, flat: Any) -> Any:
+        """The places of the selected elements, in order."""
+        raise NotImplementedError
+
+    def decode(self, payload: Payload, out: Any = None) -> Any:
+        """Decodes a payload into ``out`` (float32), or into a new array; elements not selected are zero."""
+        indices, values = payload.parts
+        if out is None:
+            out = namespace(values).zeros(payload.count, values.dtype)
+        else:
+            out[...] = 0
+        out.reshape(-1)[indices] = values
+        return out
+
+
 @dataclass(frozen=True, slots=True)
-class TopK:
+class TopK(_Selecting):
     """The largest elements, as indices and values.
 
     The threshold comes from a sample, so that about k elements reach it, and is used again as long as a
     smaller sample agrees; where many more elements reach it than k, the largest k of them are taken. Of the
     sum of all ranks the largest 4k are kept. Use it with ``Feedback``: without, most of a gradient is lost.
-    With momentum correction and a warm-up it trains best.
+    Training is best with momentum correction and a warm-up.
 
     Attributes:
         density: k as a share of the elements, above 0 and at most 1.
@@ -60,11 +87,8 @@ class TopK:
         """k for an array of ``size`` elements."""
         return min(max(round(size * self.density_at(step)), 1), size)
 
-    def encode(self, x: Any) -> Payload:
-        """See ``Codec``. The parts are indices and values."""
-        flat = check_floats(x).reshape(-1)
-        indices, _ = self.find(flat, Scratch(), step=self.warmup_steps + 1)
-        return Payload(self.name, flat.size, (indices, flat[indices]))
+    def _indices(self, flat: Any) -> Any:
+        return self.find(flat, Scratch(), step=self.warmup_steps + 1)[0]
 
     def find(
         self, x: Any, scratch: Scratch, step: int, threshold: int | None = None, add: Any = None
@@ -92,27 +116,23 @@ class TopK:
             indices = indices[largest(x[indices], k)]
         return indices, threshold if TOO_FEW * k <= found <= TOO_MANY * k else None
 
-    def decode(self, payload: Payload, out: Any = None) -> Any:
-        """See ``Codec``."""
-        return scattered(payload, out)
-
     def ratio(self, count: int, ranks: int = 2) -> float:
-        """See ``Codec``: at most (2 + 2 keep) k (n-1)/n words, to 2 (n-1)/n words for each element."""
+        """At most (2 + 2 keep) k (n-1)/n words, over 2 (n-1)/n words for each element."""
         kept = min(self.keep, ranks) if self.keep else ranks
         return min((1 + kept) * self.density, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
-class RandomK:
+class RandomK(_Selecting):
     """Elements drawn at random, the same on all ranks, so that only values travel.
 
-    Each of k parts of equal length gives one element. Use it with ``Feedback``: then an element comes about
-    every ``1 / density`` steps, with all that has gathered since, and the step size must be as much smaller.
-    At one that suits dense gradients, trainings diverge with 1% (``bench/convergence.py``).
+    Each of k parts of equal length gives one element. Use it with ``Feedback``: then an element arrives about
+    every ``1 / density`` steps, as the sum since the last time, and the step size must be as much smaller.
+    With a step size for dense gradients, trainings diverge at 1% (``bench/convergence.py``).
 
     Attributes:
         density: k as a share of the elements, above 0 and at most 1.
-        seed: Where the choice comes from, with the number of the step.
+        seed: Seed of the choice, together with the number of the step.
     """
 
     name: ClassVar[str] = "randomk"
@@ -133,26 +153,21 @@ class RandomK:
         return np.minimum(((np.arange(k) + drawn) * part).astype(np.int64), size - 1)
 
     def encode(self, x: Any, step: int = 1) -> Payload:
-        """See ``Codec``. The parts are indices and values."""
+        """Encodes an array (float32) as the indices and the values of the elements of a step."""
         flat = check_floats(x).reshape(-1)
-        indices = namespace(x).asarray(self.places(flat.size, step))
+        indices = namespace(flat).asarray(self.places(flat.size, step))
         return Payload(self.name, flat.size, (indices, flat[indices]))
 
-    def decode(self, payload: Payload, out: Any = None) -> Any:
-        """See ``Codec``."""
-        return scattered(payload, out)
-
     def ratio(self, count: int, ranks: int = 2) -> float:
-        """See ``Codec``."""
+        """Only values are sent."""
         return self.density
 
 
 @dataclass(frozen=True, slots=True)
-class Sparse:
+class Sparse(_Selecting):
     """All elements that are not zero, as indices and values: for gradients that are sparse by nature.
 
-    Nothing is lost. Whether an array is sparse is seen in a sample; if it isn't, its all-reduce is the dense
-    one.
+    Nothing is lost. A sample shows whether an array is sparse; if it isn't, its all-reduce is the dense one.
 
     Attributes:
         most: The density above which the elements aren't even counted.
@@ -165,30 +180,12 @@ class Sparse:
     def __post_init__(self) -> None:
         _check_density(self.most)
 
-    def encode(self, x: Any) -> Payload:
-        """See ``Codec``. The parts are indices and values."""
-        flat = check_floats(x).reshape(-1)
-        indices = select(flat, 1, Scratch())
-        return Payload(self.name, flat.size, (indices, flat[indices]))
-
-    def decode(self, payload: Payload, out: Any = None) -> Any:
-        """See ``Codec``."""
-        return scattered(payload, out)
+    def _indices(self, flat: Any) -> Any:
+        return select(flat, 1, Scratch())
 
     def ratio(self, count: int, ranks: int = 2) -> float:
-        """See ``Codec``: what a dense array costs; one with a share of d that isn't zero costs 2d to 3d."""
+        """That of a dense array; one in which a share of d isn't zero costs 2d to 3d."""
         return 1.0
-
-
-def scattered(payload: Payload, out: Any = None) -> Any:
-    """The array of which a payload has the elements that are not zero."""
-    indices, values = payload.parts
-    if out is None:
-        out = namespace(values).zeros(payload.count, values.dtype)
-    else:
-        out[...] = 0
-    out.reshape(-1)[indices] = values
-    return out
 
 
 def _check_density(density: float) -> None:

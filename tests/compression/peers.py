@@ -35,7 +35,7 @@ class ThreadPeers:
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self._meeting, self.rank, self.size = meeting, rank, meeting.size
-        self.scratch = Scratch()
+        self.scratch, self.on_device = Scratch(), False
         self.sent_nbytes = 0
         self.dense_calls = 0
 
@@ -69,10 +69,10 @@ class ThreadPeers:
     def numbers(self, mine: Sequence[int]) -> np.ndarray:
         return np.array(self._meeting.exchange(self.rank, list(mine)), np.int64)
 
-    def beside(self):
+    def overlap(self):
         return nullcontext()
 
-    def behind(self, call: Callable[[], object]) -> Future:
+    def submit(self, call: Callable[[], object]) -> Future:
         future: Future = Future()
         future.set_result(call())
         return future

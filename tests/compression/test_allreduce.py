@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import flagcx as fc
-from flagcx.compression.allreduce import ExecutorPeers
+from flagcx.compression.peers import Peers
 from flagcx.errors import ArrayError
 from tests.communicator.jobs import job, outcome_of
 from tests.ranks import run_ranks
@@ -283,7 +283,7 @@ def test_arrays_on_a_gpu_that_kernels_cannot_take_are_refused():
     executor = SimpleNamespace(
         rank=0, size=2, transport=SimpleNamespace(transfer=lambda *moves: calls.append(moves))
     )
-    peers = ExecutorPeers(executor, device=True)
+    peers = Peers(executor, on_device=True)
     arrays = [SimpleNamespace(dtype=np.dtype(np.float32), data=SimpleNamespace(ptr=at)) for at in (512, 514)]
     peers.enter(arrays[0], arrays[0])
     with pytest.raises(

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from flagcx.compression import Auto, Feedback, LinkProfile, Quantized, catalogue
-from flagcx.compression.auto import AutoReduce, coded_us, decide, dense_us, measure_speed
-from flagcx.compression.feedback import Slot
+from flagcx.compression.auto import AutoReduce, coded_us, decide, dense_us
+from flagcx.compression.link import measure_speed
+from flagcx.compression.slot import Slot
 from flagcx.compression.sparse_reduce import SparseReduce
 from flagcx.compression.two_step import TwoStep
 from flagcx.errors import ArgumentError
@@ -79,8 +80,8 @@ def test_the_plan_does_what_was_decided(link, density, caplog):
 
         def make(codec):
             if codec.name == "sparse":
-                return SparseReduce(peers, codec, 1.0, slot)
-            return TwoStep(peers, codec, count, 1.0, slot, False)
+                return SparseReduce(peers, codec, count, 1.0, slot)
+            return TwoStep(peers, codec, count, 1.0, slot)
 
         plan = AutoReduce(peers, INT8, lambda: link, lambda codec: 1.0, make, slot, 1.0, count)
         slot.begin(x)

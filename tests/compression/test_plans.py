@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from flagcx.compression import Cast, Feedback, PowerSGD, Quantized, RandomK, Sparse, TopK
-from flagcx.compression.feedback import Slot
-from flagcx.compression.powersgd import PowerReduce, lay_out, orthogonalise
+from flagcx.compression.powersgd import PowerReduce, find_matrices, orthogonalise
+from flagcx.compression.slot import Slot
 from flagcx.compression.sparse_reduce import RandomKReduce, SparseReduce, TopKReduce
 from flagcx.compression.sparse_sum import Regions, sum_sparse
 from flagcx.compression.two_step import TwoStep, cut_in_pieces
@@ -23,13 +23,8 @@ def gradient(rank: int, step: int, count: int) -> np.ndarray:
 
 
 def make(peers, codec, count, factor, slot):
-    if isinstance(codec, TopK):
-        return TopKReduce(peers, codec, factor, slot)
-    if isinstance(codec, RandomK):
-        return RandomKReduce(peers, codec, factor, slot)
-    if isinstance(codec, PowerSGD):
-        return PowerReduce(peers, codec, count, factor, slot)
-    return TwoStep(peers, codec, count, factor, slot, False)
+    plans = {TopK: TopKReduce, RandomK: RandomKReduce, PowerSGD: PowerReduce}
+    return plans.get(type(codec), TwoStep)(peers, codec, count, factor, slot)
 
 
 def train(peers, codec, count, steps, factor=1.0, in_place=False, **options):
@@ -85,7 +80,7 @@ def test_quantised_sum_is_near_and_needs_a_quarter_of_the_bytes(size):
         slot = Slot(Quantized("int8"), residual=False)
         x = gradient(peers.rank, 0, count)
         slot.begin(x)
-        TwoStep(peers, Quantized("int8"), count, 1.0, slot, False).run(x, x)
+        TwoStep(peers, Quantized("int8"), count, 1.0, slot).run(x, x)
         return x, peers.sent_nbytes
 
     done = on_ranks(size, rank)
@@ -123,7 +118,7 @@ def test_topk_traffic_does_not_grow_with_the_ranks(size, keep):
     def rank(peers):
         _, slot = train(peers, codec, count, 1)
         before = peers.sent_nbytes
-        plan = TopKReduce(peers, codec, 1.0, slot)
+        plan = TopKReduce(peers, codec, count, 1.0, slot)
         for step in range(1, 4):
             x = gradient(peers.rank, step, count)
             slot.begin(x)
@@ -167,7 +162,7 @@ def test_many_or_few_elements_of_a_region_add_up_alike(share):
         slot = Slot(Sparse())
         slot.begin(x)
         out = np.empty_like(x)
-        SparseReduce(peers, Sparse(), 1.0, slot).run(x, out)
+        SparseReduce(peers, Sparse(), count, 1.0, slot).run(x, out)
         return x, out, peers.dense_calls
 
     done = on_ranks(3, rank)
@@ -183,7 +178,7 @@ def test_one_full_rank_makes_all_go_dense():
         slot = Slot(Sparse())
         slot.begin(x)
         out = np.empty_like(x)
-        SparseReduce(peers, Sparse(), 0.5, slot).run(x, out)
+        SparseReduce(peers, Sparse(), 5000, 0.5, slot).run(x, out)
         return out, peers.dense_calls
 
     for out, dense in on_ranks(3, rank):
@@ -197,7 +192,7 @@ def test_momentum_correction_gathers_velocity_and_masks_what_was_sent():
     slot.begin(x)
 
     def rank(peers):
-        plan, out = TopKReduce(peers, TopK(0.5), 1.0, slot), np.empty_like(x)
+        plan, out = TopKReduce(peers, TopK(0.5), 4, 1.0, slot), np.empty_like(x)
         plan.run(x, out)
         return out
 
@@ -240,7 +235,7 @@ def test_a_slot_remembers_one_array():
 
 
 def test_powersgd_finds_the_shapes_in_an_array():
-    layout = lay_out(128 * 64 + 64 + 2 * 3, [(128, 64), (64,), (2, 3)], 4)
+    layout = find_matrices(128 * 64 + 64 + 2 * 3, [(128, 64), (64,), (2, 3)], 4)
     assert layout.matrices == ((0, 128, 64),)
     assert layout.vectors == (slice(8192, 8256), slice(8256, 8262))
     assert layout.sent == 4 * (128 + 64) + 64 + 6
@@ -319,14 +314,14 @@ def test_a_sum_times_zero_leaves_nothing_behind():
 
 def test_the_first_call_of_a_slot_is_not_for_a_graph(monkeypatch):
     x = np.ones(10, np.float32)
-    monkeypatch.setattr("flagcx.compression.feedback.on_device", lambda array: True)
-    monkeypatch.setattr("flagcx.compression.feedback.captures", lambda array: True)
+    monkeypatch.setattr("flagcx.compression.slot.on_device", lambda array: True)
+    monkeypatch.setattr("flagcx.compression.slot.captures", lambda array: True)
     slot = Feedback("int8")["layer"]
     with pytest.raises(ArgumentError, match=r"the slot 'layer' .* is new: .*make one call before"):
         slot.begin(x)
     Slot(Quantized("int8"), residual=False).begin(x)  # which remembers no array
-    monkeypatch.setattr("flagcx.compression.feedback.captures", lambda array: False)
+    monkeypatch.setattr("flagcx.compression.slot.captures", lambda array: False)
     slot.begin(x)
-    monkeypatch.setattr("flagcx.compression.feedback.captures", lambda array: True)
+    monkeypatch.setattr("flagcx.compression.slot.captures", lambda array: True)
     slot.begin(x)
     assert slot.step == 2

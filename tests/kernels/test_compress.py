@@ -194,7 +194,8 @@ def test_a_gpu_takes_piece_after_piece_and_ends_with_the_bits_of_the_host(librar
 
     def train(peers, device):
         slot = Feedback(codec)["x"]
-        plan, results = two_step.TwoStep(peers, codec, count, 1 / size, slot, device), []
+        peers.on_device = device
+        plan, results = two_step.TwoStep(peers, codec, count, 1 / size, slot), []
         for step in range(3):
             x = np.random.default_rng([peers.rank, step]).standard_normal(count, np.float32)
             if step == 1 and peers.rank == 1:

@@ -1,0 +1,129 @@
+"""The memory of one compressed array between calls."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import numpy as np
+
+from flagcx.arguments import on_device
+from flagcx.compression.codec import Scratch, captures, namespace
+from flagcx.errors import ArgumentError
+
+
+class Slot:
+    """The memory of one array's compressed all-reduces; ``Feedback`` makes one for each array.
+
+    Attributes:
+        codec: The codec.
+        shapes: Shapes of the parameters that lie end to end in the array, or None.
+        residual: The part of this rank's gradients that is not sent yet (float32, one dimension), or None.
+        velocity: The momentum of this rank's gradients, or None.
+        step: Calls so far; the same on every rank.
+        memory: State of the codec's all-reduce, by name.
+        plans: The plans of calls with this slot.
+        lasting: Whether the slot belongs to one array. Otherwise all arrays of one length share it, and it
+            keeps nothing that depends on an array's content.
+    """
+
+    def __init__(
+        self,
+        codec: Any,
+        key: Hashable = None,
+        shapes: Sequence[tuple[int, ...]] | None = None,
+        momentum: float = 0.0,
+        residual: bool = True,
+        clip: float | None = None,
+        lasting: bool = True,
+    ) -> None:
+        self.codec, self.key, self.lasting = codec, key, lasting
+        self.shapes = None if shapes is None else tuple(tuple(shape) for shape in shapes)
+        self._momentum, self._keeps, self._clip = momentum, residual, clip
+        self.plans: dict[tuple, Any] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        """Clears the memory, as at the start of a training. Call it on all ranks."""
+        self.residual: Any = None
+        self.velocity: Any = None
+        self.step = 0
+        self.memory: dict[str, Any] = {}
+        self._count: int | None = None
+
+    def begin(self, x: Any) -> None:
+        """Counts a call with ``x``; the first call allocates the residual and the velocity.
+
+        Raises:
+            ArgumentError: Earlier calls had another number of elements, or the slot is new inside a capture.
+        """
+        if self._count is None:
+            self._check_shapes(x.size)
+            keeps = self._keeps and not self.codec.lossless
+            if (keeps or self._momentum) and on_device(x) and captures(x):
+                raise ArgumentError(
+                    f"the slot {self.key!r} of this Feedback is new: a graph that captures its first call "
+                    f"would clear its memory in every replay; make one call before the capture"
+                )
+            self._count = x.size
+            xp = namespace(x)
+            if keeps:
+                self.residual = xp.zeros(x.size, np.float32)
+            if self._momentum:
+                self.velocity = xp.zeros(x.size, np.float32)
+        elif self._count != x.size:
+            raise ArgumentError(
+                f"the slot {self.key!r} of this Feedback remembers an array of {self._count} elements, and "
+                f"got one of {x.size}; use a slot for each array: compression=feedback[key]"
+            )
+        self.step += 1
+
+    def _check_shapes(self, count: int) -> None:
+        if self.shapes is None:
+            return
+        total = sum(math.prod(shape) for shape in self.shapes)
+        if total != count:
+            raise ArgumentError(
+                f"the shapes of slot {self.key!r} have {total} elements together, but its array has {count}"
+            )
+
+    def source(self, x: Any, scratch: Scratch, ranks: int) -> Any:
+        """This step's contribution before the residual: clipped, and with momentum.
+
+        Args:
+            x: The gradient; it is not written.
+            scratch: Holds the clipped gradient.
+            ranks: Number of ranks; each clips at ``clip / sqrt(ranks)``.
+        """
+        if self._clip is not None:
+            norm = float(math.sqrt(float(namespace(x).vdot(x, x))))
+            limit = self._clip / math.sqrt(ranks)
+            if norm > limit:
+                clipped = scratch.get("clipped", x.size, np.float32, x)
+                clipped[...] = x
+                clipped *= np.float32(limit / norm)
+                x = clipped
+        if self.velocity is None:
+            return x
+        self.velocity *= np.float32(self._momentum)
+        self.velocity += x
+        return self.velocity
+
+    def total(self, x: Any, scratch: Scratch, ranks: int) -> Any:
+        """This step's contribution with the residual, which then holds it; see ``source``."""
+        source = self.source(x, scratch, ranks)
+        if self.residual is None:
+            return source
+        self.residual += source
+        return self.residual
+
+    def sent(self, indices: Any) -> None:
+        """Clears the elements that were sent, in the residual and in the momentum that led to it."""
+        for kept in (self.residual, self.velocity):
+            if kept is not None:
+                kept[indices] = 0
+
+    def __repr__(self) -> str:
+        count = "nothing yet" if self._count is None else f"{self._count} elements"
+        return f"<flagcx.compression.Slot {self.key!r} of {self.codec}, {count}, {self.step} steps>"

@@ -10,6 +10,7 @@ from flagcx.dtypes import OPS
 from flagcx.schedule.collectives import COLLECTIVES
 from tests.algorithms.test_verified import names
 from tests.oracle import assert_right, remembered, roots_of
+from tests.ranges import exhaustive
 from tests.simulated import run
 
 
@@ -21,9 +22,14 @@ def counts_for(entry, size: int) -> tuple[int | None, ...]:
     return few + ((None,) if entry.uneven and COLLECTIVES[entry.collective].blocks else ())
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [(1, 2, 3, 4, 5, 8, 13), *exhaustive([(6, 7, 9, 16, 17)])],
+    ids=lambda sizes: f"{sizes[0]}-{sizes[-1]}",
+)
 @pytest.mark.parametrize("entry", catalogue(), ids=names)
-def test_against_numpy(entry):
-    for size in (*range(1, 10), 16, 17):
+def test_against_numpy(entry, sizes):
+    for size in sizes:
         for root in roots_of(entry, size):
             schedule = remembered(entry.make(size, root))
             for seed, count in enumerate(counts_for(entry, size)):

@@ -8,17 +8,19 @@ from flagcx.algorithms import AlgorithmEntry, catalogue
 from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.schedule.verify import verify
 from tests.oracle import roots_of
+from tests.ranges import exhaustive
 
-SIZES = (*range(1, 34), 64)
+SIZES = [(*range(1, 18), 32), *exhaustive([(*range(18, 32), 33, 64)])]
 
 
 def names(entry: AlgorithmEntry) -> str:
     return f"{entry.collective}-{entry.algorithm}"
 
 
+@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: f"{sizes[0]}-{sizes[-1]}")
 @pytest.mark.parametrize("entry", catalogue(), ids=names)
-def test_verified_for_every_number_of_ranks(entry):
-    for size in SIZES:
+def test_verified_for_every_number_of_ranks(entry, sizes):
+    for size in sizes:
         for root in roots_of(entry, size):
             verify(entry.make(size, root), uneven=entry.uneven)
 

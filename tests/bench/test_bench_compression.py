@@ -41,7 +41,7 @@ def test_a_training_that_falls_short_is_a_miss():
     assert of("topk", 2.0) == "" and of("int4+", 1.0, equal=False) == "RANKS DIFFER"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_short_training_runs(tmp_path):
     path = tmp_path / "rows.jsonl"
     options = [

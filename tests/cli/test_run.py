@@ -24,6 +24,7 @@ from tests.bootstrap.processes import (
     program,
     wait_until,
 )
+from tests.ranges import exhaustive
 
 
 @pytest.fixture
@@ -402,7 +403,8 @@ def test_ctrl_c_on_a_terminal_ends_all(script):
 
 
 @pytest.mark.slow
-def test_fifty_starts_and_ends_in_a_row_leave_nothing(script, tmp_path, capfd, monkeypatch):
+@pytest.mark.parametrize("starts", [10, *exhaustive([50])])
+def test_starts_and_ends_in_a_row_leave_nothing(script, tmp_path, capfd, monkeypatch, starts):
     runtime = tmp_path / "runtime"
     runtime.mkdir(mode=0o700)
     for name, value in bare_environment(XDG_RUNTIME_DIR=str(runtime), TMPDIR=str(runtime)).items():
@@ -413,7 +415,7 @@ def test_fifty_starts_and_ends_in_a_row_leave_nothing(script, tmp_path, capfd, m
     print(os.getpid(), environment()["FLAGCX_STORE_ADDRESS"])
     """
     path, before = script(body), set(os.listdir("/proc/self/fd"))
-    for _ in range(50):
+    for _ in range(starts):
         assert run(path, [], ranks=2) == 0
         out, err = capfd.readouterr()
         assert (len(out.splitlines()), err) == (2, "")

@@ -12,6 +12,7 @@ import flagcx as fc
 from flagcx.compression.peers import Peers
 from flagcx.errors import ArrayError
 from tests.communicator.jobs import job, outcome_of
+from tests.ranges import exhaustive
 from tests.ranks import run_ranks
 
 NAMES = ("fp16", "bf16", "fp8", "fp8_e5m2", "int8", "int4", "topk", "randomk", "powersgd", "sparse", "auto")
@@ -210,7 +211,7 @@ outcome(lambda: comm.allreduce(x, compression="int8"))
     assert name == "PeerDiedError" and culprit == 1 and seconds < 5, text
 
 
-def a_thousand_steps(codecs: list[str], steps: int) -> dict[str, bytes]:
+def many_steps(codecs: list[str], steps: int) -> dict[str, bytes]:
     """Parameters after steps that each rank makes by the sums that it gets."""
     comm, ends = fc.init(), {}
     for codec in codecs:
@@ -226,8 +227,9 @@ def a_thousand_steps(codecs: list[str], steps: int) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-def test_ranks_stay_equal_over_a_thousand_steps():
-    ends = run_ranks(a_thousand_steps, 4, [n for n in NAMES if n != "auto"], 1000)
+@pytest.mark.parametrize("steps", [100, *exhaustive([1000])])
+def test_ranks_stay_equal_over_many_steps(steps):
+    ends = run_ranks(many_steps, 4, [n for n in NAMES if n != "auto"], steps)
     assert all(end == ends[0] for end in ends)
     assert len(set(ends[0].values())) == len(ends[0])
 

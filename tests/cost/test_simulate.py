@@ -22,6 +22,7 @@ from flagcx.schedule.model import Buffer, Program, Recv, RecvReduce, Reduce, Sch
 from flagcx.schedule.traffic import rounds_of, staggered
 from flagcx.topology import LinkKind, cluster, preset
 from flagcx.topology.routes import Routes
+from tests.ranges import exhaustive
 
 A, B = 1.25, 12.5
 """Latency in us, bandwidth in GB/s."""
@@ -307,7 +308,7 @@ def as_in_a_fresh_process():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("as_in_a_fresh_process")
-@pytest.mark.parametrize("algorithm", ["ring", "double_binary_tree", "hierarchical"])
+@pytest.mark.parametrize("algorithm", ["hierarchical", *exhaustive(["ring", "double_binary_tree"])])
 def test_16384_ranks_in_under_ten_seconds(algorithm):
     size, nbytes = 16_384, 64 << 20
     began = process_time()

@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.ranges import exhaustive
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "train_digits.py"
 
@@ -127,14 +129,14 @@ def check_summary(output, ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 3, 4])
+@pytest.mark.parametrize("ranks", [3, *exhaustive([1, 4])])
 def test_flagcx_run_learns_what_one_rank_learns(ranks):
     code, output = run(sys.executable, "-m", "flagcx.cli", "run", "-n", ranks, SCRIPT, "--check")
     assert code == 0, output
     check_summary(output, ranks)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_overlap_learns_what_one_rank_learns():
     code, output = run(sys.executable, "-m", "flagcx.cli", "run", "-n", 3, SCRIPT, "--check", "--overlap")
     assert code == 0, output
@@ -148,7 +150,7 @@ def test_alone():
     check_summary(output, ranks=1)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_mpirun_learns_what_one_rank_learns():
     mpirun = Path(sys.executable).with_name("mpirun")
     if not mpirun.exists():

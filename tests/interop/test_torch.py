@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.ranges import exhaustive
 from tests.ranks import run_ranks
 
 pytest.importorskip("torch", reason="PyTorch is not installed (pip install torch==2.13.0)")
@@ -31,7 +32,7 @@ def found(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*NAMES, "restored"])
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, *exhaustive([4])])
 def test_an_enhanced_group_does_what_gloo_does(found, ranks, name):
     faults = [fault for each in found("enhanced", ranks) for fault in each[name]]
     assert not faults, "\n".join(faults)

@@ -315,8 +315,8 @@ def test_a_part_of_the_ranks_of_a_gpu_leaves_room_for_the_others(stores, monkeyp
     monkeypatch.setattr(region, "_most_sharing", lambda: sharing)
     monkeypatch.setattr(region, "_taken", Counter)
     together = identities(uuids=[GPUS[0]] * 2)
-    alone = joined(stores, Memory(), together)[0][0]
-    on_each(lambda r: alone.close())
+    alone, other = (join[0] for join in joined(stores, Memory(), together))
+    on_each(lambda r: (alone, other)[r].close())
     sharing[0] = sharing[1] = 8  # there was one of all eight before
     part = joined(stores, Memory(), together)[0][0]
     assert (alone.blocks, part.blocks) == (most_blocks(132, 2, 0), most_blocks(132, 8, 0))

@@ -22,24 +22,24 @@ def launch(
 ) -> list[Any]:
     """Calls a function on several ranks at once, each in a fresh Python process, and returns the results.
 
-    Inside the function ``fc.init()`` gives the rank's communicator. The function travels by value: one
-    that was defined in a notebook's cell or is a lambda works too. What the ranks print appears here with
-    the rank before it. An interrupt (Ctrl-C, or the notebook's stop button) ends all ranks.
+    Inside the function ``fc.init()`` gives the rank's communicator. The function is sent by value, so a
+    lambda or a function of a notebook's cell works too. The ranks' output appears here, each line with its
+    rank before it. An interrupt (Ctrl-C, or the notebook's stop button) ends all ranks.
 
     Args:
-        function: What every rank calls.
+        function: The function that every rank calls.
         ranks: How many ranks there are, at least 1.
         args: Its positional arguments, the same on all ranks.
         kwargs: Its keyword arguments, the same on all ranks.
-        timeout_s: End the ranks after so many seconds; None waits for as long as it takes.
+        timeout_s: Seconds after which ranks that still run are ended; None waits without limit.
         share_gpu: Whether several ranks may use one GPU, as with ``flagcx run --share-gpu``.
 
     Returns:
-        What each rank returned, in the order of the ranks.
+        Each rank's result, in the order of the ranks.
 
     Raises:
-        LaunchError: A rank raised, was killed or was too late; the first one's number and traceback are
-            in it, and the exception itself is its ``__cause__`` where it can be pickled.
+        LaunchError: A rank raised, was killed or was too late. It has the number and the traceback of the
+            first such rank, whose exception is its ``__cause__`` where that can be pickled.
         ArgumentError: The call is wrong, or the function cannot be pickled.
 
     Example:
@@ -55,11 +55,8 @@ def launch(
         raise ArgumentError(f"ranks must be an integer from 1 up, got {ranks!r}")
     if timeout_s is not None and not timeout_s > 0:
         raise ArgumentError(f"timeout_s must be above 0 seconds or None, got {timeout_s!r}")
-    from flagcx._launch.remote_call import RemoteCall  # Not needed by those who only import flagcx.
+    from flagcx._launch.remote_call import call_on_ranks  # Not needed by those who only import flagcx.
     from flagcx._launch.share_gpu import sharing
 
-    with (
-        sharing(environment(), share_gpu) as environ,
-        RemoteCall(function, tuple(args), dict(kwargs or {}), ranks, environ) as call,
-    ):
-        return call.results(timeout_s)
+    with sharing(environment(), share_gpu) as environ:
+        return call_on_ranks(function, tuple(args), dict(kwargs or {}), ranks, environ, timeout_s)

@@ -1,17 +1,19 @@
-"""The ranks' output: told apart by a prefix, never mixed inside a line, and its end kept for a report.
+"""The ranks' output: a prefix before each line, lines never mixed, and the end kept for a report.
 
-A progress bar goes back to the start of its line by ``\\r`` and writes over what it wrote. In a file only
-what remains of such a line is worth keeping, so a line is shown when it is complete, as it looks then, and
-in between at most once a second. On a terminal rank 0's bytes pass through as they are, bar and colours
-included, and a line of another rank is put above the bar.
+A progress bar goes back to the start of its line by ``\\r`` and overwrites it. In a file only what remains
+of such a line is worth keeping, so a line is shown when it is complete, as it looks then, and until then at
+most once a second. On a terminal rank 0's bytes pass through unchanged, with bar and colours, and a line of
+another rank is put above the bar.
 """
 
 from __future__ import annotations
 
 import re
+import subprocess
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 _TAIL_LINES = 400
 _SHOW_AGAIN_S = 1.0
@@ -27,12 +29,7 @@ Write = Callable[[bytes], object]
 
 
 class Lines:
-    """One stream of one rank, cut into lines.
-
-    Args:
-        prefix: What every line begins with.
-        write: Takes whole lines.
-        clock: Gives the time in seconds.
+    """One stream of one rank, cut into lines, which ``write`` gets with the prefix before each.
 
     Example:
         >>> lines = Lines(b"[1] ", print)
@@ -59,13 +56,13 @@ class Lines:
             self._line = self._shorten(self._line)
 
     def finish(self) -> None:
-        """The stream has ended: what there is of the last line is shown."""
+        """Shows what there is of the last line, since the stream has ended."""
         line, self._line = self._line, b""
         if line:
             self._show(_as_it_looks(line))
 
     def _shorten(self, line: bytes) -> bytes:
-        """Drops what a bar has written over. Shows the bar now and then, and pieces of an endless line."""
+        """Drops what a bar has overwritten. Shows the bar now and then, and parts of an endless line."""
         looks = _as_it_looks(line)
         if len(looks) > _LONGEST_LINE_NBYTES:
             self._show(looks)
@@ -81,16 +78,41 @@ class Lines:
 
 
 def _as_it_looks(line: bytes) -> bytes:
-    """What stands in a line after its carriage returns; one at the end has overwritten nothing yet."""
+    """A line as its carriage returns leave it; one at the end has overwritten nothing yet."""
     return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 
-class Screen:
-    """A terminal that rank 0 writes to as it likes, with the others' lines above what it is drawing.
+class RankOutput:
+    """Where the ranks' output goes: to ``writer(stream)``, line by line, with the rank before each.
 
     Args:
-        write: Takes bytes for the terminal.
+        size: How many ranks there are.
+        prefix: Whether lines begin with their rank; those of a lone rank never do.
+        writer: Makes what takes the lines of a rank's stdout (stream 1) or stderr (stream 2).
     """
+
+    def __init__(self, size: int, prefix: bool, writer: Callable[[int], Write]) -> None:
+        self._lines = {
+            (rank, stream): Lines(b"[%d] " % rank if prefix and size > 1 else b"", writer(stream))
+            for rank in range(size)
+            for stream in (1, 2)
+        }
+
+    def streams(self, rank: int) -> dict[str, Any]:
+        """A rank's stdin, stdout and stderr, as ``subprocess.Popen`` takes them."""
+        return {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+
+    def receive(self, rank: int, stream: int, data: bytes) -> None:
+        """Takes the next bytes of a rank's stream."""
+        self._lines[rank, stream].feed(data)
+
+    def finish(self, rank: int, stream: int) -> None:
+        """Called when a rank's stream has ended."""
+        self._lines[rank, stream].finish()
+
+
+class Screen:
+    """A terminal to which rank 0 writes directly, with the other ranks' lines above its unfinished line."""
 
     def __init__(self, write: Write) -> None:
         self._write = write
@@ -115,22 +137,12 @@ class Screen:
 
 
 class Tail:
-    """The last lines of a rank's stderr, in which a traceback may stand."""
+    """The last lines of a rank's stderr, which may end with a traceback."""
 
     def __init__(self) -> None:
         self._lines: deque[str] = deque(maxlen=_TAIL_LINES)
-        self._splitter = Lines(b"", self._keep)
-
-    def _keep(self, line: bytes) -> None:
-        self._lines.append(line.decode(errors="replace").rstrip("\n"))
-
-    def feed(self, data: bytes) -> None:
-        """Takes the next bytes of the stream."""
-        self._splitter.feed(data)
-
-    def finish(self) -> None:
-        """The stream has ended."""
-        self._splitter.finish()
+        splitter = Lines(b"", lambda line: self._lines.append(line.decode(errors="replace").rstrip("\n")))
+        self.feed, self.finish = splitter.feed, splitter.finish
 
     def traceback(self) -> str:
         """The last traceback, with those of the exceptions that led to it; "" if there is none."""
@@ -151,5 +163,5 @@ class Tail:
 
 
 def is_consequence(traceback: str) -> bool:
-    """Whether a traceback only says that another rank failed."""
+    """Whether a traceback, or an error's full name, only says that another rank failed."""
     return _CONSEQUENCE.search(traceback) is not None

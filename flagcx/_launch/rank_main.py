@@ -1,7 +1,7 @@
-"""What a rank of ``fc.launch`` does: take the function from its launcher, call it, give back the result.
+"""The main program of a rank of ``fc.launch``: calls the launcher's function and gives back the result.
 
-Function and result travel through files in memory that only the two processes hold (``memfd``), so they
-may be of any size, and pickle reads only what the launcher or its rank wrote.
+Function and result travel through files in memory (``memfd``) that only the two processes hold, so they may
+be of any size, and pickle reads only what the launcher or its rank wrote.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from flagcx._launch.process_groups import end_with_launcher
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
-    """Where the function is at home, which must be known before it can be unpickled.
+class PickledCall:
+    """The call, and what a rank must know before it can unpickle it.
 
     Attributes:
         path: The launcher's ``sys.path``.
@@ -35,10 +35,10 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What a rank raised.
+    """The exception of a rank.
 
     Attributes:
-        at: When, on the host's monotonic clock, in seconds.
+        at: The time on the host's monotonic clock, in seconds.
         kind: The exception's class, with its module.
         message: The exception's text.
         traceback: The traceback's text.
@@ -54,23 +54,23 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Success:
-    """What a rank returned, pickled."""
+    """The pickled result of a rank."""
 
     value: bytes
 
 
-def main(setting_file: int, result_file: int, pipe: int) -> None:
+def main(call_file: int, result_file: int, pipe: int) -> None:
     """Runs a rank. Ends the process with exit code 1 if its function raised.
 
     Args:
-        setting_file: Descriptor of the file with the pickled ``Setting``.
-        result_file: Descriptor of the file for the pickled ``Success`` or ``Failure``.
-        pipe: The pipe that tells of the launcher's death.
+        call_file: Descriptor of the file with the ``PickledCall``.
+        result_file: Descriptor of the file for the ``Success`` or ``Failure``.
+        pipe: The pipe of ``end_with_launcher``.
     """
     end_with_launcher(pipe)
     outcome: Success | Failure
     try:
-        outcome = Success(_pickle(_call(read_file(setting_file))))
+        outcome = Success(_pickle(_call(read_file(call_file))))
     except KeyboardInterrupt:
         raise
     except SystemExit as error:
@@ -85,11 +85,11 @@ def main(setting_file: int, result_file: int, pipe: int) -> None:
 
 
 def _call(content: bytes) -> Any:
-    setting: Setting = pickle.loads(content)
-    sys.path[:] = setting.path
-    for name, lines in setting.sources.items():
+    pickled: PickledCall = pickle.loads(content)
+    sys.path[:] = pickled.path
+    for name, lines in pickled.sources.items():
         linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
-    function, args, kwargs = pickle.loads(setting.call)
+    function, args, kwargs = pickle.loads(pickled.call)
     return function(*args, **kwargs)
 
 
@@ -111,7 +111,7 @@ def _describe(error: BaseException) -> Failure:
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
     text = "".join(traceback.format_exception(type(error), error, frames))
-    sys.last_type, sys.last_value = type(error), error  # The store tells the others, as after any script.
+    sys.last_type, sys.last_value = type(error), error  # The store's ``leave`` looks there.
     kind = f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
     try:
         pickled = _pickle(error)

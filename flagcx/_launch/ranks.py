@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flagcx._launch.no_aslr import without_aslr
-from flagcx._launch.output import Tail, is_consequence
+from flagcx._launch.output import RankOutput, Tail, is_consequence
 from flagcx._launch.process_groups import end_with_launcher, sweep
 from flagcx.bootstrap.store_server import StoreServer
 from flagcx.errors import LaunchError
@@ -44,29 +44,6 @@ class Command:
 
 
 @dataclass(frozen=True, slots=True)
-class Streams:
-    """What a rank gets for stdin, stdout and stderr, in the words of ``subprocess.Popen``."""
-
-    stdin: Any = subprocess.DEVNULL
-    stdout: Any = subprocess.PIPE
-    stderr: Any = subprocess.PIPE
-
-
-class Output:
-    """Where the ranks' output goes; to be overridden."""
-
-    def streams(self, rank: int) -> Streams:
-        """Says what a rank gets for its streams."""
-        return Streams()
-
-    def receive(self, rank: int, stream: int, data: bytes) -> None:
-        """Takes bytes of a rank's stdout (stream 1) or stderr (stream 2)."""
-
-    def finish(self, rank: int, stream: int) -> None:
-        """A stream has ended."""
-
-
-@dataclass(frozen=True, slots=True)
 class Exit:
     """How a rank's process ended.
 
@@ -81,7 +58,7 @@ class Exit:
     after_signal: bool
 
     def describe(self) -> str:
-        """Says it in words: "exit code 3" or "killed by SIGKILL"."""
+        """The exit in words: "exit code 3" or "killed by SIGKILL"."""
         if self.code >= 0:
             return f"exit code {self.code}"
         try:
@@ -106,21 +83,21 @@ class Ending:
 
 
 class Ranks:
-    """The processes of all ranks of a job. A context manager: on leaving it, every process is gone.
+    """The processes of all ranks of a job. A context manager: on leaving it, every process has ended.
 
     Args:
         commands: How to start each rank.
-        environ: The environment that all begin with.
+        environ: The environment of all.
         output: Where their output goes.
-        grace_s: How long the others may go on after one has failed, in seconds: enough for them to notice
-            and to say so.
+        grace_s: How long the other ranks may go on after one has failed, in seconds: enough for them to
+            notice and to report it.
     """
 
     def __init__(
         self,
         commands: Sequence[Command],
         environ: Mapping[str, str],
-        output: Output,
+        output: RankOutput,
         grace_s: float = _GRACE_S,
     ) -> None:
         self.size = len(commands)
@@ -156,10 +133,9 @@ class Ranks:
             self._server.start()
 
     def wait(self, timeout_s: float | None = None) -> Ending:
-        """Passes on output until all ranks have ended. Ends those that outlive a failed one for too long.
+        """Passes on output until all ranks have ended.
 
-        Args:
-            timeout_s: End all that still run after so many seconds.
+        Ranks that still run ``grace_s`` after the first failure, or after ``timeout_s``, are ended.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         late: tuple[int, ...] = ()
@@ -172,7 +148,7 @@ class Ranks:
         return Ending(tuple(self._exits.values()), self._first_failure(), late)
 
     def end(self, number: int = signal.SIGTERM) -> None:
-        """Sends all ranks a signal and waits for their end; those that don't heed it are killed."""
+        """Sends all ranks a signal and waits for their end; ranks that ignore it are killed."""
         self._plan(number, 0.0)
         self.wait()
 
@@ -181,19 +157,19 @@ class Ranks:
         return tuple(rank for rank in range(len(self._processes)) if rank not in self._exits)
 
     def signal_rank(self, rank: int, number: int) -> None:
-        """Sends a signal to a rank and to what it started, if it still runs."""
+        """Sends a signal to a rank that still runs, and to the processes that it started."""
         if rank in self.running():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._processes[rank].pid, number)
 
     def read_from(self, rank: int, stream: int, descriptor: int) -> None:
-        """Has a descriptor's bytes pass as a rank's output, until it ends. It is closed here."""
+        """Takes a descriptor's bytes as a rank's output until it ends, then closes it."""
         os.set_blocking(descriptor, False)
         self._open[descriptor] = (rank, stream)
         self.selector.register(descriptor, selectors.EVENT_READ, lambda: self._read(descriptor))
 
     def close(self) -> None:
-        """Kills what still runs, and lets go of everything."""
+        """Kills the ranks that still run, and closes everything."""
         for rank in self.running():
             self.signal_rank(rank, signal.SIGKILL)
         for process in self._processes:
@@ -220,7 +196,7 @@ class Ranks:
         return f"<Ranks size={self.size} running={len(self.running())}>"
 
     def _start_rank(self, rank: int, environ: dict[str, str]) -> None:
-        command, streams = self._commands[rank], self._output.streams(rank)
+        command = self._commands[rank]
         pipe, held = os.pipe()
         self._guards.append(held)
         try:
@@ -228,11 +204,9 @@ class Ranks:
                 process = subprocess.Popen(
                     [*command.arguments, str(pipe)] if command.guards_itself else command.arguments,
                     env=environ,
-                    stdin=streams.stdin,
-                    stdout=streams.stdout,
-                    stderr=streams.stderr,
                     pass_fds=[pipe, *command.pass_fds],
-                    **_apart(rank),
+                    **self._output.streams(rank),
+                    **_own_group(rank),
                     preexec_fn=None if command.guards_itself else lambda: end_with_launcher(pipe),
                 )
         except OSError as error:
@@ -250,7 +224,7 @@ class Ranks:
                 source.close()
 
     def _read(self, descriptor: int) -> bool:
-        """Takes what is there. Returns whether there may be more."""
+        """Takes the bytes that are there. Returns whether there may be more."""
         rank, stream = self._open[descriptor]
         try:
             data = os.read(descriptor, 1 << 16)
@@ -275,7 +249,7 @@ class Ranks:
         self._output.finish(rank, stream)
 
     def _drain(self) -> None:
-        """Takes what is left. (A process that a rank left behind may hold a stream open for ever.)"""
+        """Takes what is left. (A process that a rank left running may hold a stream open for ever.)"""
         for descriptor in list(self._open):
             while self._read(descriptor):
                 pass
@@ -314,27 +288,22 @@ class Ranks:
             self._plan(signal.SIGTERM, self._grace_s)
 
     def _plan(self, number: int, after_s: float) -> None:
-        """Will send a signal to all, then SIGKILL to those that don't heed it."""
+        """Plans a signal to all ranks, then SIGKILL to those that ignore it."""
         moment = time.monotonic() + after_s
         self._steps = [(moment, number), (moment + _KILL_AFTER_S, signal.SIGKILL)]
 
     def _first_failure(self) -> Exit | None:
-        """The exit to blame: the first that was its own doing and does not itself blame another rank."""
+        """The exit to blame: the first whose rank failed by itself and does not blame another rank."""
         failed = [ended for ended in self._exits.values() if ended.code != 0]
         own = [ended for ended in failed if not ended.after_signal]
-        # One that was told to end may have failed by then, and been busy with its traceback.
+        # A rank that was told to end may have failed before, and still have been writing its traceback.
         told = [ended for ended in failed if ended.after_signal and self.tails[ended.rank].traceback()]
         causes = [ended for ended in own + told if not is_consequence(self.tails[ended.rank].traceback())]
         return next(iter(causes + own + failed), None)
 
 
 def job_environment(environ: Mapping[str, str], size: int) -> dict[str, str]:
-    """The variables that all ranks of a new job on this host get.
-
-    Args:
-        environ: The environment that they begin with; what the user set in it wins.
-        size: How many ranks there are.
-    """
+    """The variables for all ranks of a new job of ``size`` ranks; what the user set in ``environ`` wins."""
     values = {
         "FLAGCX_SIZE": str(size),
         "FLAGCX_LOCAL_SIZE": str(size),
@@ -356,11 +325,12 @@ def _open_pidfd(pid: int) -> int | None:
         return None
 
 
-def _apart(rank: int) -> dict[str, Any]:
+def _own_group(rank: int) -> dict[str, Any]:
     """Options that give a rank a process group of its own, so that it can be ended with its children.
 
-    All stay in one session where that is possible: Linux schedules each session as a group, and ranks that
-    outnumber the cores give way to each other only within theirs. Rank 0 leaves it to read from a terminal.
+    All ranks stay in one session where that is possible: Linux schedules each session as a group, and ranks
+    that outnumber the cores give way to each other only within one. If rank 0 reads from a terminal, it gets
+    a session of its own.
     """
     if sys.version_info >= (3, 11) and not (rank == 0 and os.isatty(0)):
         return {"process_group": 0}

@@ -10,9 +10,10 @@ import signal
 import sys
 import termios
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
-from flagcx._launch.output import Lines, Screen, Write
-from flagcx._launch.ranks import Command, Ending, Exit, Output, Ranks, Streams
+from flagcx._launch.output import RankOutput, Screen, Write
+from flagcx._launch.ranks import Command, Ending, Exit, Ranks
 from flagcx._launch.share_gpu import sharing
 from flagcx.config import environment
 from flagcx.errors import LaunchError
@@ -43,11 +44,11 @@ def run(
     """Runs a script on several ranks and returns the exit code for the shell.
 
     Args:
-        script: The script's path, or the name of a module.
+        script: The script's path, or with ``module`` the name of a module.
         arguments: Its own arguments.
         ranks: How many ranks there are; None is one for each core that this process may use.
         module: Whether ``script`` names a module.
-        timeout_s: End the ranks after so many seconds.
+        timeout_s: Seconds after which ranks that still run are ended.
         prefix: Whether lines begin with their rank.
         share_gpu: Whether several ranks may use one GPU; see ``flagcx._launch.share_gpu``.
 
@@ -124,14 +125,14 @@ def _describe(failed: Exit, job: Ranks) -> str:
 
 
 def _output_is_gone() -> int:
-    """Whoever read our output has gone, as ``head`` does: end as any program would, without a word."""
+    """Ends as other programs do when the reader of their output has ended, such as ``head``: silently."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stdout.fileno())
     os.close(null)
     return 128 + signal.SIGPIPE
 
 
-class _Terminal(Output):
+class _Terminal(RankOutput):
     """The launcher's own stdin, stdout and stderr, shared by all ranks.
 
     On a terminal rank 0 gets pseudo-terminals of the same size, so that its progress bars and colours are
@@ -140,53 +141,46 @@ class _Terminal(Output):
 
     def __init__(self, size: int, prefix: bool) -> None:
         self.interrupted = False
-        self._masters: list[int] = []
+        self._masters: dict[int, int] = {}
         self._own_ends: list[int] = []
-        self._handed: list[tuple[int, int]] = []
         self._keyboard: _Keyboard | None = None
         self._passes_through = {stream: os.isatty(stream) for stream in (1, 2)}
         self._screen = Screen(_writer(1 if self._passes_through[1] else 2))
-        self._lines = {}
-        for rank in range(size):
-            text = f"[{rank}] ".encode() if prefix and size > 1 else b""
-            for stream in (1, 2):
-                write = self._screen.insert if self._passes_through[stream] else _writer(stream)
-                self._lines[rank, stream] = Lines(text, write)
+        super().__init__(size, prefix, self._line_writer)
 
-    def streams(self, rank: int) -> Streams:
-        if rank:
-            return Streams()
-        outputs = [
-            self._pseudo_terminal(stream) if self._passes_through[stream] else None for stream in (1, 2)
-        ]
-        chosen = {
-            name: own_end
-            for name, own_end in zip(("stdout", "stderr"), outputs, strict=True)
-            if own_end is not None
-        }
-        return Streams(stdin=self._stdin(), **chosen)
+    def _line_writer(self, stream: int) -> Write:
+        return self._screen.insert if self._passes_through[stream] else _writer(stream)
+
+    def streams(self, rank: int) -> dict[str, Any]:
+        chosen = super().streams(rank)
+        if rank == 0:
+            chosen["stdin"] = self._stdin()
+            for stream, name in ((1, "stdout"), (2, "stderr")):
+                if self._passes_through[stream]:
+                    chosen[name] = self._pseudo_terminal(stream)
+        return chosen
 
     def serve(self, job: Ranks) -> None:
         """Begins to read rank 0's pseudo-terminals, and the keyboard for it."""
         for own_end in self._own_ends:
             os.close(own_end)
         self._own_ends.clear()
-        for stream, master in self._handed:
+        for stream, master in self._masters.items():
             job.read_from(0, stream, os.dup(master))
         if self._keyboard is not None:
             self._keyboard.serve(job)
 
     def receive(self, rank: int, stream: int, data: bytes) -> None:
         if self.interrupted and stream == 2:
-            return  # Tracebacks of KeyboardInterrupt from every rank tell nobody anything.
+            return  # Every rank's traceback of KeyboardInterrupt would be of no use.
         if rank == 0 and self._passes_through[stream]:
             self._screen.pass_through(data)
         else:
-            self._lines[rank, stream].feed(data)
+            super().receive(rank, stream, data)
 
     def finish(self, rank: int, stream: int) -> None:
         if not (self.interrupted and stream == 2):
-            self._lines[rank, stream].finish()
+            super().finish(rank, stream)
 
     def say(self, text: str) -> None:
         """Writes a message of the launcher's own to stderr."""
@@ -195,28 +189,26 @@ class _Terminal(Output):
 
     def resize(self, job: Ranks) -> None:
         """Passes the terminal's new size on to rank 0."""
-        for stream, master in self._handed:
+        for stream, master in self._masters.items():
             _copy_size(stream, master)
         job.signal_rank(0, signal.SIGWINCH)
 
     def close(self) -> None:
-        """Lets go of what was opened for rank 0."""
+        """Closes the descriptors that were opened for rank 0."""
         self._screen.finish()
-        for descriptor in [*self._masters, *self._own_ends]:
+        for descriptor in [*self._masters.values(), *self._own_ends]:
             os.close(descriptor)
         self._masters.clear()
         self._own_ends.clear()
-        self._handed.clear()
         if self._keyboard is not None:
             self._keyboard.close()
 
     def _pseudo_terminal(self, stream: int) -> int:
         master, own_end = os.openpty()
-        self._masters.append(master)
+        self._masters[stream] = master
         self._own_ends.append(own_end)
-        self._handed.append((stream, master))
         attributes = termios.tcgetattr(own_end)
-        attributes[1] &= ~termios.OPOST  # The real terminal does that.
+        attributes[1] &= ~termios.OPOST  # The real terminal processes the output.
         termios.tcsetattr(own_end, termios.TCSANOW, attributes)
         _copy_size(stream, master)
         return own_end
@@ -224,7 +216,7 @@ class _Terminal(Output):
     def _stdin(self) -> int:
         if not os.isatty(0):
             return 0
-        # A rank leads a session of its own and so may not read this terminal: what is typed is handed on.
+        # Rank 0 leads a session of its own and so may not read this terminal: the launcher passes input on.
         reading, writing = os.pipe()
         self._own_ends.append(reading)
         self._keyboard = _Keyboard(writing)
@@ -232,7 +224,7 @@ class _Terminal(Output):
 
 
 class _Keyboard:
-    """Hands on to rank 0 what is typed."""
+    """Passes the input from the keyboard on to rank 0."""
 
     def __init__(self, writing: int) -> None:
         self._writing: int | None = writing
@@ -245,7 +237,7 @@ class _Keyboard:
         self._stop = lambda: job.selector.unregister(0)
 
     def _read(self) -> None:
-        # In the background the keyboard is not ours to read; asking would stop the whole launcher.
+        # A job in the background may not read the keyboard; trying would stop the whole launcher.
         data = os.read(0, 4096) if os.tcgetpgrp(0) == os.getpgrp() else b""
         with contextlib.suppress(BlockingIOError, BrokenPipeError):
             if data and self._writing is not None:
@@ -255,7 +247,7 @@ class _Keyboard:
             self.close()
 
     def close(self) -> None:
-        """No more will be typed."""
+        """Ends rank 0's input."""
         if self._writing is not None:
             os.close(self._writing)
             self._writing = None
@@ -278,7 +270,7 @@ def _copy_size(source: int, target: int) -> None:
 
 @contextlib.contextmanager
 def _signals(resized: Callable[[int], None]) -> Iterator[None]:
-    """Within it, the signals that would end the launcher at once raise, so that it can end its ranks."""
+    """In its block the signals that would end the launcher at once raise, so that it can end its ranks."""
 
     def end(number: int, _frame: object) -> None:
         raise _Ended(number)

@@ -7,10 +7,11 @@ import os
 import sys
 import threading
 import warnings
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from flagcx.bootstrap.thread_rank import thread_rank
 from flagcx.communicator import Communicator
 from flagcx.config import Config, environment
 from flagcx.errors import ArgumentError, CommunicatorError, FlagcxError
@@ -45,13 +46,25 @@ class _World:
 _WORLD = _World()
 
 
+def _world() -> _World:
+    """What ``init`` made for the rank that calls: the process, or one of its threads."""
+    rank = thread_rank.get()
+    if rank is None:
+        return _WORLD
+    if rank.world is None:
+        rank.world = _World()
+        rank.on_end.append(rank.world.close)
+    return rank.world
+
+
 def init(*, enable_topology_detection: bool = True, **settings: Any) -> Communicator:
     """Joins the ranks of the job and returns the communicator of all of them.
 
     Who this rank is comes from what started it: ``flagcx run``, ``fc.launch``, Open MPI's or MPICH's
-    ``mpirun``, Slurm's ``srun``, torchrun; started alone, it is the only rank. A second call returns the
-    same communicator, as long as it is open, with the settings of the first; where it asks for others it
-    warns (``RuntimeWarning``).
+    ``mpirun``, Slurm's ``srun``, torchrun; started alone, it is the only rank. In a thread of
+    ``fc.launch(..., threads=True)`` that thread is the rank. A second call returns the same
+    communicator, as long as it is open, with the settings of the first; where it asks for others it warns
+    (``RuntimeWarning``).
 
     Args:
         enable_topology_detection: Whether to look at the machine's links when they are first needed.
@@ -71,17 +84,18 @@ def init(*, enable_topology_detection: bool = True, **settings: Any) -> Communic
     if unknown:
         raise ArgumentError(f"init has no setting {unknown[0]!r}; expected one of {', '.join(known)}")
     settings = {"topology_detection": enable_topology_detection, **settings}
-    with _WORLD.lock:
-        if _WORLD.comm is None or _WORLD.comm.closed:
+    world = _world()
+    with world.lock:
+        if world.comm is None or world.comm.closed:
             config = Config.from_environment(**settings)
-            if _WORLD.comm is None:
-                atexit.register(_WORLD.close_at_exit)
-            else:
-                _WORLD.comm.close()
-            _WORLD.comm = _join(config)
+            if world.comm is not None:
+                world.comm.close()
+            elif world is _WORLD:
+                atexit.register(world.close_at_exit)
+            world.comm = _join(config)
         else:
-            _warn_of_others(settings, _WORLD.comm.config)
-        return _WORLD.comm
+            _warn_of_others(settings, world.comm.config)
+        return world.comm
 
 
 def _warn_of_others(wanted: dict[str, Any], config: Config) -> None:
@@ -119,7 +133,7 @@ def get_topology() -> Topology:
         >>> fc.get_topology()["nvlink_peers"][0]            # doctest: +SKIP
         [1, 2, 3]
     """
-    comm = _WORLD.comm
+    comm = _world().comm
     if comm is not None and not comm.config.topology_detection:
         raise CommunicatorError(
             "topology detection is switched off; close the communicator and use "
@@ -137,13 +151,21 @@ def _detected() -> Topology:
 
 
 def _join(config: Config) -> Communicator:
-    from flagcx.bootstrap.environment import identify
+    from flagcx.bootstrap.environment import Identity, host_name, identify
     from flagcx.bootstrap.rendezvous import connect, leave
     from flagcx.transport.device import bind_local_device
 
     environ = environment()
-    identity = identify(environ)
-    store = connect(identity, config, environ)
+    thread = thread_rank.get()
+    if thread is not None:
+        store = thread.store
+        identity = Identity(
+            thread.rank, thread.size, thread.rank, thread.size, host_name(), "threads", "flagcx"
+        )
+        config = replace(config, transport=config.transport or "threads")
+    else:
+        identity = identify(environ)
+        store = connect(identity, config, environ)
     try:
         hosts = [
             raw.decode() for raw in store.exchange("hosts", identity.host.encode(), config.init_timeout_s)
@@ -158,5 +180,6 @@ def _join(config: Config) -> Communicator:
     except BaseException as error:
         store.abort(f"init failed: {error}")
         raise
-    comm.at_close(lambda: leave(store))
+    if thread is None:
+        comm.at_close(lambda: leave(store))
     return comm

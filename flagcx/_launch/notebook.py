@@ -19,6 +19,7 @@ def launch(
     kwargs: Mapping[str, Any] | None = None,
     timeout_s: float | None = None,
     share_gpu: bool = False,
+    threads: bool = False,
 ) -> list[Any]:
     """Calls a function on several ranks at once, each in a fresh Python process, and returns the results.
 
@@ -33,6 +34,9 @@ def launch(
         kwargs: Its keyword arguments, the same on all ranks.
         timeout_s: Seconds after which ranks that still run are ended; None waits without limit.
         share_gpu: Whether several ranks may use one GPU, as with ``flagcx run --share-gpu``.
+        threads: Whether the ranks are threads of this process in place of processes: they start at once,
+            share the arguments and what the function closes over, and need not pickle anything, but take
+            turns in what Python computes. A rank that is late is not killed; it ends with its next call.
 
     Returns:
         Each rank's result, in the order of the ranks.
@@ -55,6 +59,12 @@ def launch(
         raise ArgumentError(f"ranks must be an integer from 1 up, got {ranks!r}")
     if timeout_s is not None and not timeout_s > 0:
         raise ArgumentError(f"timeout_s must be above 0 seconds or None, got {timeout_s!r}")
+    if threads:
+        if share_gpu:
+            raise ArgumentError("share_gpu=True is for ranks that are processes; leave threads=True out")
+        from flagcx._launch.thread_ranks import call_in_threads
+
+        return call_in_threads(function, ranks, tuple(args), dict(kwargs or {}), timeout_s)
     from flagcx._launch.remote_call import call_on_ranks  # Not needed by those who only import flagcx.
     from flagcx._launch.share_gpu import sharing
 

@@ -188,7 +188,7 @@ class Steps(ABC):
             for reduce, (b, b0, b1), (a, a0, a1) in local:
                 dst, src = arrays[a][a0:a1], arrays[b][b0:b1]
                 if reduce:
-                    self._ufunc(dst, src, dst)
+                    self._ufunc(dst, src, out=dst)
                 else:
                     dst[...] = src
         if self._divide is not None and recvbuf is not None:
@@ -228,4 +228,4 @@ class MessageSteps(Steps):
             receives.append((data, peer))
         self._send_and_receive([(arrays[x][a:b], peer) for (x, a, b), peer in messages.sends], receives)
         for target, data in additions:
-            self._ufunc(target, data, target)
+            self._ufunc(target, data, out=target)

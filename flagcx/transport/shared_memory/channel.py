@@ -320,7 +320,7 @@ class _Incoming:
     def _put(self, arrived: np.ndarray, stop: int) -> None:
         part = self._dst[self._start : stop]
         if self._combines:
-            self._ufunc(part, arrived, part)  # type: ignore[misc]
+            self._ufunc(part, arrived, out=part)  # type: ignore[misc]
         else:
             part[...] = arrived
 
@@ -350,7 +350,7 @@ class _Incoming:
         for start in range(0, len(dst), piece):
             part = dst[start : start + piece]
             attached.read(near, location + start * dst.itemsize, part.nbytes)
-            self._ufunc(part, buffer[: len(part)], part)  # type: ignore[misc]
+            self._ufunc(part, buffer[: len(part)], out=part)  # type: ignore[misc]
 
     def _tell_taken(self) -> None:
         arena, signals = self._arena, self._arena.signals
@@ -365,6 +365,6 @@ class _Incoming:
         if not self.plan.staged:
             return
         if self._ufunc is not None:
-            self._ufunc(self._target, self._dst, self._target)
+            self._ufunc(self._target, self._dst, out=self._target)
         else:
             self._target[...] = self._dst

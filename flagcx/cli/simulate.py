@@ -183,7 +183,7 @@ def _draw(
 
     laid = model.laid(collective, candidate, root)
     messages = sum(
-        count * sum(len(laid.rounds.blocks[b].source) for b in key) for key, count in laid.rounds.runs
+        count * sum(len(laid.rounds.kinds[b].source) for b in key) for key, count in laid.rounds.runs
     )
     if messages > _MOST_DRAWN:
         raise ArgumentError(

@@ -2,11 +2,12 @@
 
 A message begins when both ranks have begun the step it is in. It takes its latency, and for its bytes as long
 as the busiest of its links needs for all that goes over that link on the same level: so concurrent messages
-share links. Where channels carry messages, these may take longer than the links. A rank ends a step when all
-its messages are over and what arrived is reduced; then it begins the next, wherever the others are.
+share links. Where messages are cut among channels, these may take longer than the links. A rank ends a step
+when all its messages are over and all that arrived is reduced; then it begins the next, wherever the others
+are.
 
-What is left out: messages of different levels that meet on a link because ranks have drifted apart (each
-level is charged for itself), and buffers that let a sender run ahead of its receiver.
+Left out are messages of different levels that meet on a link because ranks have drifted apart (each level is
+charged for itself), and buffers that let a sender run ahead of its receiver.
 
 Levels that repeat are timed one by one until every rank gains the same from one to the next; from there on
 the rest follows by multiplication.
@@ -14,7 +15,7 @@ the rest follows by multiplication.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,7 +25,7 @@ from flagcx.cost.network import Network
 from flagcx.errors import ArgumentError
 from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.schedule.model import Schedule
-from flagcx.schedule.traffic import Rounds, rounds_of
+from flagcx.schedule.traffic import LevelTraffic, Rounds, rounds_of
 
 _MOST_KEPT = 4_000_000
 
@@ -38,13 +39,13 @@ class Costs:
         step_us: For a rank, once a step that has messages: a group, a launch, a flag.
         message_us: For a rank, each peer that it sends to in a step beyond the first.
         reduce_us: Once a step that reduces: the launch of a kernel.
-        reduce_gb_per_s: Bytes added to others a second.
+        reduce_gb_per_s: 10^9 bytes added to others a second.
         copy_us: Once a step that copies.
-        copy_gb_per_s: Bytes copied a second.
-        launch_us: Once a step that reduces or copies, for ranks that do all such work in one launch: then
-            the four above are left at nothing, and each sum reads its operands once and is written once.
-        memory_gb_per_s: Bytes that such a launch reads and writes a second.
-        channels: What messages are cut among; None where nothing but the links limits them.
+        copy_gb_per_s: 10^9 bytes copied a second.
+        launch_us: Once a step that reduces or copies, for ranks that do all such work in one launch. Then
+            the four above cost nothing, and each sum reads its operands once and is written once.
+        memory_gb_per_s: 10^9 bytes that such a launch reads and writes a second.
+        channels: The channels that messages are cut among; None where the links alone limit them.
     """
 
     call_us: float = 0.0
@@ -73,9 +74,9 @@ class Moment:
 
     Attributes:
         level: Number of the level.
-        source: Who sends, int64 of shape (messages,).
-        target: Who receives.
-        nbytes: Bytes of each.
+        source: The sender of each message, int64 of shape (messages,).
+        target: Its receiver.
+        nbytes: Its bytes.
         begin_us: When each begins.
         end_us: When each is over.
         worker: Ranks that reduce or copy at the end of the level.
@@ -122,10 +123,12 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Level:
-    """Blocks that happen together, with all that does not depend on bytes.
+    """The traffic of a level with all that does not depend on bytes.
 
     Attributes:
-        unit_us: Time of each message for each byte of a chunk, in us.
+        traffic: The messages and the local work, one entry for each working rank.
+        latency_us: Of each message.
+        unit_us: Time of each message for each byte of a chunk.
         load: Chunks over each link.
         order: Puts the ends of messages (all sources, then all targets) in order of rank.
         starts: Where each rank's begin in that order.
@@ -134,9 +137,7 @@ class _Level:
         pair: For each message a number that those of the same two ranks share; None where all differ.
     """
 
-    source: np.ndarray
-    target: np.ndarray
-    chunks: np.ndarray
+    traffic: LevelTraffic
     latency_us: np.ndarray
     unit_us: np.ndarray
     load: np.ndarray
@@ -145,10 +146,6 @@ class _Level:
     ranks: np.ndarray
     sends: np.ndarray
     pair: np.ndarray | None
-    worker: np.ndarray
-    reduced: np.ndarray
-    copied: np.ndarray
-    touched: np.ndarray
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -177,45 +174,37 @@ class Timed:
         Raises:
             ArgumentError: ``nbytes`` is negative.
         """
-        clock = self._clock(nbytes, costs or Costs())
+        clock = _Clock(self, nbytes, costs or Costs())
         for key, count in self.rounds.runs:
             clock.run(self._level(key), count)
         return clock.timing()
 
     def moments(self, nbytes: float, costs: Costs | None = None) -> Iterator[Moment]:
         """The messages with their times, level by level; for pictures, of not too many ranks and levels."""
-        clock = self._clock(nbytes, costs or Costs())
-        number = 0
-        for key, count in self.rounds.runs:
-            for _ in range(count):
-                yield clock.moment(self._level(key), number)
-                number += 1
-
-    def _clock(self, nbytes: float, costs: Costs) -> _Clock:
-        if nbytes < 0:
-            raise ArgumentError(f"nbytes={nbytes!r}; expected 0 or more")
-        return _Clock(self, nbytes, costs)
+        clock = _Clock(self, nbytes, costs or Costs())
+        keys = (key for key, count in self.rounds.runs for _ in range(count))
+        return (clock.moment(self._level(key), number) for number, key in enumerate(keys))
 
     def _level(self, key: tuple[int, ...]) -> _Level:
         found = self._levels.get(key)
         if found is None:
             found = self._make_level(key)
-            if sum(len(level.source) for level in self._levels.values()) > _MOST_KEPT:
+            if sum(len(level.traffic.source) for level in self._levels.values()) > _MOST_KEPT:
                 self._levels.clear()
             self._levels[key] = found
         return found
 
     def _routed(self, number: int) -> tuple:
-        """A block's flows, and what it loads: chunks over each link."""
+        """The flows of one kind of traffic, and what it loads: chunks over each link."""
         if number not in self._flows:
-            block = self.rounds.blocks[number]
-            flows = self.network.find(block.source, block.target)
-            carried = np.repeat(block.chunks, np.diff(flows.first)) * flows.share
+            kind = self.rounds.kinds[number]
+            flows = self.network.find(kind.source, kind.target)
+            carried = np.repeat(kind.chunks, np.diff(flows.first)) * flows.share
             self._flows[number] = flows, np.bincount(flows.link, carried, self.network.links)
         return self._flows[number]
 
     def _make_level(self, key: tuple[int, ...]) -> _Level:
-        blocks = [self.rounds.blocks[number] for number in key]
+        traffic = _together([self.rounds.kinds[number] for number in key])
         routed = [self._routed(number) for number in key]
         load = np.zeros(self.network.links)
         for _, part in routed:
@@ -225,27 +214,28 @@ class Timed:
             np.maximum.reduceat(per_chunk[flows.link], flows.first[:-1]) if len(flows.link) else np.zeros(0)
             for flows, _ in routed
         ]
-        source, target = (_joined([getattr(b, name) for b in blocks]) for name in ("source", "target"))
-        order, starts, ranks = _by_rank(np.concatenate([source, target]))
-        peers, pair = source, None
-        if len(blocks) > 1:
-            codes, pair = np.unique(source * self.rounds.size + target, return_inverse=True)
+        ends = np.concatenate([traffic.source, traffic.target])
+        order = np.argsort(ends, kind="stable")
+        ranks, starts = np.unique(ends[order], return_index=True)
+        peers, pair = traffic.source, None
+        if len(key) > 1:
+            codes, pair = np.unique(traffic.source * self.rounds.size + traffic.target, return_inverse=True)
             peers = codes // self.rounds.size
+            pair = pair if len(codes) < len(pair) else None
         sends = np.maximum(np.bincount(peers, minlength=self.rounds.size)[ranks] - 1, 0)
-        return _Level(
-            source,
-            target,
-            _joined([b.chunks for b in blocks]),
-            _joined([flows.latency_us for flows, _ in routed]),
-            _joined(units),
-            load,
-            order,
-            starts,
-            ranks,
-            sends,
-            pair if pair is None or len(codes) < len(pair) else None,
-            *_work(blocks),
-        )
+        latency_us = np.concatenate([flows.latency_us for flows, _ in routed])
+        return _Level(traffic, latency_us, np.concatenate(units), load, order, starts, ranks, sends, pair)
+
+
+def _together(kinds: Sequence[LevelTraffic]) -> LevelTraffic:
+    """The traffic of all that happens on a level, with one entry for each rank that has local work."""
+    if len(kinds) == 1:
+        return kinds[0]
+    columns = {name: np.concatenate([getattr(k, name) for k in kinds]) for name in LevelTraffic.__slots__}
+    worker, inverse = np.unique(columns["worker"], return_inverse=True)
+    for name in ("reduced", "copied", "touched"):
+        columns[name] = np.bincount(inverse.ravel(), columns[name], len(worker))
+    return LevelTraffic(**{**columns, "worker": worker})
 
 
 def lay(schedule: Schedule | Rounds, network: Network) -> Timed:
@@ -264,11 +254,6 @@ def lay(schedule: Schedule | Rounds, network: Network) -> Timed:
     return Timed(rounds_of(schedule) if isinstance(schedule, Schedule) else schedule, network)
 
 
-def chunk_nbytes(rounds: Rounds, nbytes: float) -> float:
-    """Bytes of a chunk, of a message (or of blocks, where there is one a rank) of ``nbytes``."""
-    return message_nbytes(rounds.collective, rounds.size, nbytes) / rounds.chunks
-
-
 def message_nbytes(collective: str, size: int, nbytes: float) -> float:
     """Bytes of the whole message: ``nbytes`` of one block times the blocks, where there is one a rank."""
     return nbytes * (size if COLLECTIVES[collective].blocks else 1)
@@ -278,9 +263,11 @@ class _Clock:
     """When each rank begins its next step."""
 
     def __init__(self, timed: Timed, nbytes: float, costs: Costs) -> None:
+        if nbytes < 0:
+            raise ArgumentError(f"nbytes={nbytes!r}; expected 0 or more")
         self.timed, self.costs = timed, costs
-        self.chunk = chunk_nbytes(timed.rounds, nbytes)
-        self.nbytes = nbytes
+        self.nbytes = message_nbytes(timed.rounds.collective, timed.rounds.size, nbytes)
+        self.chunk = self.nbytes / timed.rounds.chunks
         self.now = np.full(timed.rounds.size, float(costs.call_us))
         self.load = np.zeros(0)
 
@@ -299,14 +286,13 @@ class _Clock:
                 return
 
     def moment(self, level: _Level, number: int) -> Moment:
-        """Moves on by one level, and tells of its messages."""
+        """Moves on by one level, and returns its messages."""
         self._charge(level, 1)
         begin, end = self._messages(level, self.now, self._spent_us(level))
         self.now = self._after(level, self.now, begin, end)
-        nbytes = level.chunks * self.chunk
-        return Moment(
-            number, level.source, level.target, nbytes, begin, end, level.worker, self.now[level.worker]
-        )
+        traffic, done = level.traffic, self.now[level.traffic.worker]
+        nbytes = traffic.chunks * self.chunk
+        return Moment(number, traffic.source, traffic.target, nbytes, begin, end, traffic.worker, done)
 
     def _charge(self, level: _Level, count: int) -> None:
         if len(level.load) > len(self.load):
@@ -317,13 +303,13 @@ class _Clock:
         """How long each message takes once it has begun."""
         channels, wire = self.costs.channels, level.unit_us * self.chunk
         if channels is not None and len(wire):
-            nbytes = level.chunks * self.chunk
+            nbytes = level.traffic.chunks * self.chunk
             wire = channels.time_us(nbytes, wire, self.timed.rounds.size, level.pair)
         return level.latency_us + wire
 
     @staticmethod
     def _messages(level: _Level, now: np.ndarray, spent: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        begin = np.maximum(now[level.source], now[level.target])
+        begin = np.maximum(now[level.traffic.source], now[level.traffic.target])
         return begin, begin + spent
 
     def _after(self, level: _Level, now: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
@@ -333,50 +319,28 @@ class _Clock:
             last = np.maximum.reduceat(np.concatenate([end, end])[level.order], level.starts)
             later = now.copy()
             later[level.ranks] = last + (costs.step_us + costs.message_us * level.sends)
-        if len(level.worker):
+        if len(level.traffic.worker):
             later = later.copy() if later is now else later
-            later[level.worker] += self._work_us(level)
+            later[level.traffic.worker] += self._work_us(level.traffic)
         return later
 
-    def _work_us(self, level: _Level) -> np.ndarray:
+    def _work_us(self, traffic: LevelTraffic) -> np.ndarray:
         costs, scale = self.costs, self.chunk / 1000
-        spent = np.zeros(len(level.worker))
+        spent = np.zeros(len(traffic.worker))
         for chunks, once_us, speed in (
-            (level.reduced, costs.reduce_us, costs.reduce_gb_per_s),
-            (level.copied, costs.copy_us, costs.copy_gb_per_s),
-            (level.touched, costs.launch_us, costs.memory_gb_per_s),
+            (traffic.reduced, costs.reduce_us, costs.reduce_gb_per_s),
+            (traffic.copied, costs.copy_us, costs.copy_gb_per_s),
+            (traffic.touched, costs.launch_us, costs.memory_gb_per_s),
         ):
             spent += (chunks > 0) * once_us + chunks * (scale / speed)
         return spent
 
     def timing(self) -> Timing:
-        """What was found, once all levels have run."""
+        """The times and loads found, once all levels have run."""
         rounds = self.timed.rounds
         total = float(self.now.max())
         load = np.zeros(self.timed.network.links)
         load[: len(self.load)] = self.load
         busy = load / (self.timed.network.bandwidth_gb_per_s * 1000)
-        whole = message_nbytes(rounds.collective, rounds.size, self.nbytes)
         sent = rounds.sent_chunks() * self.chunk
-        return Timing(total, self.now, sent, load, busy / total if total else busy, rounds.steps, whole)
-
-
-def _joined(arrays: list[np.ndarray]) -> np.ndarray:
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
-
-
-def _by_rank(ranks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    order = np.argsort(ranks, kind="stable")
-    found, starts = np.unique(ranks[order], return_index=True)
-    return order, starts, found
-
-
-def _work(blocks: list) -> tuple[np.ndarray, ...]:
-    """The local work of all blocks, one entry a rank: who works; chunks reduced, copied and touched."""
-    ranks = _joined([b.worker for b in blocks])
-    found, inverse = np.unique(ranks, return_inverse=True)
-    sums = (
-        np.bincount(inverse.ravel(), _joined([getattr(b, name) for b in blocks]), len(found))
-        for name in ("reduced", "copied", "touched")
-    )
-    return found, *sums
+        return Timing(total, self.now, sent, load, busy / total if total else busy, rounds.steps, self.nbytes)

@@ -1,19 +1,20 @@
 """The traffic of a schedule: which rank sends how much to which other rank on the same level.
 
-The steps of an aligned schedule are levels that all ranks count alike. What happens on a level is kept as
-arrays, and levels on which the same happens share one of them: a ring of 16,384 ranks has 32,766 levels of
-two kinds. Programs are made on demand. Where there are too many, those that are alike but for the numbers of
-their ranks are recognised: in a ring, all; in a hierarchy, those of the same place in their groups.
+The steps of an aligned schedule are levels that all ranks count alike. The traffic of a level is kept as
+arrays, and levels of the same traffic share one of them: a ring of 16,384 ranks has 32,766 levels of two
+kinds. Where there are too many programs to make, those that are alike but for the numbers of their ranks are
+recognised: in a ring, all; in a hierarchy, those of the same place in their groups.
 
-Every chunk counts alike here; on a machine, chunks of a message differ by an element at most. What a rank
+Every chunk counts alike here; on a machine, chunks of a message differ by an element at most. All that a rank
 sends to one peer on one level is one message here, even where it lies in several places.
 
-Local work is counted in two ways: as the schedule says, and as one launch does it that reads every operand of
+Local work is counted in two ways: as the schedule says; and as one launch does it that reads every operand of
 a sum once, writes every sum once, and leaves out copies to where a call in place has its data already.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
@@ -33,13 +34,13 @@ _LONGEST_PERIOD = 1024
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Block:
-    """What happens on a level, or on a part of one. Arrays of one entry a message, and one a working rank.
+class LevelTraffic:
+    """The traffic of a level, or of a part of one: arrays of one entry a message, or one a working rank.
 
     Attributes:
-        source: Who sends, int64 of shape (messages,).
-        target: Who receives.
-        chunks: How many chunks.
+        source: The sender of each message, int64 of shape (messages,).
+        target: Its receiver.
+        chunks: Its chunks.
         worker: Ranks that reduce or copy, int64 of shape (workers,).
         reduced: Chunks that each of them reduces, on arrival or locally.
         copied: Chunks that each of them copies.
@@ -57,15 +58,16 @@ class Block:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rounds:
-    """The traffic of a schedule.
+    """The traffic of a schedule, level by level.
 
     Attributes:
         collective: Name of the collective.
         algorithm: Name of the algorithm.
         size: Number of ranks.
         chunks: Pieces that the message is cut into.
-        blocks: What can happen on a level.
-        runs: In order, levels on which the same happens: the numbers of their blocks, and how many levels.
+        kinds: The different traffics that a level, or a part of one, can have.
+        runs: In order, how many levels of the same traffic follow each other: the numbers of the kinds that
+            make it up, and the levels.
         programs_made: How many programs were made to find this.
     """
 
@@ -73,22 +75,21 @@ class Rounds:
     algorithm: str
     size: int
     chunks: int
-    blocks: tuple[Block, ...]
+    kinds: tuple[LevelTraffic, ...]
     runs: tuple[tuple[tuple[int, ...], int], ...]
     programs_made: int
 
     @property
     def steps(self) -> int:
         """Levels on which there are messages."""
-        return sum(count for key, count in self.runs if any(len(self.blocks[b].source) for b in key))
+        return sum(count for key, count in self.runs if any(len(self.kinds[k].source) for k in key))
 
     def sent_chunks(self) -> np.ndarray:
         """Chunks that each rank sends, int64 of shape (size,)."""
         total = np.zeros(self.size, np.int64)
         for key, count in self.runs:
             for number in key:
-                block = self.blocks[number]
-                np.add.at(total, block.source, block.chunks * count)
+                np.add.at(total, self.kinds[number].source, self.kinds[number].chunks * count)
         return total
 
 
@@ -103,15 +104,15 @@ _Shift = tuple[int, int] | None
 def _side(step: Step, rank: int, size: int, shift: _Shift) -> _Side:
     if not step.transfers and not step.local:
         return _NOTHING
-    sent: dict[int, int] = {}
-    received: dict[int, int] = {}
+    sent: Counter[int] = Counter()
+    received: Counter[int] = Counter()
     reduced = copied = 0
     for t in step.transfers:
         offset = (t.peer - rank) % size
         if isinstance(t, Send):
-            sent[offset] = sent.get(offset, 0) + len(t.src)
+            sent[offset] += len(t.src)
         else:
-            received[offset] = received.get(offset, 0) + len(t.dst)
+            received[offset] += len(t.dst)
             reduced += len(t.dst) if isinstance(t, RecvReduce) else 0
     for work in step.local:
         if isinstance(work, Reduce):
@@ -129,14 +130,11 @@ def _touched(step: Step, shift: _Shift) -> int:
         step: The step.
         shift: How INPUT and OUTPUT lie over each other; see ``Collective.in_place_shift``.
     """
-    added: dict[Span, int] = {}
-    """What is written, and how many operands each has beyond the first."""
-    for t in step.transfers:
-        if isinstance(t, RecvReduce):
-            added[t.dst] = added.get(t.dst, 0) + 1
+    # The spans that are written, and how many operands each has beyond the first.
+    added: Counter[Span] = Counter(t.dst for t in step.transfers if isinstance(t, RecvReduce))
     for work in step.local:
         if isinstance(work, Reduce):
-            added[work.dst] = added.get(work.dst, 0) + 1
+            added[work.dst] += 1
         elif work.src.buffer is Buffer.SCRATCH and work.src in added:
             added[work.dst] = added.pop(work.src)  # the sum is made where it goes
         elif work.src != work.dst and not _lies_there(work, shift):
@@ -194,21 +192,21 @@ def _period(size: int, sides: Callable[[int], list[_Side]]) -> int | None:
 
 
 def _assemble(schedule: Schedule, base: list[list[_Side]], made: int) -> Rounds:
-    """Levels of all ranks from those of ranks 0 to p - 1, repeated round the ranks."""
+    """Levels of all ranks from those of ranks 0 to p - 1, which repeat every p ranks."""
     if len({len(sides) for sides in base}) > 1:
         raise ScheduleError(
-            f"{schedule.algorithm}: it says that it is aligned, and programs differ in length"
+            f"{schedule.algorithm}: the schedule says that it is aligned, but its programs differ in length"
         )
-    blocks: dict[tuple, int] = {}
-    runs = []
+    numbers: dict[tuple, int] = {}
+    keys = []
     for number, level in enumerate(zip(*base, strict=True)):
-        if level not in blocks:
+        if level not in numbers:
             _check(level, schedule.size, number, schedule.algorithm)
-            blocks[level] = len(blocks)
-        runs.append((blocks[level],))
-    made_blocks = tuple(_expand(level, schedule.size) for level in blocks)
+            numbers[level] = len(numbers)
+        keys.append((numbers[level],))
+    kinds = tuple(_expand(level, schedule.size) for level in numbers)
     facts = (schedule.collective, schedule.algorithm, schedule.size, schedule.chunks)
-    return Rounds(*facts, made_blocks, _runs(runs), made)
+    return Rounds(*facts, kinds, _runs(keys), made)
 
 
 def _runs(keys: Iterable[tuple[int, ...]]) -> tuple[tuple[tuple[int, ...], int], ...]:
@@ -221,20 +219,19 @@ def _check(level: tuple[_Side, ...], size: int, number: int, algorithm: str) -> 
     received = [((r + off) % period, -off % size, n) for r, side in enumerate(level) for off, n in side[1]]
     if sorted(sent) != sorted(received):
         raise ScheduleError(
-            f"{algorithm}, step {number}: its sends and receives do not match; verify() tells which",
+            f"{algorithm}, step {number}: its sends and receives do not match; verify() names them",
             step=number,
         )
 
 
-def _expand(level: tuple[_Side, ...], size: int) -> Block:
-    period = len(level)
+def _expand(level: tuple[_Side, ...], size: int) -> LevelTraffic:
     sent = [(r, off, n) for r, side in enumerate(level) for off, n in side[0]]
     work = [(r, *side[2:]) for r, side in enumerate(level) if side[2] or side[3]]
-    turns = np.arange(0, size, period, dtype=np.int64)[:, None]
+    turns = np.arange(0, size, len(level), dtype=np.int64)[:, None]
     ranks, offsets, chunks = _columns(sent, 3)
     worker, *counts = _columns(work, 4)
     source = (ranks + turns).ravel()
-    return Block(
+    return LevelTraffic(
         source,
         (source + np.tile(offsets, len(turns))) % size,
         np.tile(chunks, len(turns)),
@@ -284,41 +281,42 @@ def staggered(one: Rounds, schedule: Schedule) -> Rounds | None:
 
 
 def _sides_in(rounds: Rounds, rank: int, keys: Sequence[tuple[int, ...]]) -> list[_Side]:
-    """One rank's side of every level, read back from the blocks."""
+    """One rank's side of every level, read back from the traffic."""
 
     @cache
     def of(number: int) -> _Side:
-        block = rounds.blocks[number]
-        out, back, at = block.source == rank, block.target == rank, block.worker == rank
-        sent = zip((block.target[out] - rank) % rounds.size, block.chunks[out], strict=True)
-        received = zip((block.source[back] - rank) % rounds.size, block.chunks[back], strict=True)
-        return (
-            tuple(sorted((int(a), int(b)) for a, b in sent)),
-            tuple(sorted((int(a), int(b)) for a, b in received)),
-            int(block.reduced[at].sum()),
-            int(block.copied[at].sum()),
-            int(block.touched[at].sum()),
-        )
+        kind = rounds.kinds[number]
+        transfers = []
+        for own, other in ((kind.source, kind.target), (kind.target, kind.source)):
+            offsets, chunks = (other[own == rank] - rank) % rounds.size, kind.chunks[own == rank]
+            transfers.append(tuple(sorted(zip(offsets.tolist(), chunks.tolist(), strict=True))))
+        at = kind.worker == rank
+        reduced, copied, touched = (int(a[at].sum()) for a in (kind.reduced, kind.copied, kind.touched))
+        return transfers[0], transfers[1], reduced, copied, touched
 
-    return [_joined(of(number) for number in key) for key in keys]
+    return [_joined([of(number) for number in key]) for key in keys]
 
 
-def _joined(sides: Iterable[_Side]) -> _Side:
-    sent: dict[int, int] = {}
-    received: dict[int, int] = {}
-    reduced = copied = touched = 0
+def _joined(sides: Sequence[_Side]) -> _Side:
+    """The sides of levels that happen at once, as one."""
+    sent: Counter[int] = Counter()
+    received: Counter[int] = Counter()
     for side in sides:
-        for total, part in ((sent, side[0]), (received, side[1])):
-            for offset, chunks in part:
-                total[offset] = total.get(offset, 0) + chunks
-        reduced += side[2]
-        copied += side[3]
-        touched += side[4]
-    return tuple(sorted(sent.items())), tuple(sorted(received.items())), reduced, copied, touched
+        for offset, chunks in side[0]:
+            sent[offset] += chunks
+        for offset, chunks in side[1]:
+            received[offset] += chunks
+    return (
+        tuple(sorted(sent.items())),
+        tuple(sorted(received.items())),
+        sum(side[2] for side in sides),
+        sum(side[3] for side in sides),
+        sum(side[4] for side in sides),
+    )
 
 
 def _overlaid(sides: Sequence[_Side], pieces: int) -> list[_Side]:
     return [
-        _joined(sides[part] for part in range(max(0, level - pieces + 1), min(level + 1, len(sides))))
+        _joined(sides[max(0, level - pieces + 1) : min(level + 1, len(sides))])
         for level in range(len(sides) + pieces - 1)
     ]

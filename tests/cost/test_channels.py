@@ -125,8 +125,7 @@ def test_pieces_that_follow_each_other_touch_what_the_whole_schedule_does(algori
     cut, whole = staggered(one, schedule), rounds_of(schedule)
     assert cut is not None
     counts = [
-        sum(int(r.blocks[b].touched.sum()) * count for key, count in r.runs for b in key)
-        for r in (cut, whole)
+        sum(int(r.kinds[b].touched.sum()) * count for key, count in r.runs for b in key) for r in (cut, whole)
     ]
     assert counts[0] == counts[1] > 0
 

@@ -1,8 +1,8 @@
 """How NCCL cuts a message from send to recv among channels, and how long these take for their parts.
 
-A channel is a block of threads at either end. The one copies its part, chunk by chunk, over the link into
-memory of the other's GPU; the other copies each chunk from there to where it belongs. So a part takes as long
-as a channel copies it, and a little longer, while the other end waits for the first data.
+A channel is a block of threads at either end. The sender's copies its part, chunk by chunk, over the link
+into memory of the receiver's GPU; the receiver's copies each chunk from there into recvbuf. So a part takes
+as long as a channel copies it, and a little longer, while the receiver waits for the first data.
 
 ::
 
@@ -10,7 +10,7 @@ as a channel copies it, and a little longer, while the other end waits for the f
     sends      chunk chunk chunk chunk     chunk chunk chunk chunk
     receives         chunk chunk chunk chunk     chunk chunk chunk chunk
 
-How many channels a message has depends on its length and on the ranks, and not on how many messages are under
+The channels of a message depend on its length and on the number of ranks, not on how many messages are under
 way: all channels together are enough for one message to each rank. A rank that sends to one peer alone uses
 few of them, and reaches less than its links carry. Several messages to one peer follow each other in the
 same channels. A message so short that it has one channel was measured to take no longer than its copy.
@@ -26,21 +26,21 @@ import numpy as np
 
 from flagcx.errors import ArgumentError
 
-#: What a channel hands on at a time over NVLink.
+#: Bytes that a channel passes on at a time over NVLink.
 _CHUNK_NBYTES = 512 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class Channels:
-    """What a message is cut among.
+    """The channels that messages are cut among.
 
     Attributes:
-        gb_per_s: Bytes that a channel copies a second.
+        gb_per_s: 10^9 bytes that a channel copies a second.
         reach: The part of a link's bandwidth that all channels together get out of it, 0 to 1.
         most: Channels of a rank, a power of two; also the most that a message is given.
         start_nbytes: Bytes of a part that the receiving end waits for before it has something to copy, where
             a message has several.
-        least_part_nbytes: Shorter messages are not cut into more parts than such ones.
+        least_part_nbytes: A message is cut into parts no shorter than this.
         most_part_nbytes: Longer parts are cut further, as long as there are channels.
 
     Example:
@@ -61,7 +61,7 @@ class Channels:
                 raise ArgumentError(f"{name}={getattr(self, name)!r}; expected a number above 0")
 
     def between_hosts(self) -> Channels:
-        """How messages are cut where the ranks are on several hosts: into as short parts as there can be."""
+        """The channels where the ranks are on several hosts, which cut messages into the shortest parts."""
         return replace(self, least_part_nbytes=_CHUNK_NBYTES // 2, most_part_nbytes=_CHUNK_NBYTES)
 
     def count(self, nbytes: np.ndarray, ranks: int) -> np.ndarray:

@@ -1,6 +1,6 @@
-"""What messages between ranks travel over: links with a latency and a bandwidth, shared by those who meet.
+"""Networks: links with a latency and a bandwidth, shared by the messages that go over them at once.
 
-A network numbers its directed links as messages come to need them, and gives for many messages at once which
+A network numbers its directed links as messages come to need them, and finds for many messages at once which
 links each takes. ``uniform`` joins every pair of ranks alike; ``over`` follows a topology.
 """
 
@@ -19,7 +19,7 @@ from flagcx.topology.routes import Edge, Routes
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Flows:
-    """The ways of some messages, one after the other.
+    """The routes of some messages, one after the other.
 
     Attributes:
         first: Where the links of each message begin in ``link``, int64 of shape (messages + 1,).
@@ -39,10 +39,10 @@ class Network:
 
     Args:
         size: Number of ranks.
-        find: (source, target) -> Flows, for arrays of ranks. It may number links that it had not met.
+        find: (source, target) -> Flows, for arrays of ranks. It numbers the links that it meets first.
         names: By link, the ids of its ends; ``find`` appends to it.
-        kinds: By link, what it is.
-        bandwidths: By link, GB/s.
+        kinds: By link, its kind.
+        bandwidths: By link, 10^9 bytes a second.
     """
 
     def __init__(
@@ -123,13 +123,13 @@ def over(
     efficiency: Mapping[LinkKind, float] | None = None,
     added_latency_us: Mapping[LinkKind, float] | None = None,
 ) -> Network:
-    """The ways that a topology's messages take; see ``flagcx.topology.routes``.
+    """The routes of messages in a topology; see ``flagcx.topology.routes``.
 
     Args:
         topology: A machine or cluster.
         gpus: The GPU of each rank; all by index by default.
-        efficiency: What part of a link's bandwidth a transfer reaches, by kind of link; 1 by default.
-        added_latency_us: What a message that goes over a link of a kind takes beyond the latency of its
+        efficiency: The part of a link's bandwidth that a transfer reaches, by kind of link; 1 by default.
+        added_latency_us: The time that a message over a link of that kind takes beyond the latency of its
             links; of several kinds the greatest counts.
 
     Raises:
@@ -142,16 +142,15 @@ def over(
     factors = dict(efficiency or {})
     if any(not factor > 0 for factor in factors.values()):
         raise ArgumentError(f"efficiencies {factors}; expected numbers above 0")
-    ways = _Ways(topology, chosen, factors, dict(added_latency_us or {}))
-    return Network(len(chosen), ways.find, ways.names, ways.kinds, ways.bandwidths)
+    routes = _TopologyRoutes(topology, chosen, factors, dict(added_latency_us or {}))
+    return Network(len(chosen), routes.find, routes.names, routes.kinds, routes.bandwidths)
 
 
-class _Ways:
-    """Routes of many messages at once: what hosts of one build have in common is found once."""
+class _TopologyRoutes:
+    """Routes of many messages at once; those within a host are found once for all hosts of the same shape."""
 
     def __init__(self, topology, gpus, efficiency, added) -> None:
-        self.topology, self.routes = topology, Routes(topology)
-        self.gpus = gpus
+        self.topology, self.routes, self.gpus = topology, Routes(topology), gpus
         self.efficiency, self.added = efficiency, added
         self.names: list[Edge] = []
         self.kinds: list[str] = []
@@ -162,9 +161,6 @@ class _Ways:
         self._columns: dict[tuple[int, int, int], np.ndarray] = {}
         self._middles: dict[tuple[int, int], tuple[str, ...]] = {}
         self._out: dict[tuple[int, int], tuple[int, ...]] = {}
-        self._place(topology, gpus)
-
-    def _place(self, topology: Topology, gpus: Sequence[int]) -> None:
         devices = [topology.gpu(gpu) for gpu in gpus]
         numbers: dict[int, int] = {}
         self.host = np.array([numbers.setdefault(d.host, len(numbers)) for d in devices], np.int64)
@@ -194,7 +190,7 @@ class _Ways:
         return found
 
     def find(self, source: np.ndarray, target: np.ndarray) -> Flows:
-        """The flows of messages: one table of links for each kind of way, put in the messages' order."""
+        """The flows of messages: one table of links for each kind of route, put in the messages' order."""
         parts = [*self._inside(source, target), *self._between(source, target)]
         length = np.zeros(len(source), np.int64)
         for rows, links, _ in parts:
@@ -207,7 +203,7 @@ class _Ways:
         return Flows(first, link, share, self._latency(first, link, share))
 
     def _latency(self, first: np.ndarray, link: np.ndarray, share: np.ndarray) -> np.ndarray:
-        """Links' latencies along the way (ways side by side count once), and the dearest kind's extra."""
+        """The latencies of a route's links (parallel links count once), and the dearest kind's addition."""
         if not len(link):
             return np.zeros(len(first) - 1)
         along = np.add.reduceat(np.array(self.latencies)[link] * share, first[:-1])
@@ -263,7 +259,7 @@ class _Ways:
             yield rows, np.stack(columns, axis=1), 1.0
 
     def _switches(self) -> np.ndarray:
-        """For each rank a number for the switches that its NIC hangs on; -1 without a NIC."""
+        """For each rank a number for the switches that its NIC is linked to; -1 without a NIC."""
         if not hasattr(self, "_switch_numbers"):
             known: dict[tuple[str, ...], int] = {}
             numbers, self.nics = [], []
@@ -276,7 +272,7 @@ class _Ways:
         return self._switch_numbers
 
     def _to_nic(self, shape: int, gpu: int) -> tuple[int, ...]:
-        """Positions on the way from a GPU to its NIC; () where it has none, and ``_middle`` will say so."""
+        """Positions on the route from a GPU to its NIC; the GPU's alone where it has none."""
         if (shape, gpu) not in self._out:
             nic = self.shapes[shape].nic(gpu)
             steps = (self.shapes[shape].route(gpu, nic) or []) if nic is not None else []
@@ -284,7 +280,7 @@ class _Ways:
         return self._out[shape, gpu]
 
     def _middle(self, near: int, far: int, a: int, b: int, out: int, into: int) -> tuple[str, ...]:
-        """The switches between two NICs; a and b are ranks that hang on the same ones."""
+        """The switches between two NICs; a and b are ranks whose NICs have the same switches as these."""
         if (near, far) not in self._middles:
             middle = self._meeting(a, b)
             if middle is None:
@@ -295,7 +291,7 @@ class _Ways:
         return self._middles[near, far]
 
     def _meeting(self, a: int, b: int) -> tuple[str, ...] | None:
-        """The switches between the NICs of two ranks where there is but one short way, as in a fat tree."""
+        """The switches between the NICs of two ranks where there is one shortest route, as in a fat tree."""
         near, far = (self._above(self.nics[rank]) for rank in (a, b))
         if len(near) != 1 or len(far) != 1:
             return None
@@ -306,7 +302,7 @@ class _Ways:
         return None if len(common) != 1 or direct is not None else (near[0], common.pop(), far[0])
 
     def _above(self, id: str | None) -> tuple[str, ...]:
-        """The switches of the network that a NIC or a switch hangs on."""
+        """The switches of the network that a NIC or a switch is linked to."""
         around = {} if id is None else self.topology.links_of(id)
         return tuple(
             other

@@ -57,7 +57,7 @@ def predictions(found: Sequence[Sample], costs: HostCosts) -> np.ndarray:
     """The model's time of each sample, in us."""
     return np.array(
         [
-            predict_on_host(collective, candidate, nbytes, ranks, cores=cores, costs=costs)[0].time_us
+            predict_on_host(collective, candidate, nbytes, ranks, cores=cores, costs=costs).time_us
             for collective, ranks, cores, nbytes, candidate, _ in found
         ]
     )

@@ -29,9 +29,9 @@ from report import format_size, write_json_lines
 
 from flagcx.algorithms.candidate import Candidate
 from flagcx.cost.model import model_of
-from flagcx.cost.nccl import FITTED, PRIOR, Way, predict_us, ways
+from flagcx.cost.nccl import FITTED, PRIOR, NcclAlgorithm, nccl_algorithms, predict_us
 from flagcx.errors import TopologyError
-from flagcx.selection.rules import pieces_on_device
+from flagcx.selection.device_rules import pieces_on_device
 from flagcx.topology import LinkKind, Topology, cluster, files, preset
 from flagcx.topology.graph import DeviceKind, Link
 
@@ -59,7 +59,7 @@ class Points:
         replayed: Whether calls were replayed in a CUDA graph.
     """
 
-    ways: tuple[Way, ...]
+    algorithms: tuple[NcclAlgorithm, ...]
     nbytes: np.ndarray
     time_us: np.ndarray
     driven: int = 1
@@ -184,7 +184,7 @@ def _native_replays(path: Path) -> Iterator[tuple[int, list[tuple[int, float]]]]
 def _points(
     machine: Topology, rows: Sequence[tuple[int, float]], gpus=None, nvls: bool = True, rdma: bool = True
 ) -> Points:
-    return Points(ways(machine, gpus, nvls=nvls, rdma=rdma), *medians(rows))
+    return Points(nccl_algorithms(machine, gpus, nvls=nvls, rdma=rdma), *medians(rows))
 
 
 def _by_count(text: str) -> list[Points]:
@@ -268,7 +268,7 @@ def fit(points: Mapping[str, Sequence[Points]], pull: float = 0.02) -> dict[str,
 
 def log_errors(points: Points, constants: Mapping[str, float]) -> np.ndarray:
     """log(predicted / measured) of each point."""
-    predicted = predict_us(points.ways, points.nbytes, constants, points.driven, points.replayed)
+    predicted = predict_us(points.algorithms, points.nbytes, constants, points.driven, points.replayed)
     return np.log(predicted / points.time_us)
 
 
@@ -336,7 +336,7 @@ def against_replays(rows: Sequence[dict]) -> list[dict]:
             pieces = pieces_on_device("allreduce", name, nbytes)
             predicted = models[ranks].timing("allreduce", Candidate(name, pieces), nbytes).time_us
         elif name == "NCCL":
-            found = ways(machine, range(ranks), nvls=False)
+            found = nccl_algorithms(machine, range(ranks), nvls=False)
             predicted = float(predict_us(found, np.array([nbytes], float), FITTED, replayed=True)[0])
         else:
             continue

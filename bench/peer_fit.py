@@ -23,7 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from gpu_peer_memory import WAYS
 
-from flagcx.cost.peer_memory import COSTS, NATIVE_WAY, GpuLinks, PeerCosts, Way, predict_us
+from flagcx.algorithms.candidate import Candidate
+from flagcx.cost.peer_memory import COSTS, GpuLinks, PeerCosts, predict_us
 
 RESULTS = Path(__file__).resolve().parent / "results"
 LAWS = tuple(field.name for field in fields(PeerCosts))
@@ -42,12 +43,18 @@ class Sample:
         time_us: Median of graph replays.
     """
 
-    way: Way
+    way: tuple[str, str]
     size: int
     one_gpu: bool
     nbytes: int
     dtype: str
     time_us: float
+
+    @property
+    def candidate(self) -> Candidate:
+        """The way as the model takes it."""
+        algorithm, protocol = self.way
+        return Candidate(algorithm, 1, protocol)
 
     @property
     def place(self) -> tuple[bool, int, int, str]:
@@ -72,7 +79,7 @@ def samples(paths: Iterable[Path]) -> list[Sample]:
     return [Sample(*key, statistics.median(times)) for key, times in found.items()]
 
 
-def _way(row: dict) -> Way | None:
+def _way(row: dict) -> tuple[str, str] | None:
     """The way that a row of either benchmark measured, if it is one of the model's."""
     if "way" in row:
         if row["way"] not in WAYS:
@@ -83,7 +90,7 @@ def _way(row: dict) -> Way | None:
     if "replay_us" not in row or row["wrong"] or row["run"].get("label"):
         return None
     if library == "flagcx native":
-        return NATIVE_WAY
+        return ("native", "")
     if library.startswith("flagcx") and "comm.empty" not in library and row.get("protocol"):
         return row["algorithm"], row["protocol"]
     return None
@@ -96,8 +103,8 @@ def shipped() -> list[Path]:
 
 def predicted_us(sample: Sample, costs=COSTS) -> float:
     """The model's time of a sample."""
-    reach = GpuLinks(sample.one_gpu, sample.size if sample.one_gpu else 1)
-    return predict_us(sample.way, "allreduce", sample.nbytes, sample.size, reach, costs=costs)
+    links = GpuLinks(sample.one_gpu, sample.size if sample.one_gpu else 1)
+    return predict_us(sample.candidate, "allreduce", sample.nbytes, sample.size, links, costs=costs)
 
 
 def fit(found: Sequence[Sample]) -> dict[bool, PeerCosts]:
@@ -112,7 +119,7 @@ def fit(found: Sequence[Sample]) -> dict[bool, PeerCosts]:
 
 def _law_name(sample: Sample) -> str:
     names = PeerCosts(*LAWS)  # type: ignore[arg-type]
-    return str(names.law(sample.way, "allreduce", sample.size))
+    return str(names.law(sample.candidate, "allreduce", sample.size))
 
 
 def _fitted(made: dict[bool, PeerCosts], one_gpu: bool, name: str, here: Sequence[Sample]) -> PeerCosts:

@@ -29,11 +29,11 @@ import flagcx as fc
 from flagcx.algorithms.candidate import Candidate
 from flagcx.cli.tune import Task
 from flagcx.cli.tune import measure as tune_machine
-from flagcx.selection.measurement import HostBench, TimeBudget
-from flagcx.selection.rules import choose_on_host
+from flagcx.selection.candidates import Request
+from flagcx.selection.rules import HostRules
 from flagcx.selection.selector import Selector, TuningInfo
 from flagcx.selection.table import Table
-from flagcx.selection.tuning import counted
+from flagcx.selection.tuning import HostBench, TimeBudget, counted
 
 SIZES = tuple(parse_size(s) for s in ("256", "1K", "4K", "16K", "64K", "256K", "2M", "16M", "64M", "256M"))
 COLLECTIVES = ("allreduce", "allgather", "reduce_scatter", "broadcast", "alltoall")
@@ -83,11 +83,13 @@ def check(collective: str, text: str, sizes: Sequence[int], rounds: int) -> list
     comm = fc.init(tuning=False)
     transport = comm._transport
     bench = HostBench(transport)
-    selector = Selector(TuningInfo(Table.from_json(text), ""), choose_on_host, transport.protocols)
+    selector = Selector(
+        HostRules(transport.protocols, transport.cross_memory), TuningInfo(Table.from_json(text))
+    )
     checks = []
     for total, nbytes in zip(sizes, counted(collective, sizes, comm.size), strict=True):
-        rule = choose_on_host(collective, nbytes, comm.size, attached=transport.cross_memory)
-        tuned = selector.choose(collective, nbytes, comm.size)
+        request = Request(collective, nbytes, comm.size)
+        rule, tuned = selector.rules.choose(request), selector.choose(request)
         choices = {_name(c): c for c in (tuned, rule)}
         every = (c.at(nbytes) for c in bench.candidates(collective, nbytes))
         choices |= {_name(c): c for c in every}

@@ -64,7 +64,7 @@ class Candidate:
     order: Order | None = None
     groups: Groups | None = None
     other: Candidate | None = None
-    share: Fraction = Fraction(1)
+    share: Fraction = field(default=Fraction(1), hash=False)
     reason: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -121,14 +121,18 @@ class Candidate:
     def __str__(self) -> str:
         return self.name
 
+    def __lt__(self, other: Candidate) -> bool:
+        """By name: an order among equals that is the same on every rank."""
+        return self.name < other.name
+
     def entries(self, collective: str) -> tuple[AlgorithmEntry, ...]:
         """What the catalogue says of the algorithm, or of both.
 
         Raises:
             ArgumentError: One does not serve the collective.
         """
-        parts = (self,) if self.other is None else (self, self.other)
-        return tuple(entry(collective, part.algorithm) for part in parts)
+        first = entry(collective, self.algorithm)
+        return (first,) if self.other is None else (first, entry(collective, self.other.algorithm))
 
     def serves_uneven(self, collective: str) -> bool:
         """Whether it serves blocks of different sizes."""

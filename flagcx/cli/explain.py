@@ -11,7 +11,7 @@ from flagcx.cli.start_ranks import count_ranks, launch_quietly, reporting_errors
 from flagcx.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from flagcx.selection.explanation import Explanation
+    from flagcx.selection.explain import Explanation
 
 
 def explain(
@@ -47,7 +47,7 @@ def explain(
     For this machine ranks are started and asked, so that what flagcx tune measured is part of the answer.
     """
     from flagcx.cli.sizes import machine_for, parse_nbytes
-    from flagcx.selection import explain as explaining
+    from flagcx.selection.explain import explain as explain_over
 
     with reporting_errors("explain"):
         count = parse_nbytes(nbytes)
@@ -58,7 +58,7 @@ def explain(
         else:
             machine = machine_for(topology, ranks)
             size = len(machine.gpus) if ranks is None else ranks
-            found = explaining.explain(collective, count, size, machine)
+            found = explain_over(collective, count, size, machine)
     if json:
         typer.echo(found.to_json())
     elif sys.stdout.isatty():

@@ -124,8 +124,8 @@ def measure(task: Task, report: Report) -> Path | None:
     """
     import flagcx
     from flagcx.config import environment
-    from flagcx.selection.measurement import QUICK, TimeBudget
     from flagcx.selection.table import save_table, table_path
+    from flagcx.selection.tuning import QUICK, TimeBudget
     from flagcx.selection.tuning import tune as measure_all
 
     with flagcx.init(tuning=False) as comm:
@@ -141,8 +141,8 @@ def measure(task: Task, report: Report) -> Path | None:
 
 
 def _host_bench(comm: Communicator) -> tuple[Bench, Fit]:
-    from flagcx.selection.measurement import HostBench
     from flagcx.selection.table import fit_here
+    from flagcx.selection.tuning import HostBench
 
     transport = comm._transport
     return HostBench(transport), fit_here(comm.size, transport.name, transport.settings(comm.config))
@@ -150,15 +150,15 @@ def _host_bench(comm: Communicator) -> tuple[Bench, Fit]:
 
 def _gpu_bench(comm: Communicator) -> tuple[Bench, Fit]:
     from flagcx.kernels.cuda import load_cupy
-    from flagcx.selection.measurement import Clock
-    from flagcx.selection.measurement_on_device import DeviceBench
-    from flagcx.selection.on_device import fit_on_device
+    from flagcx.selection.selector import fit_on_device
+    from flagcx.selection.tuning import Clock
+    from flagcx.selection.tuning_on_device import DeviceBench
 
     cupy = load_cupy()
     comm.executor_of(cupy.zeros(1))
     executor = comm._device
     assert executor is not None
-    bench = DeviceBench(executor.transport, cupy, Clock(comm._transport), executor.order)
+    bench = DeviceBench(executor.transport, cupy, Clock(comm._transport), executor.selector.order)
     return bench, fit_on_device(executor.transport)
 
 

@@ -7,7 +7,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +24,10 @@ from flagcx.executor.host import Executor
 from flagcx.fusion.fuse import Fusion
 from flagcx.fusion.group import Group
 from flagcx.profiler import Profiler
-from flagcx.selection.rules import choose_on_host
+from flagcx.selection.online_tuning import write_back
+from flagcx.selection.rules import HostRules
 from flagcx.selection.selector import PiggybackExchange, Selector, TuningInfo, look_for_table
 from flagcx.selection.table import fit_here
-from flagcx.selection.write_back import write_back
 from flagcx.transport.base import HOST, TransportContext
 from flagcx.transport.registry import TransportEntry, find_transport
 from flagcx.transport.throttled import throttled
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from flagcx.bootstrap.store import Store
     from flagcx.compression.allreduce import Compressor
     from flagcx.executor.device import DeviceExecutor
-    from flagcx.selection.explanation import Explanation
+    from flagcx.selection.explain import Explanation
 
 Exchange = Callable[[bytes], list[bytes]]
 
@@ -110,9 +110,6 @@ class Communicator(Caller):
     ) -> None:
         self.rank, self.size, self.hosts, self.config = rank, size, tuple(hosts), config
         self.profiler = Profiler(rank, size, self.allgather_object, self.barrier)
-        self._selector = Selector(
-            TuningInfo(None, "not measured between hosts"), choose_on_host, lambda *_: ()
-        )
         self._host = self._make_host_executor(exchange, store)
         self._device: DeviceExecutor | None = None
         self._store, self._splits = store, 0
@@ -137,16 +134,10 @@ class Communicator(Caller):
         self._transport = transport = entry.open(replace(context, exchange=rider))
         if rider.told is None:  # a transport that exchanged nothing
             rider(b"")
-        rule = partial(choose_on_host, attached=transport.cross_memory)
-        self._selector = Selector(rider.told or TuningInfo(None, ""), rule, transport.protocols)
-        return Executor(
-            rank,
-            size,
-            throttled(transport, config.throttle),
-            self._selector.choose,
-            alternatives=self._selector.alternatives if self._selector.live else None,
-            ring=ring,
-        )
+        where = f"{transport.name.replace('_', ' ')} of {self.hosts[rank].partition('/')[0]}"
+        rules = HostRules(transport.protocols, transport.cross_memory, where)
+        selector = Selector(rules, rider.told)
+        return Executor(rank, size, throttled(transport, config.throttle), selector, ring)
 
     def _look_for_table(self, entry: TransportEntry) -> TuningInfo:
         """On rank 0: the measured times that choose for all ranks."""
@@ -310,7 +301,7 @@ class Communicator(Caller):
 
     def _keep_learned(self) -> None:
         """On rank 0: corrects the user's table by what the trials of this job found."""
-        selector = self._selector
+        selector = self._host.selector
         if self.rank or not selector.path or selector.table is None or self.closed:
             return
         write_back(Path(selector.path), selector.table, self._host.findings())

@@ -236,7 +236,7 @@ class Caller:
 
     def _make_device_executor(self) -> DeviceExecutor:
         from flagcx.executor.device import DeviceExecutor
-        from flagcx.selection.on_device import DeviceSelector, agree
+        from flagcx.selection.selector import device_selector
         from flagcx.topology import detect
 
         store, config = self._store, self.config
@@ -249,9 +249,8 @@ class Caller:
 
         context = TransportContext(self.rank, self.size, self.hosts, exchange, store, config)
         transport: Any = open_transport(DEVICE, context)
-        agreed = agree(store, transport, config, environment(), detect)
-        made = DeviceExecutor(transport, DeviceSelector(agreed))
-        made.ring, made.order = self._host.ring, agreed.order
+        selector = device_selector(store, transport, config, environment(), detect)
+        made = DeviceExecutor(transport, selector, self._host.ring)
         if self._group is not None:
             made.hold()
         return made

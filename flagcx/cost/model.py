@@ -57,15 +57,15 @@ class Bottleneck:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What the model says of a candidate.
+    """What a model says of a candidate.
 
     Attributes:
-        candidate: Which.
-        time_us: Of a call.
-        latency_us: Of a call without bytes.
-        steps: Steps in which messages are under way.
+        candidate: The candidate.
+        time_us: Time of a call.
+        latency_us: Time of a call without bytes.
+        steps: Steps in which messages are under way; 0 where that is not known.
         sent_nbytes: Bytes that the busiest rank sends.
-        bottleneck: The link that is busy longest; None for a single rank.
+        bottleneck: The link that is busy longest; None where nothing is sent or it is not known.
     """
 
     candidate: Candidate
@@ -73,7 +73,21 @@ class Prediction:
     latency_us: float
     steps: int
     sent_nbytes: float
-    bottleneck: Bottleneck | None
+    bottleneck: Bottleneck | None = None
+
+
+def bottleneck_of(timing: Timing, network: Network) -> Bottleneck | None:
+    """The link that is busy longest, the first of equals; None where nothing is sent."""
+    if not timing.link_busy.any():
+        return None
+    worst = int(timing.link_busy.argmax())
+    return Bottleneck(
+        *network.names[worst],
+        network.kinds[worst],
+        float(network.bandwidth_gb_per_s[worst]),
+        float(timing.link_nbytes[worst]),
+        float(timing.link_busy[worst]),
+    )
 
 
 class Model:
@@ -83,7 +97,7 @@ class Model:
         topology: A machine or cluster.
         gpus: The GPU of each rank; all by index by default.
         costs: What a call costs at its ranks.
-        network: The ways between the ranks, if not those of the topology as it is.
+        network: The links between the ranks, if not those of the topology as it is.
 
     Raises:
         TopologyError: A GPU is unknown or named twice.
@@ -139,21 +153,7 @@ class Model:
             self.timing(collective, candidate, 0, root).time_us,
             timing.steps,
             float(timing.sent_nbytes.max(initial=0)),
-            self.bottleneck(timing),
-        )
-
-    def bottleneck(self, timing: Timing) -> Bottleneck | None:
-        """The link that is busy longest; the first of equals."""
-        if not timing.link_busy.any():
-            return None
-        worst = int(timing.link_busy.argmax())
-        network = self.network
-        return Bottleneck(
-            *network.names[worst],
-            network.kinds[worst],
-            float(network.bandwidth_gb_per_s[worst]),
-            float(timing.link_nbytes[worst]),
-            float(timing.link_busy[worst]),
+            bottleneck_of(timing, self.network),
         )
 
 

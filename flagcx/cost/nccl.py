@@ -19,13 +19,16 @@ steps, bandwidth by the plan times an efficiency.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil, log2
 from types import MappingProxyType
 
 import numpy as np
 
+from flagcx.cost import peer_memory
+from flagcx.cost.model import Prediction
+from flagcx.cost.peer_memory import NATIVE, GpuLinks
 from flagcx.topology.graph import DeviceKind, LinkKind, Topology
 from flagcx.topology.plan import make_plan
 from flagcx.topology.routes import Routes
@@ -69,12 +72,14 @@ FITTED: Mapping[str, float] = MappingProxyType(
         "pipeline": 2.55,
     }
 )
+MOST_RANKS = 64
+"""Up to so many ranks NCCL's plan is made."""
 _NVLS_FROM_SM = 90
 _NVLS_STEPS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class NcclAlgorithm:
     """One algorithm of NCCL's on a topology.
 
     Attributes:
@@ -98,10 +103,10 @@ class Way:
         return once + latency + moving + constants["pipeline"] * np.sqrt(latency * moving)
 
 
-def ways(
+def nccl_algorithms(
     topology: Topology, gpus: Sequence[int] | None = None, *, nvls: bool = True, rdma: bool = True
-) -> tuple[Way, ...]:
-    """What NCCL can choose from for an all-reduce.
+) -> tuple[NcclAlgorithm, ...]:
+    """The algorithms that NCCL can choose from for an all-reduce.
 
     Args:
         topology: The machine or cluster.
@@ -115,7 +120,7 @@ def ways(
     chosen = tuple(gpu.index for gpu in topology.gpus) if gpus is None else tuple(gpus)
     size = len(chosen)
     if size == 1:
-        return (Way("alone", (), (("nvlink", 1e6),)),)
+        return (NcclAlgorithm("alone", (), (("nvlink", 1e6),)),)
     hosts: dict[int, list[int]] = {}
     for gpu in chosen:
         hosts.setdefault(topology.gpu(gpu).host, []).append(gpu)
@@ -127,34 +132,36 @@ def ways(
     far = len(hosts) if len(hosts) > 1 else 0
     hop = "network" if rdma else "tcp"
     in_ring = ((kind, 2.0 * (size - 1 - far)), (hop, 2.0 * far)) if far else ((kind, 2.0 * (size - 1)),)
-    found = [Way("ring", in_ring, ((narrowest, plan.rings_gb_per_s),))]
+    found = [NcclAlgorithm("ring", in_ring, ((narrowest, plan.rings_gb_per_s),))]
     if not far:
         port = _port(topology, first) if nvls else 0.0
         if port and size > 4:
-            found.append(Way("nvls", (("nvlink", _NVLS_STEPS),), (("nvls", port / (1 + 1 / size)),)))
+            found.append(
+                NcclAlgorithm("nvls", (("nvlink", _NVLS_STEPS),), (("nvls", port / (1 + 1 / size)),))
+            )
         return tuple(found)
     if plan.hierarchy is None:
         return tuple(found)
     across = (hop, 2.0 * ceil(log2(far)))
     limit = plan.hierarchy.bottleneck
     within = ((kind, 2.0 * (len(first) - 1)), across)
-    found.append(Way("levels", within, ((_key(limit.kind), plan.hierarchy.bandwidth_gb_per_s),)))
+    found.append(NcclAlgorithm("levels", within, ((_key(limit.kind), plan.hierarchy.bandwidth_gb_per_s),)))
     port = _port(topology, first) if nvls else 0.0
     if port:
         network = _nics_gb_per_s(topology, first) * far / (2 * (far - 1))
         bounds = (("nvls", port / (1 + 1 / len(first))), ("network", network))
-        found.append(Way("nvls levels", (("nvlink", _NVLS_STEPS), across), bounds))
+        found.append(NcclAlgorithm("nvls levels", (("nvlink", _NVLS_STEPS), across), bounds))
     return tuple(found)
 
 
 def predict_us(
-    found: Sequence[Way],
+    found: Sequence[NcclAlgorithm],
     nbytes: np.ndarray,
     constants: Mapping[str, float],
     driven: int = 1,
     replayed: bool = False,
 ) -> np.ndarray:
-    """The least time over the ways.
+    """The least time over NCCL's algorithms.
 
     Args:
         found: What NCCL can choose from.
@@ -166,8 +173,48 @@ def predict_us(
     Returns:
         Time in us, float64 of the shape of ``nbytes``.
     """
-    times = np.min([way.time_us(nbytes, constants, replayed) for way in found], axis=0)
+    times = np.min([one.time_us(nbytes, constants, replayed) for one in found], axis=0)
     return times + constants["driven"] * (driven - 1)
+
+
+def predict(
+    collective: str,
+    nbytes: int,
+    size: int,
+    topology: Topology | None = None,
+    gpus: Sequence[int] | None = None,
+    links: GpuLinks | None = None,
+) -> Prediction | None:
+    """What NCCL's own collective costs, replayed in a CUDA graph as all candidates are.
+
+    Where the ranks of one host reach each other's memory (``links``), its time is that of the law in
+    ``flagcx.cost.peer_memory``: fitted to replays there, for every collective, beside what competes with it.
+    Elsewhere it is that of the forms over the topology, which know the all-reduce alone. Steps and bytes are
+    the forms' in both cases.
+
+    Args:
+        collective: Name of the collective.
+        nbytes: Bytes of the message, or of one block where there is one a rank.
+        size: Number of ranks.
+        topology: The machine or cluster, or None where it is not known.
+        gpus: The GPU of each rank; the first ones by index by default.
+        links: How the GPUs of one host reach each other; None where NCCL has no competitor.
+
+    Returns:
+        None where nothing is known of it.
+    """
+    law = None if links is None else peer_memory.predict(NATIVE, collective, nbytes, size, links)
+    if topology is None or collective != "allreduce" or not 1 < size <= MOST_RANKS:
+        return None if law is None else replace(law, sent_nbytes=0.0)
+    found = nccl_algorithms(topology, [gpu.index for gpu in topology.gpus[:size]] if gpus is None else gpus)
+    at = np.array([0.0, nbytes])
+    latency_us, time_us = predict_us(found, at, FITTED, replayed=True).tolist()
+    best = min(found, key=lambda one: float(one.time_us(at, FITTED, True)[1]))
+    steps = int(sum(count for _, count in best.steps))
+    sent = 2 * (size - 1) / size * nbytes if best.name == "ring" else float(nbytes)
+    if law is not None:
+        latency_us, time_us = law.latency_us, law.time_us
+    return Prediction(NATIVE, time_us, latency_us, steps, sent)
 
 
 def _kind(topology: Topology, gpus: Sequence[int]) -> str:
@@ -201,12 +248,12 @@ def _nics_gb_per_s(topology: Topology, gpus: Sequence[int]) -> float:
     routes = Routes(topology)
     speeds: dict[str, float] = {}
     for gpu in gpus:
-        way = routes.to_nic(gpu)
-        inside = [topology.links_of(a)[b].bandwidth_gb_per_s for a, b in pairwise(way)]
+        path = routes.to_nic(gpu)
+        inside = [topology.links_of(a)[b].bandwidth_gb_per_s for a, b in pairwise(path)]
         outside = [
             link.bandwidth_gb_per_s
-            for link in topology.links_of(way[-1]).values()
+            for link in topology.links_of(path[-1]).values()
             if link.kind is LinkKind.NETWORK
         ]
-        speeds[way[-1]] = min([*inside, sum(outside)])
+        speeds[path[-1]] = min([*inside, sum(outside)])
     return sum(speeds.values())

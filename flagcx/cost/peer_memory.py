@@ -1,6 +1,6 @@
 """How long a call takes in the peers' memory, and by NCCL's own collective: what the choice on GPUs rests on.
 
-Each way has a law of a few constants:
+Each algorithm and protocol has a law of a few constants:
 
     time = latency + step (n - 1) + fill b / (b + ramp) + b / bandwidth
 
@@ -29,17 +29,17 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from flagcx.algorithms import Algorithm
+from flagcx.algorithms.candidate import Candidate
+from flagcx.cost.model import Prediction
 from flagcx.errors import TopologyError
+from flagcx.kernels.peer import PEER_PACKETS
 from flagcx.transport.device import DeviceIdentity, most_on_one_gpu
 
 if TYPE_CHECKING:
     from flagcx.topology import Topology
 
-Way = tuple[str, str]
-"""An algorithm and a protocol: "peer_packets", "peer_memory" (chunks), or none for NCCL's own."""
-
-PACKETS, CHUNKS = "peer_packets", "peer_memory"
-NATIVE_WAY: Way = (str(Algorithm.NATIVE), "")
+NATIVE = Candidate(Algorithm.NATIVE)
+"""NCCL's own collective."""
 H200_GB_PER_S = 370.8
 """What the NVLinks of an H200 carry each way, as NCCL counts: where nothing is known of the links."""
 FLAGGED = 2
@@ -69,7 +69,7 @@ NVLINK = GpuLinks()
 
 @dataclass(frozen=True, slots=True)
 class LatencyBandwidth:
-    """The time of one way; see the module.
+    """The time of one algorithm and protocol; see the module.
 
     Attributes:
         latency_us: Of the smallest message, without what each peer costs.
@@ -147,13 +147,13 @@ class PeerCosts:
     nccl_pair: NcclLaw
     nccl: NcclLaw
 
-    def law(self, way: Way, collective: str, size: int) -> LatencyBandwidth | NcclLaw:
-        """The law of a way."""
-        algorithm, protocol = way
+    def law(self, candidate: Candidate, collective: str, size: int) -> LatencyBandwidth | NcclLaw:
+        """The law of a candidate."""
+        algorithm = candidate.algorithm
         if algorithm == Algorithm.NATIVE:
             return self.nccl if size > 2 else self.nccl_pair
         twice = algorithm == Algorithm.TWO_SHOT or collective == "broadcast"
-        if protocol == PACKETS:
+        if candidate.protocol == PEER_PACKETS:
             return self.packets_twice if twice else self.packets
         return self.chunks_twice if twice else self.chunks
 
@@ -197,108 +197,127 @@ class Load:
     touched: float
 
 
-def load_of(way: Way, collective: str, nbytes: int, size: int) -> Load:
+def load_of(candidate: Candidate, collective: str, nbytes: int, size: int) -> Load:
     """What a call loads, without flags.
 
     Args:
-        way: Algorithm and protocol.
+        candidate: An algorithm with a protocol for the peers' memory, or ``NATIVE``.
         collective: Name of the collective.
         nbytes: Bytes of the message, or of one block where there is one a rank.
         size: Number of ranks.
 
     Example:
-        >>> load_of(("two_shot", "peer_memory"), "allreduce", 1024, 4).pushed
+        >>> load_of(Candidate("two_shot", 1, "peer_memory"), "allreduce", 1024, 4).pushed
         1536.0
     """
-    twice = way[0] == Algorithm.TWO_SHOT or collective == "broadcast"
-    steps = 0 if way == NATIVE_WAY else 2 if twice else 1
-    return Load(steps, _pushed(way, collective, size) * nbytes, _touched(way, collective, size) * nbytes)
+    twice = candidate.algorithm == Algorithm.TWO_SHOT or collective == "broadcast"
+    steps = 0 if candidate == NATIVE else 2 if twice else 1
+    return Load(
+        steps, _pushed(candidate, collective, size) * nbytes, _touched(candidate, collective, size) * nbytes
+    )
 
 
-def _pushed(way: Way, collective: str, n: int) -> float:
+def _pushed(candidate: Candidate, collective: str, n: int) -> float:
     """Messages or blocks that the busiest of n ranks sends."""
     if collective == "broadcast":
-        return 1.0 if way == NATIVE_WAY else (n - 1) / n
-    if way[0] == Algorithm.TWO_SHOT or (way == NATIVE_WAY and collective == "allreduce"):
+        return 1.0 if candidate == NATIVE else (n - 1) / n
+    if candidate.algorithm == Algorithm.TWO_SHOT or (candidate == NATIVE and collective == "allreduce"):
         return 2 * (n - 1) / n
     return n - 1.0
 
 
-def _touched(way: Way, collective: str, n: int) -> float:
+def _touched(candidate: Candidate, collective: str, n: int) -> float:
     """Messages or blocks that n ranks read and write in the memory of one GPU.
 
     A packet's place is written, read and emptied; a chunk's is written and read. Of NCCL's it is assumed that
     what is sent is read, goes through a buffer, and is written. Where there are blocks, each rank copies one.
     """
-    algorithm, protocol = way
-    if way == NATIVE_WAY:
+    packets = candidate.protocol == PEER_PACKETS
+    if candidate == NATIVE:
         copied = 0 if collective in ("allreduce", "broadcast") else 2 * n
-        return 4 * n * _pushed(way, collective, n) + copied
+        return 4 * n * _pushed(candidate, collective, n) + copied
     if collective == "broadcast":
         return 3 * n + 2
-    if algorithm == Algorithm.TWO_SHOT:
-        return 8 * n - 5 if protocol == PACKETS else 5 * n + 1
-    chunks_of_a_sum = protocol == CHUNKS and collective == "allreduce"
-    return n * (2 * n + 1) if chunks_of_a_sum else 3 * n * n
+    if candidate.algorithm == Algorithm.TWO_SHOT:
+        return 8 * n - 5 if packets else 5 * n + 1
+    return n * (2 * n + 1) if not packets and collective == "allreduce" else 3 * n * n
 
 
 def predict_us(
-    way: Way,
+    candidate: Candidate,
     collective: str,
     nbytes: int,
     size: int,
-    reach: GpuLinks = NVLINK,
+    links: GpuLinks = NVLINK,
     flagged: bool = False,
     costs: Mapping[bool, PeerCosts] = COSTS,
 ) -> float:
     """The time of a call in us, as a graph that is replayed takes it.
 
     Args:
-        way: Algorithm and protocol; ``NATIVE_WAY`` for NCCL's own.
+        candidate: An algorithm with a protocol for the peers' memory, or ``NATIVE``.
         collective: Name of the collective.
         nbytes: Bytes of the message, or of one block where there is one a rank.
         size: Number of ranks.
-        reach: How the GPUs reach each other.
+        links: How the GPUs reach each other.
         flagged: Whether packets have flags, as they do for all but sums of floating-point numbers.
         costs: The laws.
 
     Example:
-        >>> shot, halves = (predict_us((name, "peer_packets"), "allreduce", 1 << 20, 8)
+        >>> shot, halves = (predict_us(Candidate(name, 1, "peer_packets"), "allreduce", 1 << 20, 8)
         ...                 for name in ("one_shot", "two_shot"))
         >>> halves < shot
         True
     """
-    load = load_of(way, collective, nbytes, size)
-    law = costs[reach.one_gpu].law(way, collective, size)
-    weight = FLAGGED if flagged and way[1] == PACKETS else 1
-    if reach.one_gpu:
+    load = load_of(candidate, collective, nbytes, size)
+    law = costs[links.one_gpu].law(candidate, collective, size)
+    weight = _weight(candidate, flagged)
+    if links.one_gpu:
         return law.time_us(weight * load.touched, size, 1.0)
-    native = way[0] == Algorithm.NATIVE
-    unit = reach.ring_gb_per_s if native else reach.push_gb_per_s
-    return law.time_us(weight * load.pushed * reach.sharing, size, unit)
+    unit = links.ring_gb_per_s if candidate == NATIVE else links.push_gb_per_s
+    return law.time_us(weight * load.pushed * links.sharing, size, unit)
 
 
-def reach_of(identities: Sequence[DeviceIdentity], topology: Topology | None = None) -> GpuLinks:
+def predict(
+    candidate: Candidate,
+    collective: str,
+    nbytes: int,
+    size: int,
+    links: GpuLinks = NVLINK,
+    flagged: bool = False,
+) -> Prediction:
+    """What the laws say of a call; see ``predict_us`` for the arguments."""
+    load = load_of(candidate, collective, nbytes, size)
+    latency_us, time_us = (predict_us(candidate, collective, n, size, links, flagged) for n in (0, nbytes))
+    return Prediction(candidate, time_us, latency_us, load.steps, _weight(candidate, flagged) * load.pushed)
+
+
+def _weight(candidate: Candidate, flagged: bool) -> int:
+    """How many bytes are sent for each byte of the message's."""
+    return FLAGGED if flagged and candidate.protocol == PEER_PACKETS else 1
+
+
+def links_of(
+    identities: Sequence[DeviceIdentity],
+    topology: Topology | None = None,
+    gpus: Sequence[int] | None = None,
+) -> GpuLinks:
     """How the ranks' GPUs reach each other.
 
     Args:
         identities: Every rank's GPU.
         topology: The machine, or None where it is not known: then links as those of an H200 are assumed.
+        gpus: The GPUs that they use, in the topology; None where it does not know them.
     """
     sharing = most_on_one_gpu(identities)
     if sharing == len(identities):
         return GpuLinks(True, sharing)
-    if topology is None:
+    if topology is None or gpus is None:
         return GpuLinks(False, sharing)
-    from flagcx.selection.placement import gpus_of
-
-    gpus = gpus_of(topology, list(dict.fromkeys(identity.pci_bus_id for identity in identities)))
-    if gpus is None:
-        return GpuLinks(False, sharing)
-    return reach_over(topology, gpus, sharing)
+    return links_over(topology, gpus, sharing)
 
 
-def reach_over(topology: Topology, gpus: Sequence[int], sharing: int = 1) -> GpuLinks:
+def links_over(topology: Topology, gpus: Sequence[int], sharing: int = 1) -> GpuLinks:
     """How GPUs of a machine reach each other.
 
     Args:
@@ -308,7 +327,7 @@ def reach_over(topology: Topology, gpus: Sequence[int], sharing: int = 1) -> Gpu
 
     Example:
         >>> from flagcx.topology import preset
-        >>> round(reach_over(preset("dgx-a100"), range(8)).push_gb_per_s)
+        >>> round(links_over(preset("dgx-a100"), range(8)).push_gb_per_s)
         240
     """
     from flagcx.topology import make_plan

@@ -2,7 +2,7 @@
 
 A message in slots is written by one core and read by another, so its bytes cross the memory twice; with
 cross-memory attach one core copies them once. Ranks that outnumber the cores take turns: then they share the
-cores' speed, and a step takes longer, since who is waited for may have to wait for a core.
+cores' speed, and a step takes longer, since a rank that others wait for may have to wait for a core.
 
 The constants are fitted to what ``flagcx tune`` measured on one machine (``python bench/host_fit.py``). They
 rank candidates and show what a call is made of; for the times of another machine, measure there.
@@ -18,8 +18,9 @@ import numpy as np
 
 from flagcx.algorithms import build
 from flagcx.algorithms.candidate import Candidate
+from flagcx.cost.model import Prediction, bottleneck_of
 from flagcx.cost.network import Flows, Network
-from flagcx.cost.simulate import Costs, Timing, lay, message_nbytes
+from flagcx.cost.simulate import Costs, lay, message_nbytes
 from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.schedule.traffic import Rounds, rounds_of
 
@@ -89,21 +90,18 @@ def predict_on_host(
     attached: bool = True,
     root: int | None = None,
     costs: HostCosts = HOST_COSTS,
-) -> tuple[Timing, Network]:
-    """The time of one candidate.
+) -> Prediction:
+    """What one candidate costs.
 
     Args:
         collective: Name of the collective.
-        candidate: What carries it out.
+        candidate: The candidate.
         nbytes: Bytes of the message; of one block, where the collective has one a rank.
         size: Number of ranks.
         cores: Cores that the ranks share; those of this process by default.
         attached: Whether ranks may read each other's private memory.
         root: The root of a rooted collective; 0 by default.
         costs: What a call costs.
-
-    Returns:
-        The timing, and the network to whose links it refers.
     """
     if root is None and COLLECTIVES[collective].rooted:
         root = 0
@@ -114,17 +112,23 @@ def predict_on_host(
     network = _host_network(size, cores, once, cached, costs)
     crowd = max(1.0, size / cores)
     shot = collective == "allreduce" and candidate.algorithm in ("one_shot", "two_shot")
-    timing = lay(rounds, network).time(
-        nbytes,
-        Costs(
-            call_us=costs.call_us,
-            step_us=(costs.shot_us if shot else costs.step_us) + costs.crowded_us * (crowd - 1),
-            message_us=0.0 if shot else costs.message_us,
-            reduce_gb_per_s=costs.add_gb_per_s / crowd,
-            copy_gb_per_s=(costs.cached_gb_per_s if cached else costs.copy_gb_per_s) / crowd,
-        ),
+    laid = lay(rounds, network)
+    costs_of_call = Costs(
+        call_us=costs.call_us,
+        step_us=(costs.shot_us if shot else costs.step_us) + costs.crowded_us * (crowd - 1),
+        message_us=0.0 if shot else costs.message_us,
+        reduce_gb_per_s=costs.add_gb_per_s / crowd,
+        copy_gb_per_s=(costs.cached_gb_per_s if cached else costs.copy_gb_per_s) / crowd,
     )
-    return timing, network
+    timing = laid.time(nbytes, costs_of_call)
+    return Prediction(
+        candidate,
+        timing.time_us,
+        laid.time(0, costs_of_call).time_us,
+        timing.steps,
+        float(timing.sent_nbytes.max(initial=0)),
+        bottleneck_of(timing, network),
+    )
 
 
 @lru_cache(maxsize=256)

@@ -6,18 +6,14 @@ from operator import attrgetter
 from typing import Any
 
 from flagcx.algorithms.candidate import Candidate
-from flagcx.dtypes import DType, ReduceOp
 from flagcx.errors import CommunicatorError
-from flagcx.executor.host import TWO_THREADS, Executor, nbytes_of
+from flagcx.executor.host import TWO_THREADS, Executor
 from flagcx.executor.work import Work
-from flagcx.kernels.peer import may_be_bare
-from flagcx.profiler import RecordedPlan
-from flagcx.schedule.collectives import COLLECTIVES, Counts
-from flagcx.selection.on_device import DIRECT_ALGORITHMS, DeviceSelector, SharedDecision
-from flagcx.selection.rules import Capabilities, choose_on_device
-from flagcx.selection.selector import TuningInfo
+from flagcx.profiler import RecordBuffer, RecordedPlan
+from flagcx.selection.device_rules import DeviceRules
+from flagcx.selection.selector import Selector
 from flagcx.transport.base import Call, Plan
-from flagcx.transport.nccl.native import NATIVE, native_form, native_schedule
+from flagcx.transport.nccl.native import NATIVE, native_schedule
 from flagcx.transport.nccl.transport import NcclTransport
 
 
@@ -26,17 +22,17 @@ class DeviceExecutor(Executor):
 
     Args:
         transport: What carries the arrays.
-        selector: What chooses where the caller names no algorithm; by the rule alone if None.
-
-    Attributes:
-        selector: What chooses.
+        selector: What chooses how a call runs; by the rule alone if None.
+        ring: Where runs are recorded, if they are.
     """
 
     transport: NcclTransport
 
-    def __init__(self, transport: NcclTransport, selector: DeviceSelector | None = None) -> None:
-        super().__init__(transport.rank, transport.size, transport, choose_on_device)
-        self.selector = selector or DeviceSelector(SharedDecision(TuningInfo(None, "")))
+    def __init__(
+        self, transport: NcclTransport, selector: Selector | None = None, ring: RecordBuffer | None = None
+    ) -> None:
+        selector = selector or Selector(DeviceRules(transport))
+        super().__init__(transport.rank, transport.size, transport, selector, ring)
         self.array_class = transport.array_class
         # CuPy makes an object for each look at ``flags``, which costs as much as all the rest.
         quick = hasattr(transport.array_class, "_c_contiguous")
@@ -65,37 +61,6 @@ class DeviceExecutor(Executor):
         if roomy is plan.plan or self.ring is None:
             return plan
         return RecordedPlan(roomy, plan.operation, self.ring, self._progress)
-
-    def possible(self, collective: str, nbytes: int, dtype: DType, op: ReduceOp | None) -> Capabilities:
-        """What can carry a call; the same on all ranks."""
-        ways = frozenset(
-            (str(algorithm), protocol)
-            for algorithm in DIRECT_ALGORITHMS
-            for protocol in self.transport.protocols(collective, algorithm, nbytes, dtype, op)
-        )
-        reduces = COLLECTIVES[collective].reduces
-        return Capabilities(
-            native_form(collective, dtype, op, self.transport.nccl_version) is not None,
-            ways,
-            reduces and dtype.name.startswith("float8"),
-            not (reduces and may_be_bare("one_shot", dtype)),
-            self.selector.reach,
-        )
-
-    def _choice(self, collective: str, counts: Counts, dtype: DType, op: ReduceOp | None) -> Candidate:
-        """What carries a call: all that can is told to one chooser; see ``Capabilities``."""
-        nbytes = nbytes_of(counts, dtype)
-        possible = self.possible(collective, nbytes, dtype, op)
-        return self.selector.choose(collective, nbytes, self.size, not isinstance(counts, int), possible)
-
-    def _named(
-        self, collective: str, counts: Counts, dtype: DType, op: ReduceOp | None, algorithm: str
-    ) -> Candidate:
-        """An algorithm that the caller names goes through the peers' memory where the transport can."""
-        nbytes = nbytes_of(counts, dtype)
-        possible = self.possible(collective, nbytes, dtype, op)
-        uneven = not isinstance(counts, int)
-        return self.selector.choose_named(algorithm, collective, nbytes, self.size, uneven, possible)
 
     def _make(self, collective, counts, dtype, op, root, in_place, choice: Candidate) -> Plan:
         """Compiles a choice; NCCL's own collective has no schedule to build."""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from flagcx.algorithms import entries
-from flagcx.algorithms.candidate import Candidate, Order
+from flagcx.algorithms.candidate import Candidate
 from flagcx.dtypes import OPS, DType, ReduceOp, dtype_of, resolve_op
 from flagcx.errors import ArgumentError, CommunicationError, CommunicatorError, MismatchError
 from flagcx.executor.progress_thread import progress_thread
@@ -21,9 +21,9 @@ from flagcx.executor.work import Work
 from flagcx.profiler import OperationInfo, Progress, RecordBuffer, RecordedPlan
 from flagcx.profiler.records import Uncounted
 from flagcx.schedule.collectives import Counts
-from flagcx.selection.online_tuning import Exploration, Explored
-from flagcx.selection.rules import choose_named_on_host
-from flagcx.selection.write_back import Finding
+from flagcx.selection.candidates import Request
+from flagcx.selection.online_tuning import Exploration, Explored, Finding
+from flagcx.selection.selector import Selector
 from flagcx.transport.base import Call, Plan, Transport
 
 _MOST_PLANS = 4096
@@ -42,14 +42,11 @@ class Executor:
         rank: This rank.
         size: Number of ranks.
         transport: What carries the arrays.
-        choose: ``choose(collective, nbytes, size, uneven)``: the algorithm where the caller names none.
-        choose_named: ``choose_named(collective, algorithm, nbytes)``: where the caller names one.
-        alternatives: ``alternatives(collective, nbytes, size)``: the choice, then what is nearly as fast, to
-            be tried while the job runs; None where nothing is tried.
+        selector: What chooses how a call runs.
         ring: Where runs are recorded, if they are.
 
     Attributes:
-        order: The ranks along the machine's links, for rings and trees; None where all are equally close.
+        selector: What chooses how a call runs.
         quick: Plans of calls that may skip all checks but those of the array itself. Empty whenever a
             call must not go straight through: closed, broken, in a group, or behind started work.
     """
@@ -59,20 +56,17 @@ class Executor:
         rank: int,
         size: int,
         transport: Transport,
-        choose: Callable[[str, int, int, bool], Candidate],
-        choose_named: Callable[[str, str, int], Candidate] = choose_named_on_host,
-        alternatives: Callable[[str, int, int], Sequence[Candidate]] | None = None,
+        selector: Selector,
         ring: RecordBuffer | None = None,
     ) -> None:
         self.rank, self.size, self.transport = rank, size, transport
         self.turn = threading.Lock()
         self._straight: dict[tuple, Any] = {}
         self.quick = self._straight
-        self._choose, self._choose_named, self._alternatives = choose, choose_named, alternatives
+        self.selector = selector
         self.ring = ring
         self._progress: Progress = transport.progress or Uncounted()
         self._explorations: dict[tuple, Exploration] = {}
-        self.order: Order | None = None
         self._plans: dict[tuple, Plan] = {}
         self.over = ""
         self._worker: ThreadPoolExecutor | None = None
@@ -110,19 +104,19 @@ class Executor:
 
     def _compile(self, collective, counts, dtype, op, root, algorithm, in_place) -> Plan:
         uneven = not isinstance(counts, int)
-        nbytes = nbytes_of(counts, dtype)
+        request = Request(collective, nbytes_of(counts, dtype), self.size, uneven, dtype, op)
         make = partial(self._make, collective, counts, dtype, op, root, in_place)
         describe = partial(self._describe, collective, counts, dtype)
         if algorithm is None:
-            choice = self._choice(collective, counts, dtype, op)
+            choice = self.selector.choose(request)
             # An operation of the user's own need not compare equal to itself on every rank.
             known = op is None or OPS.get(op.name) == op
             key = (collective, counts, dtype.code, op, root)
-            exploration = self._explore(key, nbytes) if known and not uneven else None
+            exploration = self._explore(key, request) if known and not uneven else None
             if exploration is not None:
                 return Explored(exploration, make, describe, self.ring or RecordBuffer(1), self._progress)
         else:
-            choice = self._named(collective, counts, dtype, op, algorithm)
+            choice = self.selector.choose_named(algorithm, request)
         if uneven and not choice.serves_uneven(collective):
             serving = ", ".join(str(e.algorithm) for e in entries(collective) if e.uneven)
             raise ArgumentError(
@@ -132,19 +126,9 @@ class Executor:
         plan = make(choice)
         return plan if self.ring is None else RecordedPlan(plan, describe(choice), self.ring, self._progress)
 
-    def _choice(self, collective: str, counts: Counts, dtype: DType, op: ReduceOp | None) -> Candidate:
-        """The choice for a call whose caller names no algorithm; the same on all ranks."""
-        return self._choose(collective, nbytes_of(counts, dtype), self.size, not isinstance(counts, int))
-
-    def _named(
-        self, collective: str, counts: Counts, dtype: DType, op: ReduceOp | None, algorithm: str
-    ) -> Candidate:
-        """The choice for a call whose caller names an algorithm."""
-        return self._choose_named(collective, algorithm, nbytes_of(counts, dtype))
-
     def _make(self, collective, counts, dtype, op, root, in_place, choice: Candidate) -> Plan:
         """Builds the schedule of a choice, and compiles it."""
-        schedule = choice.along(self.order).build(collective, self.size, root)
+        schedule = choice.build(collective, self.size, root)
         call = Call(schedule, self.rank, counts, dtype, op, in_place, choice.protocol)
         return self.transport.compile(call)
 
@@ -159,13 +143,13 @@ class Executor:
             self.transport.name,
         )
 
-    def _explore(self, key: tuple, nbytes: int) -> Exploration | None:
+    def _explore(self, key: tuple, request: Request) -> Exploration | None:
         """The trials for a kind of call; every rank makes and counts them alike."""
-        if self._alternatives is None:
+        if not self.selector.live:
             return None
         found = self._explorations.get(key)
         if found is None and len(self._explorations) < _MOST_EXPLORED:
-            choices = self._alternatives(key[0], nbytes, self.size)
+            choices = self.selector.alternatives(request)
             if len(choices) > 1:
                 found = self._explorations[key] = Exploration(choices, self._agree)
         return found

@@ -324,8 +324,8 @@ def _algorithms(model: Model, model_bytes: int) -> list[tuple[str, TimeUs]]:
         times.append(
             (name, _between(sizes, [model.timing("allreduce", candidate, n).time_us for n in sizes]))
         )
-    ways = native.ways(model.topology, model.gpus)
-    predicted = native.predict_us(ways, np.array(sizes, float), native.FITTED, replayed=True)
+    own = native.nccl_algorithms(model.topology, model.gpus)
+    predicted = native.predict_us(own, np.array(sizes, float), native.FITTED, replayed=True)
     times.append(("native", _between(sizes, list(predicted))))
     return sorted(times, key=lambda one: one[1](model_bytes))
 

@@ -90,7 +90,7 @@ def _known(comm: Communicator, executor: Executor) -> tuple[Callable[[float], fl
             lambda nbytes: link.time_ns(share * nbytes, 2) / 1e3,
             f"on a link of {link.bandwidth_gb_per_s:g} GB/s",
         )
-    table = comm._selector.table if executor is comm._host else executor.selector.measured  # type: ignore[attr-defined]
+    table = executor.selector.table
     return _from_table(table), "by measured times"
 
 

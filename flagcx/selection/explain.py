@@ -1,21 +1,231 @@
-"""Why an algorithm is chosen: all candidates side by side, with what the model says and what was measured."""
+"""Why a call runs as it does: all candidates side by side, with what the models say and what was measured."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
-import numpy as np
-
-from flagcx.algorithms import Algorithm
-from flagcx.cost import nccl as native
-from flagcx.cost.model import DEVICE_COSTS, Prediction, model_of
-from flagcx.cost.simulate import Costs
+from flagcx.algorithms import Algorithm, entries, entry
+from flagcx.algorithms.candidate import Candidate, Groups, Order
+from flagcx.arguments import format_nbytes
+from flagcx.cost import nccl, peer_memory
+from flagcx.cost.model import DEVICE_COSTS, Bottleneck, Prediction, model_of
+from flagcx.cost.simulate import Costs, message_nbytes
+from flagcx.dtypes import dtype_of, resolve_op
 from flagcx.errors import ArgumentError
-from flagcx.selection.candidates import MOST_PLANNED
-from flagcx.selection.explain_peers import MOST_RANKS, peer_rows
-from flagcx.selection.explanation import Explanation, Row, in_order
+from flagcx.kernels.peer import MOST_RANKS, PeerLayout, may_be_bare
+from flagcx.report import Report, Reported
+from flagcx.schedule.collectives import COLLECTIVES
+from flagcx.selection.candidates import Request
 from flagcx.selection.predicted import compare
-from flagcx.topology.graph import Topology
+from flagcx.selection.rules import Rules
+from flagcx.topology.graph import LinkKind, Topology
+from flagcx.topology.routes import Routes
+from flagcx.topology.traffic import measure
+from flagcx.transport.peer_memory.resource import PROTOCOLS, protocols_in
+
+BLOCKS = 128
+"""Blocks of threads that a communicator has where each rank has a GPU of its own."""
+TOO_LONG = "too long for packets"
+NO_PACKETS = "no packets carry this"
+NOT_KNOWN = "whether these GPUs reach each other's memory is known on the machine alone"
+NOT_NAMED = "registered by the user: taken only where a call names it"
+GROUPED = "needs ranks in groups, such as those of several hosts"
+_CLEARLY = 0.9
+"""The model speaks up where it sees at least a tenth less time."""
+_COLUMNS = ("candidate", "steps", "sent/rank", "busiest link", "predicted us", "measured us", "")
+_MEASURED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One candidate.
+
+    Attributes:
+        name: The candidate's name.
+        algorithm: The algorithm as a call names it.
+        pieces: Its pieces.
+        steps: Steps in which messages are under way.
+        sent_nbytes: Bytes that the busiest rank sends.
+        bottleneck: The link that is busy longest; None where nothing is sent or it is not known.
+        predicted_us: Time by the model; None where it says nothing.
+        latency_us: The part of it that a message of no bytes would take.
+        measured_us: Time as measured, or None.
+        protocol: How the transport moves the data; empty where it has no choice, or chooses itself.
+        obstacle: Why it cannot be taken; empty where it can.
+    """
+
+    name: str
+    algorithm: str
+    pieces: int
+    steps: int = 0
+    sent_nbytes: float = 0.0
+    bottleneck: Bottleneck | None = None
+    predicted_us: float | None = None
+    latency_us: float = 0.0
+    measured_us: float | None = None
+    protocol: str = ""
+    obstacle: str = ""
+
+    @property
+    def time_us(self) -> float | None:
+        """What counts: the measured time where there is one."""
+        return self.predicted_us if self.measured_us is None else self.measured_us
+
+
+def _row(
+    request: Request,
+    candidate: Candidate,
+    found: Prediction | None = None,
+    measured_us: float | None = None,
+    obstacle: str = "",
+) -> Row:
+    """A candidate's row; without a prediction, its steps and bytes by the catalogue's closed forms."""
+    row = Row(
+        candidate.name,
+        candidate.label,
+        candidate.pieces,
+        measured_us=measured_us,
+        protocol=candidate.protocol,
+        obstacle=obstacle,
+    )
+    if found is not None:
+        return replace(
+            row,
+            steps=found.steps,
+            sent_nbytes=found.sent_nbytes,
+            bottleneck=found.bottleneck,
+            predicted_us=None if obstacle else found.time_us,
+            latency_us=found.latency_us,
+        )
+    collective, nbytes, size, *_ = request
+    if size > 1 and candidate.other is None and candidate.algorithm != Algorithm.NATIVE:
+        known = entry(collective, candidate.algorithm)
+        if known.allows(size):
+            sent = float(known.sent(size, candidate.pieces)) * message_nbytes(collective, size, nbytes)
+            return replace(row, steps=known.steps(size, candidate.pieces), sent_nbytes=sent)
+    return row
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Explanation(Reported):
+    """A choice with its reasons. Prints as a table; a notebook shows it as one.
+
+    Attributes:
+        collective: Name of the collective.
+        nbytes: Bytes of the message; of one block, where the collective has one a rank.
+        size: Number of ranks.
+        topology: Name of the topology.
+        rows: The candidates: the chosen one, the others, then those that cannot be taken.
+        reason: Why it is chosen, in a sentence.
+        note: Where times come from, or why there are none.
+    """
+
+    collective: str
+    nbytes: int
+    size: int
+    topology: str
+    rows: tuple[Row, ...]
+    reason: str
+    note: str = ""
+
+    @property
+    def chosen(self) -> Row:
+        """The candidate to run."""
+        return self.rows[0]
+
+    @property
+    def title(self) -> str:
+        """What is explained, in a line."""
+        where = f" on {self.topology}" if self.topology else ""
+        ranks = "1 rank" if self.size == 1 else f"{self.size} ranks"
+        block = " a block" if message_nbytes(self.collective, 2, 1) > 1 else ""
+        return f"{self.collective} of {format_nbytes(self.nbytes)}{block}, {ranks}{where}"
+
+    def report(self) -> Report:
+        """The explanation as a table."""
+        rows = [
+            (
+                row.name,
+                str(row.steps) if row.steps else "-",
+                format_nbytes(row.sent_nbytes) if row.steps else "-",
+                _busiest(row.bottleneck),
+                _time(row.predicted_us),
+                _time(row.measured_us),
+                self._verdict(row),
+            )
+            for row in self.rows
+        ]
+        shown = list(range(len(_COLUMNS)))
+        if all(row.measured_us is None for row in self.rows):
+            shown = [i for i in shown if i != _MEASURED]
+        notes = [self.reason, *([f"Times: {self.note}."] if self.note else [])]
+        return Report(
+            self.title,
+            [_COLUMNS[i] for i in shown],
+            [[cells[i] for i in shown] for cells in rows],
+            (0, 3, len(shown) - 1),
+            notes,
+            bold=(0,),
+        )
+
+    def _verdict(self, row: Row) -> str:
+        if row is self.chosen:
+            return "<- chosen"
+        if row.obstacle:
+            return f"cannot: {row.obstacle}"
+        # A time by the model says nothing beside a measured one.
+        alike = (row.measured_us is None) == (self.chosen.measured_us is None)
+        if not (row.time_us and self.chosen.time_us and alike):
+            return ""
+        return f"{row.time_us / self.chosen.time_us:.2f} x"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain values."""
+        return {
+            "collective": self.collective,
+            "nbytes": self.nbytes,
+            "size": self.size,
+            "topology": self.topology,
+            "chosen": self.chosen.name,
+            "algorithm": self.chosen.algorithm,
+            "pieces": self.chosen.pieces,
+            "protocol": self.chosen.protocol,
+            "reason": self.reason,
+            "note": self.note,
+            "candidates": [_row_dict(row) for row in self.rows],
+        }
+
+
+def in_order(rows: Sequence[Row]) -> list[Row]:
+    """What was measured before what was not, each the fastest first; what has no time, then obstacles."""
+
+    def key(row: Row) -> tuple[bool, bool, bool, float]:
+        return bool(row.obstacle), row.time_us is None, row.measured_us is None, row.time_us or 0.0
+
+    return sorted(rows, key=key)
+
+
+def _busiest(narrow: Bottleneck | None) -> str:
+    return "-" if narrow is None else f"{narrow.a} -> {narrow.b} {narrow.busy:.0%}"
+
+
+def _time(time_us: float | None) -> str:
+    return "-" if time_us is None else f"{time_us:.1f}"
+
+
+def _row_dict(row: Row) -> dict[str, Any]:
+    narrow = row.bottleneck
+    values = asdict(row)
+    del values["bottleneck"]
+    if narrow is not None:
+        found = asdict(narrow)
+        narrow_values = {"link": [found.pop("a"), found.pop("b")], **found}
+    return {**values, "bottleneck": None if narrow is None else narrow_values}
+
+
+# -- over a topology -------------------------------------------------------------------------------
 
 
 def explain(
@@ -29,7 +239,7 @@ def explain(
     costs: Costs = DEVICE_COSTS,
     measured: Mapping[str, float] | None = None,
 ) -> Explanation:
-    """Compares all candidates of a call and says why the best is chosen.
+    """Compares all candidates of a call on a machine, and says why the best is chosen.
 
     Args:
         collective: Name of the collective.
@@ -55,45 +265,57 @@ def explain(
         raise ArgumentError(
             f"size={size!r} ranks and nbytes={nbytes!r}; expected at least 1 rank and 0 bytes"
         )
-    known = measured or {}
-    found = compare(model_of(topology, size, gpus, costs), collective, nbytes, root)
-    rows = [_row(one, known.get(one.candidate.name)) for one in found]
-    if 1 < size <= MOST_RANKS:
-        chosen = [gpu.index for gpu in topology.gpus[:size]] if gpus is None else list(gpus)
-        rows += peer_rows(collective, nbytes, topology, chosen, known)
-    if collective == "allreduce" and 1 < size <= MOST_PLANNED:
-        rows.append(native_row(nbytes, topology, size, gpus, known.get(str(Algorithm.NATIVE))))
-    rows = in_order(rows)
+    request, known = Request(collective, nbytes, size), measured or {}
+    model = model_of(topology, size, gpus, costs)
+    found = [(one, "") for one in compare(model, collective, nbytes, root)]
+    found += _peers(request, topology, model.gpus)
+    native = nccl.predict(collective, nbytes, size, topology, model.gpus)
+    if native is not None:
+        found.append((native, ""))
+    rows = in_order(
+        [_row(request, one.candidate, one, known.get(one.candidate.name), why) for one, why in found]
+    )
     return Explanation(collective, nbytes, size, topology.name, tuple(rows), reason_for(rows))
 
 
-def _row(one: Prediction, measured_us: float | None) -> Row:
-    facts = one.candidate
-    return Row(
-        facts.name,
-        facts.label,
-        facts.pieces,
-        one.steps,
-        one.sent_nbytes,
-        one.bottleneck,
-        one.time_us,
-        one.latency_us,
-        measured_us,
-    )
+def _peers(request: Request, topology: Topology, gpus: Sequence[int]) -> Iterator[tuple[Prediction, str]]:
+    """What goes through the peers' memory for float32 arrays, with the reason where that is not possible."""
+    collective, nbytes, size, *_ = request
+    dtype = dtype_of("float32")
+    one_host = len({topology.gpu(gpu).host for gpu in gpus}) == 1
+    if not (1 < size <= MOST_RANKS and one_host and nbytes):
+        return
+    reduces = COLLECTIVES[collective].reduces
+    op = resolve_op("sum", dtype) if reduces else None
+    flagged = not (reduces and may_be_bare("one_shot", dtype))
+    layout, links = PeerLayout(size, BLOCKS, one_gpu=False), peer_memory.links_over(topology, gpus)
+    narrow, by_nvlink = _narrowest(topology, gpus)
+    for algorithm in (str(known.algorithm) for known in entries(collective)):
+        able = protocols_in(layout, collective, algorithm, nbytes, dtype, op)
+        for protocol in PROTOCOLS if able else ():
+            candidate = Candidate(algorithm, 1, protocol)
+            found = peer_memory.predict(candidate, collective, nbytes, size, links, flagged)
+            if not by_nvlink:
+                yield found, NOT_KNOWN
+            elif protocol not in able:
+                small = protocols_in(layout, collective, algorithm, dtype.numpy.itemsize, dtype, op)
+                yield found, TOO_LONG if protocol in small else NO_PACKETS
+            else:
+                # What a rank sends goes to all peers in equal parts.
+                sent = found.sent_nbytes / (size - 1) * narrow.nbytes
+                busy = sent / narrow.bandwidth_gb_per_s / 1e3 / found.time_us
+                yield replace(found, bottleneck=replace(narrow, nbytes=sent, busy=busy)), ""
 
 
-def native_row(
-    nbytes: int, topology: Topology, size: int, gpus: Sequence[int] | None, measured_us: float | None
-) -> Row:
-    """NCCL's own all-reduce, which is no schedule: its time by closed forms, replayed as schedules are."""
-    chosen = [gpu.index for gpu in topology.gpus[:size]] if gpus is None else gpus
-    found = native.ways(topology, chosen)
-    at = np.array([0.0, nbytes])
-    latency, time = native.predict_us(found, at, native.FITTED, replayed=True).tolist()
-    best = min(found, key=lambda way: float(way.time_us(at, native.FITTED, True)[1]))
-    steps = int(sum(count for _, count in best.steps))
-    sent = 2 * (size - 1) / size * nbytes if best.name == "ring" else float(nbytes)
-    return Row("native", str(Algorithm.NATIVE), 1, steps, sent, None, time, latency, measured_us)
+def _narrowest(topology: Topology, gpus: Sequence[int]) -> tuple[Bottleneck, bool]:
+    """The link that is busy longest if every rank sends a byte to every other, and whether all is NVLink."""
+    traffic = measure(topology, gpus, Routes(topology))
+    load = traffic.load.sum(axis=(0, 1))
+    worst = int((load / traffic.capacity).argmax())
+    kinds = [topology.links_of(a)[b].kind for a, b in traffic.edges]
+    bandwidth, nbytes = float(traffic.capacity[worst]), float(load[worst])
+    narrow = Bottleneck(*traffic.edges[worst], kinds[worst].value, bandwidth, nbytes, 0.0)
+    return narrow, set(kinds) == {LinkKind.NVLINK}
 
 
 def reason_for(rows: Sequence[Row]) -> str:
@@ -124,3 +346,75 @@ def _strength(best: Row) -> str:
         f"{best.name}: bandwidth decides, and its busiest link, {best.bottleneck}, is at work for "
         f"{best.bottleneck.busy * predicted_us:.1f} of {predicted_us:.1f} us"
     )
+
+
+# -- of a communicator -----------------------------------------------------------------------------
+
+
+def explain_call(
+    request: Request,
+    choice: Candidate,
+    rules: Rules,
+    times_us: Mapping[Candidate, float],
+    note: str = "",
+    place: tuple[Order | None, Groups | None] = (None, None),
+) -> Explanation:
+    """Explains the choice for a communicator's call beside all that could be.
+
+    Args:
+        request: What is asked for.
+        choice: What would run, before it is placed along the machine's links.
+        rules: What there is to choose from.
+        times_us: The times of the candidates that were measured.
+        note: Where these come from, or why there are none.
+        place: The order and groups that candidates are placed along.
+    """
+    collective, nbytes, size, *_ = request
+    if nbytes < 0:
+        raise ArgumentError(f"nbytes={nbytes!r}; expected 0 or more")
+    measured: dict[Candidate, float] = {}
+    for one in sorted(times_us, key=lambda one: (not one.piece_nbytes, one.piece_nbytes)):
+        # Of candidates that are cut alike here, the last counts: that with no pieces, or the longest.
+        measured[one.at(nbytes)] = times_us[one]
+
+    def row(candidate: Candidate) -> Row:
+        obstacle = "" if candidate == choice else rules.obstacle(candidate, request)
+        found = None if obstacle else rules.predict(candidate.along(*place), request)
+        return _row(request, candidate, found, measured.get(candidate), obstacle)
+
+    serving = (one for one in measured if not rules.obstacle(one, request))
+    rows = [row(one) for one in dict.fromkeys([*rules.candidates(request), *serving, choice])]
+    rows += _excluded(request, {one.algorithm for one in rows})
+    missing = rules.unavailable(choice)
+    if missing is not None:
+        rows.append(row(missing))
+    ordered = in_order(rows)
+    first = next(one for one in ordered if one.name == choice.name)
+    others = [one for one in ordered if one is not first]
+    doubt = _doubt(first, others) if rules.doubts(request) else ""
+    reason = f"{first.name}: {choice.reason}{doubt}."
+    return Explanation(collective, nbytes, size, rules.where, (first, *others), reason, note)
+
+
+def _excluded(request: Request, taken: Iterable[str]) -> Iterator[Row]:
+    """The algorithms that serve the collective and are not taken at all, with the reason."""
+    for known in entries(request.collective):
+        name = str(known.algorithm)
+        if name in taken:
+            continue
+        obstacle = f"it cannot serve {request.size} ranks; {known.restriction}"
+        if not known.trusted:
+            obstacle = NOT_NAMED
+        elif known.allows(request.size):
+            obstacle = GROUPED if known.grouped else "it has no use here"
+        yield _row(request, Candidate(name), obstacle=obstacle)
+
+
+def _doubt(chosen: Row, others: Sequence[Row]) -> str:
+    """What the model would take, where it differs from a choice that no measurement backs."""
+    if chosen.measured_us is not None or not chosen.predicted_us:
+        return ""
+    for row in others:
+        if row.predicted_us and not row.obstacle and row.predicted_us < _CLEARLY * chosen.predicted_us:
+            return f"; the model would take {row.name}, which flagcx tune would settle"
+    return ""

@@ -1,4 +1,4 @@
-"""What the model says of schedules on GPUs, as a table like those that are measured."""
+"""How candidates compare by the model: the best pieces of each, two at once where they gain, and tables."""
 
 from __future__ import annotations
 
@@ -9,26 +9,28 @@ from itertools import combinations
 
 import numpy as np
 
-from flagcx.algorithms import Algorithm, entries
-from flagcx.algorithms.candidate import Candidate, Order
+from flagcx.algorithms import Algorithm, entry
+from flagcx.algorithms.candidate import BOTH_WAYS, MOST_PIECES, Candidate, Order
 from flagcx.cost.model import Model, Prediction
 from flagcx.schedule.collectives import COLLECTIVES
-from flagcx.selection.candidates import MOST_PLANNED, best_pieces, candidates
+from flagcx.selection.candidates import Request, candidates, schedules, split_messages
+from flagcx.selection.placement import MOST_PLANNED
 from flagcx.selection.table import Fit, Point, Table
 from flagcx.topology.graph import Topology
 
-MODELLED = ("allreduce", "reduce", "reduce_scatter")
+PREDICTED = ("allreduce", "reduce", "reduce_scatter")
 """The collectives that reduce: those that NCCL's own may not do, for want of the dtype or operation."""
 SIZES = tuple(1 << power for power in range(8, 33, 3))
-PIECE_NBYTES = 4 << 20
-MIXES = ("ring|ring", "ring|double_binary_tree", "ring|two_shot", "ring 3/4|two_shot")
-"""The mixes that are candidates on GPUs."""
-_WORTH_A_MIX = 0.95
-_MOST_MIXED = 6
+PIECE_NBYTES = (4 << 20,)
+"""The length of piece that is tried on GPUs, besides whole blocks: a step costs a group and a launch."""
+_LEAST_PIECE_NBYTES = 4 << 10
+"""No piece is cut smaller: its time would be latency alone."""
+_WORTH_SPLITTING = 0.95
+_MOST_SPLIT = 6
 _SHARES = 16
 
 
-def modelled_table(topology: Topology, gpus: Sequence[int], order: Order | None, fit: Fit) -> Table | None:
+def predicted_table(topology: Topology, gpus: Sequence[int], order: Order | None, fit: Fit) -> Table | None:
     """The times that the model gives to schedules of sends and receives through NCCL.
 
     Args:
@@ -43,38 +45,59 @@ def modelled_table(topology: Topology, gpus: Sequence[int], order: Order | None,
     if not 1 < len(gpus) <= MOST_PLANNED:
         return None
     model = Model(topology, gpus)
-    measured = {collective: tuple(_points(model, collective, order)) for collective in MODELLED}
-    return Table(fit, measured)
+    return Table(fit, {collective: tuple(_points(model, collective, order)) for collective in PREDICTED})
 
 
 def _points(model: Model, collective: str, order: Order | None) -> Iterator[Point]:
     root = 0 if COLLECTIVES[collective].rooted else None
     for nbytes in SIZES:
-        found = list(_forms(model.size, collective, nbytes))
-        yield Point(
-            nbytes,
-            {c: model.timing(collective, c.at(nbytes).along(order), nbytes, root).time_us for c in found},
-        )
+        times = {
+            one: model.timing(collective, one.at(nbytes).along(order), nbytes, root).time_us
+            for one in on_device(Request(collective, nbytes, model.size))
+        }
+        yield Point(nbytes, times)
 
 
-def _forms(size: int, collective: str, nbytes: int) -> Iterator[Candidate]:
-    """The schedules, as a table names them."""
-    for known in entries(collective):
-        if known.grouped or not known.trusted or not known.allows(size):
-            continue
-        plain = Candidate(known.algorithm)
-        yield plain
-        if known.pipelined and known.algorithm != Algorithm.RING:
-            cut = replace(plain, piece_nbytes=PIECE_NBYTES)
-            if cut.pieces_at(nbytes) > 1:
-                yield cut
-    yield from mixes_for(collective, size)
+def on_device(request: Request) -> list[Candidate]:
+    """The schedules that are worth a look on GPUs: all blocks of a ring are under way at once as it is."""
+    found = [
+        one
+        for one in schedules(request, PIECE_NBYTES)
+        if one.algorithm != Algorithm.RING or not one.piece_nbytes
+    ]
+    return [*found, *split_messages(request.collective, request.size)]
 
 
-def mixes_for(collective: str, size: int) -> tuple[Candidate, ...]:
-    """Two at once, worth a look where there are two ways round, or a tree can spare a ring its steps."""
-    names = MIXES if size > 2 and collective == "allreduce" else ()
-    return tuple(Candidate.parse(collective, name) for name in names)
+def best_pieces(
+    collective: str, candidate: Candidate, steps: int, latency_us: float, time_us: float, nbytes: float
+) -> int:
+    """How many pieces a pipelined algorithm does best with, a power of two.
+
+    With s steps of a us and b us of bytes each, k pieces take (s + k - 1)(a + b / k), which is least for
+    k = sqrt((s - 1) b / a).
+
+    Args:
+        collective: Name of the collective.
+        candidate: With one piece.
+        steps: Its steps.
+        latency_us: Its time for no bytes.
+        time_us: Its time for the message.
+        nbytes: Bytes of the message.
+
+    Example:
+        >>> best_pieces("broadcast", Candidate("chain"), 7, 7.0, 1007.0, 1 << 20)
+        32
+    """
+    if not entry(collective, candidate.algorithm).pipelined or candidate.algorithm == "ring":
+        return 1
+    most = min(MOST_PIECES, int(nbytes // _LEAST_PIECE_NBYTES))
+    if steps < 2 or most < 2 or latency_us <= 0:
+        return 1 if steps < 2 or most < 2 else 1 << (most.bit_length() - 1)
+    wanted = ((steps - 1) * (time_us - latency_us) / latency_us) ** 0.5
+    pieces = 1
+    while pieces * 2 <= most and pieces * 2**0.5 < wanted:
+        pieces *= 2
+    return pieces
 
 
 def in_pieces(
@@ -90,7 +113,7 @@ def in_pieces(
 
 
 def compare(model: Model, collective: str, nbytes: float, root: int | None = None) -> tuple[Prediction, ...]:
-    """All candidates, mixes included where they gain, the fastest first.
+    """All candidates, two at once included where they gain, the fastest first.
 
     Ties keep the order of the catalogue, so that all ranks find the same.
 
@@ -107,27 +130,27 @@ def compare(model: Model, collective: str, nbytes: float, root: int | None = Non
     nbytes = 0 if collective == "barrier" else nbytes
     simple = [in_pieces(model, collective, candidate, nbytes, root) for candidate in found]
     ranked = sorted(simple, key=lambda prediction: prediction.time_us)
-    mixes = list(_mixes(model, collective, ranked, nbytes, root)) if 2 < model.size <= MOST_PLANNED else []
-    return tuple(sorted([*ranked, *mixes], key=lambda prediction: prediction.time_us))
+    pairs = list(_pairs(model, collective, ranked, nbytes, root)) if 2 < model.size <= MOST_PLANNED else []
+    return tuple(sorted([*ranked, *pairs], key=lambda prediction: prediction.time_us))
 
 
-def _mixes(
+def _pairs(
     model: Model, collective: str, ranked: list[Prediction], nbytes: float, root: int | None
 ) -> Iterator[Prediction]:
     """Two beside each other, where together they would keep every link less busy than either alone."""
-    parts = [prediction.candidate for prediction in ranked[:_MOST_MIXED]]
+    parts = [prediction.candidate for prediction in ranked[:_MOST_SPLIT]]
     for part in list(parts):
-        if part.algorithm in ("ring", "chain") and root is None:
+        if part.algorithm in BOTH_WAYS and root is None:
             order = part.order or tuple(range(model.size))
             parts.append(replace(part, order=order[::-1]))
     best = ranked[0].time_us
     gains: list[tuple[float, int, Candidate]] = []
     for a, b in combinations(parts, 2):
         share, gain = _share(model, collective, a, b, nbytes, root)
-        if gain < _WORTH_A_MIX:
+        if gain < _WORTH_SPLITTING:
             gains.append((gain, len(gains), replace(a, other=b, share=share)))
-    for _, _, mix in sorted(gains)[:_MOST_MIXED]:
-        prediction = model.predict(collective, mix, nbytes, root)
+    for _, _, pair in sorted(gains)[:_MOST_SPLIT]:
+        prediction = model.predict(collective, pair, nbytes, root)
         if prediction.time_us < best:
             yield prediction
 

@@ -1,249 +1,241 @@
-"""Chooses the algorithm of a call by rule: the same on every rank, since all see the same numbers."""
+"""Chooses by rule where nothing was measured: the same on every rank, since all see the same numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from flagcx.algorithms import Algorithm, entry
-from flagcx.algorithms.candidate import MOST_PIECES, Candidate
-from flagcx.cost.peer_memory import NATIVE_WAY, NVLINK, GpuLinks, Way, predict_us
+from flagcx.algorithms.candidate import MOST_PIECES, Candidate, Groups
+from flagcx.selection.candidates import Request, schedules, why_not
+from flagcx.transport.shared_memory import CROSS_MEMORY, SLOTS
+
+if TYPE_CHECKING:
+    from flagcx.cost.model import Prediction
 
 ONE_SHOT_NBYTES = 64 << 10
+PIECE_NBYTES = (64 << 10, 256 << 10, 1 << 20)
+"""The lengths of piece that pipelined algorithms are compared with on hosts, besides none at all."""
+
+NOT_ATTACHED = "the system does not let these processes read each other's memory"
 _PIPELINE_NBYTES = 256 << 10
 _ATTACH_NBYTES = 128 << 10
-_TINY_REDUCE_NBYTES = 4 << 10
+_TINY_NBYTES = 4 << 10
 _ATTACH_REDUCE_NBYTES = 1 << 20
-_DEVICE_PIECE_NBYTES = 4 << 20
-_MOST_DEVICE_PIECES = 8
-_MOST_DIRECT = 16
-_WORDS = {
-    "": "NCCL's own",
-    "peer_packets": "one kernel pushes packets to all peers",
-    "peer_memory": "one kernel moves chunks through the peers' memory",
-}
-RING_NBYTES = 10_000_000
-"""On GPUs longer messages go round a ring, where neither a measurement nor a model knows better."""
-ROUNDS_ONCE = (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT, Algorithm.DIRECT)
-"""The algorithms in which a rank adds up all contributions to an element and rounds once."""
+_MOST_PREDICTED = 64
+"""Up to so many ranks of one host the model is asked: a host has no more."""
 
 
-def choose_on_host(
-    collective: str, nbytes: int, size: int, uneven: bool = False, attached: bool = True
-) -> Candidate:
+class Rules(ABC):
+    """What there is to choose from for one kind of array, and the choice where nothing was measured.
+
+    Attributes:
+        where: What carries the data, in words.
+        source: Where measured times come from, in words.
+        note: What else a user should know of the choices; empty if nothing.
+        fields: How many fields of a request choices depend on.
+    """
+
+    where = ""
+    source = "measured on this machine"
+    note = ""
+    fields = 4
+
+    @abstractmethod
+    def choose(self, request: Request) -> Candidate:
+        """The choice where nothing was measured."""
+
+    def choose_named(self, algorithm: str, request: Request) -> Candidate:
+        """The choice where the caller names an algorithm, or two; see ``Candidate.parse``."""
+        return named(algorithm, request, pieces_for)
+
+    def obstacle(self, candidate: Candidate, request: Request) -> str:
+        """Why a candidate cannot serve a request; empty where it can."""
+        return why_not(candidate, request)
+
+    def candidates(self, request: Request) -> Iterable[Candidate]:
+        """All that could serve a request, settled for its size."""
+        return (one.at(request.nbytes) for one in schedules(request, PIECE_NBYTES))
+
+    def unavailable(self, choice: Candidate) -> Candidate | None:
+        """What would be a choice here if the system let it."""
+        return None
+
+    def predict(self, candidate: Candidate, request: Request) -> Prediction | None:
+        """What the model says of a candidate that is placed; None where it says nothing."""
+        return None
+
+    def doubts(self, request: Request) -> bool:
+        """Whether a model that did not choose may say that it would choose otherwise."""
+        return True
+
+
+class HostRules(Rules):
+    """For NumPy arrays between processes of one host.
+
+    Args:
+        protocols: ``Transport.protocols``; none where the transport has one only.
+        attached: Whether ranks may read each other's private memory.
+        where: What carries the data, in words.
+        cores: Cores that the ranks share; those of this process by default.
+    """
+
+    def __init__(
+        self,
+        protocols: Callable[[str, str, int], Collection[str]] = lambda *_: (),
+        attached: bool = True,
+        where: str = "",
+        cores: int | None = None,
+    ) -> None:
+        self._protocols, self._attached, self.where, self._cores = protocols, attached, where, cores
+
+    def choose(self, request: Request) -> Candidate:
+        """The choice where nothing was measured; see ``choose_on_host``."""
+        return choose_on_host(request, self._attached)
+
+    def obstacle(self, candidate: Candidate, request: Request) -> str:
+        """Why a candidate cannot serve a request; empty where it can."""
+        if candidate.protocol == CROSS_MEMORY and not self._attached:
+            return NOT_ATTACHED
+        obstacle = why_not(candidate, request)
+        offered = self._protocols(request.collective, candidate.label, request.nbytes) or ("",)
+        if not obstacle and candidate.protocol not in offered:
+            return f"the transport has no protocol {candidate.protocol!r} for {candidate.label} here"
+        return obstacle
+
+    def candidates(self, request: Request) -> Iterable[Candidate]:
+        """All that could serve a request, each with every protocol."""
+        for one in super().candidates(request):
+            for protocol in self._protocols(request.collective, one.label, request.nbytes) or ("",):
+                yield replace(one, protocol=protocol)
+
+    def unavailable(self, choice: Candidate) -> Candidate | None:
+        """The choice by cross-memory attach, where the system does not allow it."""
+        return None if self._attached else replace(choice, protocol=CROSS_MEMORY)
+
+    def predict(self, candidate: Candidate, request: Request) -> Prediction | None:
+        """What the model of cores and memory says."""
+        from flagcx.cost.shared_memory import predict_on_host
+        from flagcx.transport.shared_memory.channel import RENDEZVOUS_NBYTES
+
+        collective, nbytes, size, *_ = request
+        if not 1 < size <= _MOST_PREDICTED:
+            return None
+        if not candidate.protocol and self._attached and nbytes >= RENDEZVOUS_NBYTES:
+            candidate = replace(candidate, protocol=CROSS_MEMORY)
+        return predict_on_host(
+            collective, candidate, nbytes, size, cores=self._cores, attached=self._attached
+        )
+
+
+class MultiHostRules(Rules):
+    """For NumPy arrays between hosts, where the network is far slower than memory.
+
+    Args:
+        groups: The ranks of each host.
+    """
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
+        self.where = f"{len(groups)} hosts"
+
+    def choose(self, request: Request) -> Candidate:
+        """The choice; see ``choose_across_hosts``."""
+        return choose_across_hosts(request, alone=all(len(group) == 1 for group in self._groups))
+
+
+def choose_on_host(request: Request, attached: bool = True) -> Candidate:
     """Chooses for NumPy arrays between processes of one host.
 
     Args:
-        collective: Name of the collective.
-        nbytes: Bytes of the message (of one block, where there is one a rank).
-        size: Number of ranks.
-        uneven: Whether the blocks differ in size.
+        request: What is asked for.
         attached: Whether ranks may read each other's private memory.
     """
+    collective, nbytes, size, *_ = request
     if collective == "allreduce":
         if nbytes <= ONE_SHOT_NBYTES:
-            return Candidate(
-                Algorithm.ONE_SHOT, reason="small: one exchange, each rank reads everybody's message"
-            )
-        return Candidate(
-            Algorithm.TWO_SHOT, reason="large: each rank reduces one stripe in the shared memory"
-        )
+            reason = "small: one exchange, each rank reads everybody's message"
+            return Candidate(Algorithm.ONE_SHOT, reason=reason)
+        reason = "large: each rank reduces one stripe in the shared memory"
+        return Candidate(Algorithm.TWO_SHOT, reason=reason)
     if collective == "barrier":
         return Candidate(Algorithm.DISSEMINATION, reason="fewest steps")
     if collective == "broadcast" and attached and size > 2 and nbytes >= _ATTACH_NBYTES:
-        return Candidate(
-            Algorithm.DIRECT, 1, "cross_memory", reason="large: all read the root's memory at once"
-        )
+        reason = "large: all read the root's memory at once"
+        return Candidate(Algorithm.DIRECT, 1, CROSS_MEMORY, reason=reason)
     if collective == "reduce":
         return _reduce_on_host(nbytes, size, attached)
     if collective == "broadcast":
         return _broadcast_on_host(nbytes, size)
     if collective == "reduce_scatter" and size == 2 and 2 * nbytes > ONE_SHOT_NBYTES:
-        return Candidate(Algorithm.RING, reason="two ranks: each adds up its block as it reads the other's")
+        reason = "two ranks: each adds up its block as it reads the other's"
+        return Candidate(Algorithm.RING, reason=reason)
     return Candidate(Algorithm.DIRECT, reason="one host: every pair of ranks is one hop apart")
 
 
 def _reduce_on_host(nbytes: int, size: int, attached: bool) -> Candidate:
     """Measured with 2 and 4 ranks: ``bench/tune_check.py --collectives reduce``."""
     if size == 2:
-        way = "slots" if attached and nbytes >= _PIPELINE_NBYTES else ""
-        return Candidate(Algorithm.BINOMIAL, 1, way, reason="two ranks: one adds up what the other writes")
-    if nbytes <= _TINY_REDUCE_NBYTES:
+        protocol = SLOTS if attached and nbytes >= _PIPELINE_NBYTES else ""
+        return Candidate(
+            Algorithm.BINOMIAL, 1, protocol, reason="two ranks: one adds up what the other writes"
+        )
+    if nbytes <= _TINY_NBYTES:
         return Candidate(Algorithm.TREE, reason="tiny: few steps, and no rank waits for more than two")
     if nbytes < _ATTACH_NBYTES:
         return Candidate(Algorithm.BINOMIAL, reason="small: fewest steps")
-    way = ("cross_memory" if nbytes >= _ATTACH_REDUCE_NBYTES else "slots") if attached else ""
-    return Candidate(Algorithm.DOUBLE_BINARY_TREE, 1, way, reason="large: two trees share the adding up")
+    protocol = (CROSS_MEMORY if nbytes >= _ATTACH_REDUCE_NBYTES else SLOTS) if attached else ""
+    return Candidate(Algorithm.DOUBLE_BINARY_TREE, 1, protocol, reason="large: two trees share the adding up")
 
 
 def _broadcast_on_host(nbytes: int, size: int) -> Candidate:
     if nbytes <= _PIPELINE_NBYTES or size == 2:
         return Candidate(Algorithm.BINOMIAL, reason="small: fewest steps")
-    return Candidate(
-        Algorithm.CHAIN, _pieces(nbytes), reason="large: pieces flow down a chain, every copy busy at once"
-    )
+    reason = "large: pieces flow down a chain, every copy busy at once"
+    return Candidate(Algorithm.CHAIN, _pieces(nbytes), reason=reason)
 
 
-@dataclass(frozen=True, slots=True)
-class Capabilities:
-    """What can carry a call on GPUs, besides the schedules, which always can. The same on every rank.
-
-    Attributes:
-        native: Whether NCCL's own collective does the call's dtype and operation.
-        ways: The algorithms that the transport can carry out without NCCL, each with a protocol; see
-            ``NcclTransport.protocols``.
-        narrow: Whether results have 8 bits, so that an algorithm that rounds at every hop loses too much.
-        flagged: Whether packets have flags, which makes them twice as long.
-        reach: How the GPUs reach each other.
-    """
-
-    native: bool = False
-    ways: frozenset[Way] = frozenset()
-    narrow: bool = False
-    flagged: bool = False
-    reach: GpuLinks = NVLINK
-
-    def predict_us(self, way: Way, collective: str, nbytes: int, size: int) -> float | None:
-        """What the model of peer memory says of a way, in us; None where the call has no such way.
-
-        It speaks of NCCL's own too, as far as the two are to be compared.
-        """
-        if way in self.ways or (way == NATIVE_WAY and self.native and self.ways):
-            return predict_us(way, collective, nbytes, size, self.reach, self.flagged)
-        return None
-
-    def fastest(self, collective: str, nbytes: int, size: int) -> list[tuple[float, Way]]:
-        """The ways that the model knows with their times in us, the fastest first."""
-        found = [(self.predict_us(way, collective, nbytes, size), way) for way in {*self.ways, NATIVE_WAY}]
-        return sorted((time_us, way) for time_us, way in found if time_us is not None)
-
-
-def choose_on_device(
-    collective: str, nbytes: int, size: int, uneven: bool = False, possible: Capabilities | None = None
-) -> Candidate:
-    """Chooses for arrays on GPUs, where nothing was measured.
-
-    Where the ranks reach each other's memory, that is what ``flagcx.cost.peer_memory`` takes for the
-    fastest, NCCL's own collective included; else NCCL's own where it does the call.
+def choose_across_hosts(request: Request, alone: bool) -> Candidate:
+    """Chooses for NumPy arrays between processes of several hosts.
 
     Args:
-        collective: Name of the collective.
-        nbytes: Bytes of the message (of one block, where there is one a rank).
-        size: Number of ranks.
-        uneven: Whether the blocks differ in size.
-        possible: What can carry the call; schedules alone by default.
-
-    Example:
-        >>> str(choose_on_device("allreduce", 64 << 20, 8).algorithm)
-        'ring'
+        request: What is asked for.
+        alone: Whether each host has one rank.
     """
-    possible = possible or Capabilities()
-    if possible.ways and not uneven:
-        return _in_peer_memory(collective, nbytes, size, possible)
-    if possible.native:
-        return Candidate(Algorithm.NATIVE, reason="NCCL's own collective does this")
-    if collective == "allreduce":
-        return _allreduce_on_device(nbytes, size, possible.narrow)
+    collective, nbytes, *_ = request
     if collective == "barrier":
         return Candidate(Algorithm.DISSEMINATION, reason="fewest steps")
-    if collective in ("broadcast", "reduce") and size > _MOST_DIRECT:
-        return Candidate(Algorithm.BINOMIAL, reason="many ranks: fewest steps")
-    return Candidate(Algorithm.DIRECT, reason="one group")
+    if collective in ("broadcast", "reduce"):
+        if nbytes <= _TINY_NBYTES:
+            return Candidate(Algorithm.BINOMIAL, reason="tiny: fewest steps")
+        reason = "pieces flow from host to host, over each link once"
+        return Candidate(Algorithm.CHAIN, _pieces(nbytes), reason=reason)
+    if collective == "allreduce":
+        if nbytes <= _TINY_NBYTES:
+            return Candidate(Algorithm.RECURSIVE_DOUBLING, reason="tiny: fewest steps")
+        if alone:
+            reason = "one rank a host: the least traffic over each link"
+            return Candidate(Algorithm.RING, reason=reason)
+        reason = "within hosts first: the message crosses the network once"
+        return Candidate(Algorithm.HIERARCHICAL, reason=reason)
+    if collective in ("allgather", "reduce_scatter") and not request.uneven:
+        reason = "in the order of the hosts: each block crosses each link once"
+        return Candidate(Algorithm.RING, reason=reason)
+    return Candidate(Algorithm.DIRECT, reason="every block goes straight to where it belongs")
 
 
-def _in_peer_memory(collective: str, nbytes: int, size: int, possible: Capabilities) -> Candidate:
-    """The fastest by the model."""
-    ranked = possible.fastest(collective, nbytes, size)
-    time_us, (algorithm, protocol) = ranked[0]
-    reason = f"{_WORDS[protocol]}; by the model of peer memory about {time_us:.3g} us"
-    if len(ranked) > 1:
-        reason += f", {ranked[1][0] / time_us:.2f} times that the next way"
-    return Candidate(algorithm, 1, protocol, reason=reason)
-
-
-def choose_named(
-    algorithm: str,
-    collective: str,
-    nbytes: int,
-    size: int,
-    uneven: bool,
-    possible: Capabilities,
-) -> Candidate:
-    """How an algorithm that the caller names moves arrays on GPUs, where nothing was measured.
-
-    That is the fastest of the transport's ways for it; sends and receives through NCCL where it has none.
-
-    Args:
-        algorithm: Name of the algorithm.
-        collective: Name of the collective.
-        nbytes: Bytes of the message (of one block, where there is one a rank).
-        size: Number of ranks.
-        uneven: Whether the blocks differ in size.
-        possible: What can carry the call.
-
-    Example:
-        >>> ways = frozenset({("one_shot", "peer_memory"), ("one_shot", "peer_packets")})
-        >>> choose_named("one_shot", "allreduce", 4096, 2, False, Capabilities(ways=ways)).protocol
-        'peer_packets'
-    """
-    if not uneven:
-        for _, (name, protocol) in possible.fastest(collective, nbytes, size):
-            if name == algorithm and protocol:
-                return Candidate(algorithm, 1, protocol, reason=f"named by the caller; {_WORDS[protocol]}")
-    return _named(collective, algorithm, nbytes, pieces_on_device)
-
-
-def _allreduce_on_device(nbytes: int, size: int, narrow: bool) -> Candidate:
-    if nbytes <= ONE_SHOT_NBYTES and size <= _MOST_DIRECT:
-        return Candidate(Algorithm.ONE_SHOT, reason="tiny: one group and one launch")
-    if narrow and size <= _MOST_DIRECT:
-        return Candidate(Algorithm.TWO_SHOT, reason="8 bits: sums are rounded once")
-    if nbytes > RING_NBYTES:
-        return Candidate(Algorithm.RING, reason="above 10 MB: the least traffic, to one neighbour alone")
-    if size == 2:
-        return Candidate(Algorithm.TWO_SHOT, reason="two ranks: each adds up one half")
-    pieces = pieces_on_device("allreduce", Algorithm.DOUBLE_BINARY_TREE, nbytes)
-    return Candidate(
-        Algorithm.DOUBLE_BINARY_TREE, pieces, reason="small or middle: few steps at full bandwidth"
-    )
-
-
-def choose_named_on_host(collective: str, algorithm: str, nbytes: int) -> Candidate:
-    """How an algorithm that the caller names carries NumPy arrays."""
-    return _named(collective, algorithm, nbytes, pieces_for)
-
-
-def _named(collective: str, algorithm: str, nbytes: int, pieces: Callable[[str, str, int], int]) -> Candidate:
-    found = Candidate.parse(collective, algorithm)
-    cut = 1 if found.other is not None else pieces(collective, algorithm, nbytes)
+def named(algorithm: str, request: Request, pieces: Callable[[str, str, int], int]) -> Candidate:
+    """The candidate that a caller names, cut as ``pieces(collective, algorithm, nbytes)`` says."""
+    found = Candidate.parse(request.collective, algorithm)
+    cut = pieces(request.collective, found.algorithm, request.nbytes) if found.other is None else 1
     return replace(found, pieces=cut, reason="named by the caller")
 
 
 def pieces_for(collective: str, algorithm: str, nbytes: int) -> int:
-    """How many pieces a message is cut into for an algorithm that the caller names.
-
-    Args:
-        collective: Name of the collective.
-        algorithm: Name of the algorithm.
-        nbytes: Bytes of the message or block.
-    """
+    """How many pieces a message on a host is cut into, for an algorithm that the caller names."""
     return _pieces(nbytes) if entry(collective, algorithm).pipelined else 1
-
-
-def pieces_on_device(collective: str, algorithm: str, nbytes: int) -> int:
-    """How many pieces a message on a GPU is cut into, for an algorithm that the caller names.
-
-    A step costs a group and a launch, and all blocks of a ring are under way at once as it is; only where
-    the whole message travels from rank to rank do large pieces pay.
-
-    Args:
-        collective: Name of the collective.
-        algorithm: Name of the algorithm.
-        nbytes: Bytes of the message or block.
-    """
-    if algorithm in (Algorithm.RING, Algorithm.NATIVE) or not entry(collective, algorithm).pipelined:
-        return 1
-    return max(min(nbytes // _DEVICE_PIECE_NBYTES, _MOST_DEVICE_PIECES), 1)
 
 
 def _pieces(nbytes: int) -> int:

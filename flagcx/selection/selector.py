@@ -1,34 +1,46 @@
-"""Chooses by measured times where there are any, else by rule; on all ranks by rank 0's table.
+"""Chooses by measured times where there are any, else by rule or model; on all ranks by rank 0's findings.
 
-Rank 0 alone looks for a table, and its word reaches the others with the cards that the ranks exchange at
-init. So ranks choose alike whatever lies in their own files.
+Rank 0 alone looks for tables and at the machine, and the others take its word: for arrays of the host with
+the values that the ranks exchange at init, for arrays on GPUs at the first call with one. So ranks choose
+alike whatever lies in their own files.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import warnings
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from flagcx.algorithms import entry
-from flagcx.algorithms.candidate import Candidate
+from flagcx.algorithms.candidate import Candidate, Groups, Order
 from flagcx.config import Config
-from flagcx.errors import ArgumentError
-from flagcx.selection.table import Fit, Table, read_table, table_path
+from flagcx.errors import ArgumentError, FlagcxError
+from flagcx.selection.candidates import Request
+from flagcx.selection.rules import Rules
+from flagcx.selection.table import WIDEST_TIE, Fit, Ranked, Table, read_table, table_path, versions_here
 
-Rule = Callable[[str, int, int, bool], Candidate]
+if TYPE_CHECKING:
+    from flagcx.bootstrap.store import Store
+    from flagcx.cost.peer_memory import GpuLinks
+    from flagcx.selection.explain import Explanation
+    from flagcx.topology import Topology
+    from flagcx.transport.nccl.transport import NcclTransport
+
 Exchange = Callable[[bytes], list[bytes]]
 
-NEAR = 1.5
+WORTH_A_TRIAL = 1.5
 """Candidates within this factor of the fastest are worth another trial while a job runs."""
 MOST_ALTERNATIVES = 3
+_MOST_CHOICES = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class TuningInfo:
-    """What rank 0 tells the others.
+    """What rank 0 tells the others of measured times.
 
     Attributes:
         table: Its table, or None.
@@ -37,8 +49,8 @@ class TuningInfo:
         path: The file to write corrections back to; empty if to none.
     """
 
-    table: Table | None
-    note: str
+    table: Table | None = None
+    note: str = ""
     live: bool = False
     path: str = ""
 
@@ -52,6 +64,95 @@ class TuningInfo:
         """Back from the text."""
         text, note, live, path = json.loads(raw)
         return cls(None if text is None else Table.from_json(text), note, live, path)
+
+
+class Selector:
+    """Chooses for one communicator and one kind of array. A request that came before is looked up.
+
+    Args:
+        rules: What there is to choose from, and the choice where nothing was measured.
+        tuning: The measured times that rank 0 found.
+        order: The ranks along the machine's links, for rings and trees; None where all are equally close.
+        groups: The ranks of each host, for hierarchies; None for the algorithm's default.
+
+    Attributes:
+        table: The measured times, or None.
+        note: Where the measured times come from, or why there are none.
+        live: Whether choices are corrected while the job runs.
+        path: The file to write corrections back to; empty if to none.
+    """
+
+    def __init__(
+        self,
+        rules: Rules,
+        tuning: TuningInfo | None = None,
+        order: Order | None = None,
+        groups: Groups | None = None,
+    ) -> None:
+        tuning = tuning or TuningInfo()
+        self.table, self.note, self.live, self.path = tuning.table, tuning.note, tuning.live, tuning.path
+        self.rules, self.order, self.groups = rules, order, groups
+        self._fields = rules.fields
+        self._made: dict[tuple, Candidate] = {}
+
+    def choose(self, request: Request) -> Candidate:
+        """Chooses the algorithm, pieces and protocol of a call, along the machine's links."""
+        key = request[: self._fields]
+        choice = self._made.get(key)
+        if choice is None:
+            if len(self._made) >= _MOST_CHOICES:
+                self._made.clear()
+            choice = self._made[key] = self._choose(request).along(self.order, self.groups)
+        return choice
+
+    def _choose(self, request: Request) -> Candidate:
+        ranked = self.ranked(request, 1 + WIDEST_TIE)
+        return self._settled(*ranked[0], request) if ranked else self.rules.choose(request)
+
+    def _settled(self, candidate: Candidate, time_us: float, request: Request) -> Candidate:
+        return candidate.at(request.nbytes, f"{self.rules.source}: about {time_us:.3g} us")
+
+    def choose_named(self, algorithm: str, request: Request) -> Candidate:
+        """Chooses pieces and protocol for an algorithm that the caller names.
+
+        Raises:
+            ArgumentError: The algorithm does not serve the collective.
+        """
+        choice = self.rules.choose_named(algorithm, request)
+        if choice.protocol:
+            ranked = (one for one, _ in self.ranked(request) if one.algorithm == algorithm and one.protocol)
+            choice = replace(choice, protocol=next(ranked, choice).protocol)
+        return choice.along(self.order, self.groups)
+
+    def alternatives(self, request: Request) -> list[Candidate]:
+        """The choice, then the candidates that were measured to be nearly as fast."""
+        near = self.ranked(request, WORTH_A_TRIAL)[: MOST_ALTERNATIVES + 1]
+        return [self._settled(*pair, request).along(self.order, self.groups) for pair in near]
+
+    def ranked(self, request: Request, within: float = math.inf) -> list[Ranked]:
+        """The measured candidates that can serve a request, with their times in us; see ``Table.rank``."""
+        if self.table is None:
+            return []
+        obstacle = self.rules.obstacle
+        return self.table.rank(
+            request.collective, request.nbytes, lambda one: not obstacle(one, request), within
+        )
+
+    def explain(self, request: Request) -> Explanation:
+        """Says what would carry a call, why, and what each candidate would cost.
+
+        Raises:
+            ArgumentError: ``nbytes`` is negative.
+        """
+        from flagcx.selection.explain import explain_call
+
+        times = {} if self.table is None else self.table.times(request.collective, max(request.nbytes, 1))
+        notes = [note for note in (self.note, self.rules.note) if note]
+        place = (self.order, self.groups)
+        return explain_call(request, self._choose(request), self.rules, times, "; ".join(notes), place)
+
+
+# -- rank 0's findings -----------------------------------------------------------------------------
 
 
 def look_for_table(
@@ -86,7 +187,7 @@ def look_for_table(
     except ArgumentError as error:
         return _ignored(path, str(error), command)
     live = config.live_tuning and config.profile
-    # A file that the user names is his; that in the cache is ours to keep up to date.
+    # A file that the user names is the user's own; that in the cache is ours to keep up to date.
     return TuningInfo(table, f"measured, {path}", live, str(path) if live and not config.tuning_file else "")
 
 
@@ -97,11 +198,14 @@ def _ignored(path: Path, why: str, command: str) -> TuningInfo:
 
 
 class PiggybackExchange:
-    """An exchange that takes rank 0's word along with the first values that it carries.
+    """An exchange that carries rank 0's findings along with the first values.
 
     Args:
         exchange: Sends bytes to all ranks and returns everybody's, in rank order.
-        mine: What rank 0 tells; nothing on the other ranks.
+        mine: What rank 0 tells; None on the other ranks.
+
+    Attributes:
+        told: What rank 0 told; None until values were exchanged.
     """
 
     def __init__(self, exchange: Exchange, mine: TuningInfo | None) -> None:
@@ -120,82 +224,107 @@ class PiggybackExchange:
         return [raw[8 + length :] for raw, length in zip(everybodys, lengths, strict=True)]
 
 
-class Selector:
-    """Chooses for one communicator. What it was asked before it answers from memory.
-
-    Args:
-        told: What rank 0 told.
-        rule: What chooses where nothing was measured.
-        protocols: ``protocols(collective, algorithm, nbytes)``: the protocols that the transport offers.
+@dataclass(frozen=True, slots=True)
+class SharedDecision:
+    """What rank 0 found out for arrays on GPUs, as all ranks have it.
 
     Attributes:
-        note: Where the measured times come from, or why there are none.
-        live: Whether choices are corrected while the job runs.
-        path: The file to write corrections back to; empty if to none.
+        tuning: Its measured times, or why there are none.
+        links: How the GPUs reach each other.
+        predicted: Times of schedules by the model of its machine, or None where it says nothing.
+        order: The ranks along the machine's links, or None where all are equally close.
     """
 
-    def __init__(
-        self, told: TuningInfo, rule: Rule, protocols: Callable[[str, str, int], Collection[str]]
-    ) -> None:
-        self.table, self.note, self.live, self.path = told.table, told.note, told.live, told.path
-        self._rule, self._protocols = rule, protocols
-        self._made: dict[tuple[str, int, int, bool], Candidate] = {}
+    tuning: TuningInfo
+    links: GpuLinks
+    predicted: Table | None = None
+    order: Order | None = None
 
-    def choose(self, collective: str, nbytes: int, size: int, uneven: bool = False) -> Candidate:
-        """Chooses the algorithm, pieces and protocol of a call.
+    def to_bytes(self) -> bytes:
+        """As text, to travel."""
+        predicted = None if self.predicted is None else self.predicted.to_json()
+        tuning = self.tuning.to_bytes().decode()
+        return json.dumps([tuning, astuple(self.links), predicted, self.order]).encode()
 
-        Args:
-            collective: Name of the collective.
-            nbytes: Bytes of the message (of one block, where there is one a rank).
-            size: Number of ranks.
-            uneven: Whether the blocks differ in size.
-        """
-        key = (collective, nbytes, size, uneven)
-        choice = self._made.get(key)
-        if choice is None:
-            if len(self._made) >= 4096:
-                self._made.clear()
-            choice = self._made[key] = self._choose(collective, nbytes, size, uneven)
-        return choice
+    @classmethod
+    def from_bytes(cls, raw: bytes) -> SharedDecision:
+        """Back from the text."""
+        from flagcx.cost.peer_memory import GpuLinks
 
-    def _choose(self, collective: str, nbytes: int, size: int, uneven: bool) -> Candidate:
-        ranked = self.ranked(collective, nbytes, size, uneven)
-        if not ranked:
-            return self._rule(collective, nbytes, size, uneven)
-        return self._choice(*ranked[0], nbytes)
-
-    def alternatives(self, collective: str, nbytes: int, size: int) -> list[Candidate]:
-        """The choice, then those that were measured to be nearly as fast."""
-        ranked = self.ranked(collective, nbytes, size, False)
-        near = [(c, t) for c, t in ranked if t <= NEAR * ranked[0][1]][: MOST_ALTERNATIVES + 1]
-        return [self._choice(candidate, time_us, nbytes) for candidate, time_us in near]
-
-    def ranked(
-        self, collective: str, nbytes: int, size: int, uneven: bool = False
-    ) -> list[tuple[Candidate, float]]:
-        """The measured candidates that can serve a call, with their times in us; see ``Table.rank``."""
-        if self.table is None:
-            return []
-        return self.table.rank(
-            collective, nbytes, lambda candidate: self._serves(candidate, collective, nbytes, size, uneven)
+        tuning, links, predicted, order = json.loads(raw)
+        return cls(
+            TuningInfo.from_bytes(tuning.encode()),
+            GpuLinks(*links),
+            None if predicted is None else Table.from_json(predicted),
+            None if order is None else tuple(order),
         )
 
-    def _serves(self, candidate: Candidate, collective: str, nbytes: int, size: int, uneven: bool) -> bool:
-        """Whether a candidate of a file exists here, and may be used."""
-        try:
-            known = entry(collective, candidate.algorithm)
-        except ArgumentError:
-            return False
-        pieces = candidate.pieces_at(nbytes)
-        return (
-            known.trusted
-            and not known.grouped
-            and known.allows(size)
-            and (known.uneven or not uneven)
-            and (known.pipelined or pieces == 1)
-            and candidate.protocol in (self._protocols(collective, candidate.algorithm, nbytes) or ("",))
-        )
 
-    @staticmethod
-    def _choice(candidate: Candidate, time_us: float, nbytes: int) -> Candidate:
-        return candidate.at(nbytes, f"measured on this machine: about {time_us:.3g} us")
+def device_selector(
+    store: Store,
+    transport: NcclTransport,
+    config: Config,
+    environ: Mapping[str, str],
+    detect: Callable[[], Topology],
+) -> Selector:
+    """The selector for arrays on GPUs, by what rank 0 finds out. All ranks must call it.
+
+    Args:
+        store: The communicator's part of the store.
+        transport: What carries the arrays.
+        config: Settings.
+        environ: The process's environment, for the cache directory.
+        detect: Looks at the machine.
+    """
+    from flagcx.selection.device_rules import DeviceRules
+
+    found = agree(store, transport, config, environ, detect)
+    looks = detect if config.topology_detection else None
+    return Selector(DeviceRules(transport, found.links, found.predicted, looks), found.tuning, found.order)
+
+
+def agree(
+    store: Store,
+    transport: NcclTransport,
+    config: Config,
+    environ: Mapping[str, str],
+    detect: Callable[[], Topology],
+) -> SharedDecision:
+    """Rank 0 looks for a table and at the machine; all ranks take its word. See ``device_selector``."""
+    found = b""
+    if store.rank == 0:
+        found = _look(transport, config, environ, detect).to_bytes()
+    return SharedDecision.from_bytes(store.exchange("device/choices", found, config.init_timeout_s)[0])
+
+
+def _look(
+    transport: NcclTransport, config: Config, environ: Mapping[str, str], detect: Callable[[], Topology]
+) -> SharedDecision:
+    from flagcx.cost.peer_memory import links_of
+    from flagcx.selection.placement import gpus_of, plan_order
+    from flagcx.selection.predicted import predicted_table
+
+    identities = transport.identities
+    fit = fit_on_device(transport)
+    found = SharedDecision(look_for_table(config, fit, environ, "flagcx tune --gpu"), links_of(identities))
+    one_host = len({identity.host for identity in identities}) == 1
+    if not (config.topology_detection and transport.size > 1 and one_host):
+        return found  # What rank 0 sees is its own host.
+    with contextlib.suppress(FlagcxError):  # a machine that cannot be read has no order and no model
+        topology = detect()
+        bus_ids = [identity.pci_bus_id for identity in identities]
+        found = replace(found, order=plan_order(topology, bus_ids))
+        if not config.deterministic:
+            distinct = gpus_of(topology, list(dict.fromkeys(bus_ids)))
+            found = replace(found, links=links_of(identities, topology, distinct))
+            gpus = gpus_of(topology, bus_ids)
+            if gpus is not None:
+                found = replace(found, predicted=predicted_table(topology, gpus, found.order, fit))
+    return found
+
+
+def fit_on_device(transport: NcclTransport) -> Fit:
+    """What a measured table must fit here."""
+    found = transport.surroundings()
+    versions = {**versions_here(), **{name: str(value) for name, value in found["versions"].items()}}
+    return Fit(dict(found["machine"]), transport.size, transport.name, versions, {})

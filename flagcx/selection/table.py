@@ -29,8 +29,10 @@ FORMAT = 1
 _MOST_FILE_NBYTES = 16 << 20
 _TIE = 0.1
 """Times that differ by less than this part are ties."""
-_WIDEST_TIE = 0.3
+WIDEST_TIE = 0.3
 """So are those that differ by less than rounds lay apart, up to this part."""
+_WORST = 2.0
+"""A candidate counts as so many times slower than the fastest where it was not measured, and at most."""
 _REACH = 4
 """How far beyond the measured sizes the table still speaks, as a factor."""
 
@@ -108,13 +110,6 @@ class Point:
     times_us: Mapping[Candidate, float]
     spread: float = 0.0
 
-    def ratio(self, candidate: Candidate, serving: Callable[[Candidate], bool]) -> float:
-        """A candidate's time over that of the fastest that can serve; 2 where it was not measured."""
-        times = [time_us for other, time_us in self.times_us.items() if serving(other)]
-        if candidate not in self.times_us or not times:
-            return 2.0
-        return min(self.times_us[candidate] / min(times), 2.0)
-
 
 Ranked = tuple[Candidate, float]
 """A candidate and its time in us."""
@@ -157,7 +152,13 @@ class Table:
         }
         return between or dict(high.times_us if share > 0.5 else low.times_us)
 
-    def rank(self, collective: str, nbytes: int, serving: Callable[[Candidate], bool]) -> list[Ranked]:
+    def rank(
+        self,
+        collective: str,
+        nbytes: int,
+        serving: Callable[[Candidate], bool],
+        within: float = math.inf,
+    ) -> list[Ranked]:
         """The candidates for a size with their times in us, the best first.
 
         Of those that cannot be told from the fastest, the best is the one that does best at the sizes around,
@@ -166,22 +167,32 @@ class Table:
         Args:
             collective: Name of the collective.
             nbytes: Bytes of the message or block.
-            serving: Whether a candidate can serve the call.
+            serving: Whether a candidate can serve the call; asked of the fastest first, and of few.
+            within: Candidates slower than the fastest by more than this factor are left out.
         """
-        times = self.times(collective, nbytes).items() if nbytes > 0 else ()
-        ranked = sorted(((c, t) for c, t in times if serving(c)), key=lambda pair: (pair[1], str(pair[0])))
+        ranked: list[Ranked] = []
+        times = self.times(collective, nbytes) if nbytes > 0 else {}
+        for us, one in sorted([(us, one) for one, us in times.items()]):
+            if ranked and us > within * ranked[0][1]:
+                break
+            if serving(one):
+                ranked.append((one, us))
         if len(ranked) < 2:
             return ranked
         around = self._around(collective, nbytes)
         fastest = ranked[0][1]
-        limit = fastest * (1 + min(max(_TIE, *(point.spread for point in around)), _WIDEST_TIE))
-
-        def score(pair: Ranked) -> float:
-            here = math.log(pair[1] / fastest)
-            return 2 * here + sum(math.log(point.ratio(pair[0], serving)) for point in around)
-
-        best = min((pair for pair in ranked if pair[1] <= limit), key=score)
-        return [best, *(pair for pair in ranked if pair is not best)]
+        limit = fastest * (1 + min(max(_TIE, *(point.spread for point in around)), WIDEST_TIE))
+        tied = [pair for pair in ranked if pair[1] <= limit]
+        if len(tied) > 1:
+            able = {one for one, _ in ranked}
+            scores = [2 * math.log(us / fastest) for _, us in tied]
+            for point in around:
+                there = sorted([(us, one) for one, us in point.times_us.items()])
+                least = next((us for us, one in there if one in able or serving(one)), 1.0)
+                for i, (one, _) in enumerate(tied):
+                    scores[i] += math.log(min(point.times_us.get(one, math.inf) / least, _WORST))
+            ranked.insert(0, ranked.pop(scores.index(min(scores))))
+        return ranked
 
     def _around(self, collective: str, nbytes: int) -> tuple[Point, ...]:
         """The points next to a size, two on each side."""
@@ -235,7 +246,14 @@ def _entry(candidate: Candidate) -> dict[str, Any]:
 
 
 class _Reader:
-    """Takes apart what a file says, and trusts none of it."""
+    """Takes apart what a file says, and trusts none of it.
+
+    Attributes:
+        known: Each candidate once, which makes them quick to look up.
+    """
+
+    def __init__(self) -> None:
+        self.known: dict[Candidate, Candidate] = {}
 
     def object(self, value: Any, what: str) -> dict:
         if not isinstance(value, dict):
@@ -297,6 +315,7 @@ class _Reader:
                 piece_nbytes=self.number(time.get("piece_nbytes"), f"piece_nbytes of {what}", True, 0),
                 protocol=self.text(time.get("protocol"), f"protocol of {what}"),
             )
+            candidate = self.known.setdefault(candidate, candidate)
             times[candidate] = self.number(time.get("time_us"), f"time_us of {what}", False, 1e-3)
         if not times:
             raise ArgumentError(f"{what} has no times")

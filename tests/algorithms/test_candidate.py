@@ -14,7 +14,7 @@ from flagcx.errors import ArgumentError
 from flagcx.schedule.lower import levels
 from flagcx.schedule.model import Send
 from flagcx.schedule.verify import verify
-from flagcx.selection.predicted import MIXES
+from flagcx.selection.candidates import SPLIT
 from flagcx.transport.base import Call
 from tests.ranks import run_ranks
 from tests.transport.nccl.device_machine import run_all
@@ -89,7 +89,7 @@ def test_a_name_that_the_user_registered_is_no_mix():
         fc.unregister("ring|mine", "allreduce")
 
 
-@pytest.mark.parametrize("name", MIXES)
+@pytest.mark.parametrize("name", SPLIT)
 @pytest.mark.parametrize("size", [3, 4, 5, 8])
 def test_every_candidate_is_right(name, size):
     order = tuple(range(0, size, 2)) + tuple(range(1, size, 2))
@@ -105,7 +105,7 @@ def test_a_ring_beside_itself_goes_both_ways():
     assert peers == {0, 1}, "both neighbours in the order"
 
 
-@pytest.mark.parametrize("name", MIXES)
+@pytest.mark.parametrize("name", SPLIT)
 def test_on_the_steps_of_a_gpu(name):
     size, count, dtype = 4, 1003, dtype_of("int64")
     schedule = levels(Candidate.parse("allreduce", name).along((0, 2, 1, 3)).build("allreduce", size))

@@ -15,8 +15,8 @@ def _table(factor: float) -> Table:
     """A machine that does exactly what the model says, or ``factor`` times that for one candidate."""
 
     def time_us(candidate: Candidate, nbytes: int) -> float:
-        timing, _ = predict_on_host("broadcast", candidate, nbytes, 4, cores=2)
-        return timing.time_us * (factor if candidate is SLOTS else 1.0)
+        found = predict_on_host("broadcast", candidate, nbytes, 4, cores=2)
+        return found.time_us * (factor if candidate is SLOTS else 1.0)
 
     points = tuple(Point(n, {c: time_us(c, n) for c in (SLOTS, ATTACHED)}) for n in (1 << 12, 1 << 20))
     return Table(Fit({"cores": 2}, 4, "shared_memory", {}, {}), {"broadcast": points})

@@ -8,7 +8,7 @@ from dataclasses import replace
 import peer_fit
 import pytest
 
-from flagcx.cost.peer_memory import COSTS, NATIVE_WAY, LatencyBandwidth
+from flagcx.cost.peer_memory import COSTS, LatencyBandwidth
 
 RUN = {"gpus": 4, "command": "bench/gpu_replays.py"}
 REPLAY = {"ranks": 4, "nbytes": 4096, "dtype": "float32", "wrong": 0, "run": RUN}
@@ -37,7 +37,7 @@ def test_what_is_read_from_results(tmp_path):
     found = {(s.way, s.size, s.one_gpu): s.time_us for s in peer_fit.samples([path])}
     assert found == {
         (("one_shot", "peer_packets"), 2, True): 4.0,
-        (NATIVE_WAY, 4, False): 9.0,
+        (("native", ""), 4, False): 9.0,
         (("two_shot", "peer_memory"), 4, False): 7.0,
         (("one_shot", "peer_packets"), 4, False): 3.7,
     }
@@ -45,7 +45,7 @@ def test_what_is_read_from_results(tmp_path):
 
 def _machine(costs):
     """The times of a machine that does exactly what some laws say."""
-    ways = [("one_shot", "peer_packets"), ("two_shot", "peer_memory"), NATIVE_WAY]
+    ways = [("one_shot", "peer_packets"), ("two_shot", "peer_memory"), ("native", "")]
     bare = [
         peer_fit.Sample(way, size, False, 1 << power, "float32", 1.0)
         for way in ways
@@ -78,7 +78,7 @@ def test_another_machine_s_laws_are_found():
 def test_what_a_wrong_choice_costs():
     found = [
         peer_fit.Sample(("one_shot", "peer_packets"), 2, False, 4096, "float32", 6.0),
-        peer_fit.Sample(NATIVE_WAY, 2, False, 4096, "float32", 4.0),
+        peer_fit.Sample(("native", ""), 2, False, 4096, "float32", 4.0),
     ]
     assert peer_fit.report(found).splitlines()[-1].endswith("6.00 us, 1.500 x native ")
 

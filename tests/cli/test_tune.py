@@ -31,7 +31,7 @@ def _tune(*arguments: str, cache: Path, ranks_of: tuple[str, ...] = ()) -> subpr
 def _note():
     comm = fc.init(slot_nbytes=8192)
     comm.allreduce(np.ones(64, np.float32))
-    return comm._selector.note, comm._selector.choose("scatter", 1024, comm.size).reason
+    return comm._host.selector.note, comm._host.selector.choose("scatter", 1024, comm.size).reason
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flagcx.cost.nccl import FITTED, PRIOR, predict_us, ways
+from flagcx.cost.nccl import FITTED, PRIOR, nccl_algorithms, predict_us
 from flagcx.topology import cluster, preset
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +33,7 @@ def bench(monkeypatch):
 
 
 def test_a_ring_is_latency_bytes_and_a_pipeline():
-    (ring,) = ways(preset("dgx-a100"))
+    (ring,) = nccl_algorithms(preset("dgx-a100"))
     constants = {**PRIOR, "base": 10.0, "latency_nvlink": 2.0, "efficiency_nvlink": 0.5, "pipeline": 0.0}
     speed = 240.0 * 8 / 14 * 0.5
     expected = 10.0 + 14 * 2.0 + SIZES / speed / 1000
@@ -43,13 +43,13 @@ def test_a_ring_is_latency_bytes_and_a_pipeline():
 
 
 def test_in_switch_reduction_is_for_hopper_and_more_than_four():
-    names = {way.name for way in ways(preset("dgx-h100"))}
+    names = {one.name for one in nccl_algorithms(preset("dgx-h100"))}
     assert names == {"ring", "nvls"}
-    assert {way.name for way in ways(preset("dgx-h100"), range(4))} == {"ring"}
-    assert {way.name for way in ways(preset("dgx-h100"), nvls=False)} == {"ring"}
+    assert {one.name for one in nccl_algorithms(preset("dgx-h100"), range(4))} == {"ring"}
+    assert {one.name for one in nccl_algorithms(preset("dgx-h100"), nvls=False)} == {"ring"}
     two = cluster(preset("dgx-h100"), 2)
-    assert {way.name for way in ways(two)} == {"ring", "levels", "nvls levels"}
-    assert dict(ways(two, rdma=False)[0].steps).keys() == {"nvlink", "tcp"}
+    assert {one.name for one in nccl_algorithms(two)} == {"ring", "levels", "nvls levels"}
+    assert dict(nccl_algorithms(two, rdma=False)[0].steps).keys() == {"nvlink", "tcp"}
 
 
 def test_the_fitted_constants_are_those_of_the_prior():
@@ -73,7 +73,7 @@ def test_a_fit_finds_the_constants_that_made_the_data(bench):
     truth = {**PRIOR, "base": 33.0, "latency_nvlink": 2.2, "efficiency_nvlink": 0.8}
     points = {}
     for name in ("dgx-a100", "dgx-1v", "dgx-2"):
-        found = ways(preset(name))
+        found = nccl_algorithms(preset(name))
         points[name] = [bench.Points(found, SIZES, predict_us(found, SIZES, truth))]
     fitted = bench.fit(points, pull=0.0)
     for part in points.values():
@@ -86,7 +86,7 @@ def test_a_machine_unlike_the_others_is_told_apart(bench):
     points = {}
     for name in ("dgx-a100", "dgx-1v", "dgx-2", "dgx-h100", "hgx-b200"):
         slow = 3.0 if name == "dgx-2" else 1.0
-        found = ways(preset(name), nvls=False)
+        found = nccl_algorithms(preset(name), nvls=False)
         points[name] = [bench.Points(found, SIZES, slow * predict_us(found, SIZES, PRIOR))]
     errors = {row["machine"]: row["large"] for row in bench.leave_one_out(points)}
     assert errors["dgx-2"] > 0.5 and errors["dgx-a100"] < 0.1

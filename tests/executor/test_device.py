@@ -14,8 +14,9 @@ from flagcx.errors import ArgumentError, CommunicatorError
 from flagcx.executor.device import DeviceExecutor, DeviceWork
 from flagcx.executor.work import Work
 from flagcx.profiler import RecordBuffer
-from flagcx.selection.on_device import DeviceSelector, SharedDecision
-from flagcx.selection.selector import TuningInfo
+from flagcx.selection.candidates import Request
+from flagcx.selection.device_rules import DeviceRules
+from flagcx.selection.selector import Selector, TuningInfo
 from flagcx.selection.table import Fit, Point, Table
 
 
@@ -101,7 +102,7 @@ def test_measured_times_choose_among_nccls_own_schedules_and_protocols(executor)
     shot = Candidate("one_shot", 1, "peer_packets")
     times = {shot: 3.0, Candidate("native"): 5.0, Candidate("two_shot"): 7.0, Candidate("ring"): 8.0}
     table = Table(Fit({}, 4, "nccl", {}, {}), {"allreduce": (Point(4096, times),)})
-    executor.selector = DeviceSelector(SharedDecision(TuningInfo(table, "measured")))
+    executor.selector = Selector(DeviceRules(executor.transport), TuningInfo(table, "measured"))
     plan = executor.find("allreduce", 1024, dtype_of("float32"), OPS["sum"])
     assert (plan.schedule.algorithm, plan.protocol) == ("native", ""), "the transport has no such protocol"
     executor.transport.own_ways = frozenset({("one_shot", "peer_packets")})
@@ -144,7 +145,7 @@ def test_a_named_algorithm_goes_through_the_peers_memory_where_it_can(executor):
 def test_measured_times_choose_the_protocol_of_a_named_algorithm(executor):
     times = {Candidate("two_shot", 1, "peer_memory"): 3.0, Candidate("two_shot", 1, "peer_packets"): 5.0}
     table = Table(Fit({}, 4, "nccl", {}, {}), {"allreduce": (Point(4096, times),)})
-    executor.selector = DeviceSelector(SharedDecision(TuningInfo(table, "measured")))
+    executor.selector = Selector(DeviceRules(executor.transport), TuningInfo(table, "measured"))
     executor.transport.own_ways = PEERS
     plan = executor.find("allreduce", 1024, dtype_of("float32"), OPS["sum"], algorithm="two_shot")
     assert plan.protocol == "peer_memory"
@@ -154,14 +155,18 @@ def test_measured_times_choose_the_protocol_of_a_named_algorithm(executor):
 
 def test_what_can_carry_a_call(executor):
     executor.transport.own_ways = PEERS
-    sums = executor.possible("allreduce", 4096, dtype_of("float32"), OPS["sum"])
-    assert (sums.native, sums.ways, sums.flagged) == (True, PEERS, False)
-    assert executor.possible("allreduce", 4096, dtype_of("int32"), OPS["sum"]).flagged, "integers need flags"
-    moved = executor.possible("allgather", 4096, dtype_of("float32"), None)
-    assert moved.flagged and not moved.ways, "what is moved may have any bits"
-    reach = GpuLinks(False, 2, 100.0, 50.0)
-    executor.selector = DeviceSelector(SharedDecision(TuningInfo(None, ""), reach=reach))
-    assert executor.possible("allreduce", 4096, dtype_of("float32"), OPS["sum"]).reach == reach
+    links = GpuLinks(False, 2, 100.0, 50.0)
+    rules = DeviceRules(executor.transport, links)
+
+    def possible(collective, dtype, op):
+        return rules.capabilities(Request(collective, 4096, 4, False, dtype_of(dtype), op))
+
+    sums = possible("allreduce", "float32", OPS["sum"])
+    assert {(one.algorithm, one.protocol) for one in sums.peers} == PEERS
+    assert (sums.native, sums.flagged, sums.links) == (True, False, links)
+    assert possible("allreduce", "int32", OPS["sum"]).flagged, "integers need flags"
+    moved = possible("allgather", "float32", None)
+    assert moved.flagged and not moved.peers, "what is moved may have any bits"
 
 
 def test_a_ring_on_gpus_is_not_cut_into_small_pieces(executor):

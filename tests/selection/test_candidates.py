@@ -11,7 +11,8 @@ from flagcx.algorithms.candidate import Candidate
 from flagcx.errors import ArgumentError
 from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.schedule.verify import verify
-from flagcx.selection.candidates import MOST_DIRECT, best_pieces, candidates
+from flagcx.selection.candidates import MOST_DIRECT, candidates
+from flagcx.selection.predicted import best_pieces
 from flagcx.topology import best_order, cluster, preset
 
 

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import io
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import flagcx as fc
 from flagcx.algorithms.candidate import Candidate
-from flagcx.selection.explain_calls import (
-    Asked,
-    Machine,
-    explain_between_hosts,
-    explain_on_device,
-    explain_on_host,
-)
-from flagcx.selection.rules import Capabilities, choose_on_device
+from flagcx.cost.model import Model
+from flagcx.selection.candidates import Request
+from flagcx.selection.device_rules import Capabilities, DeviceRules
+from flagcx.selection.explain import explain_call
+from flagcx.selection.rules import HostRules, MultiHostRules
 from flagcx.selection.table import Fit, Point, Table, save_table
 from flagcx.topology import preset
 from tests.ranks import run_ranks
@@ -27,8 +25,17 @@ def _offers(collective, algorithm, nbytes):
     return ("slots", "cross_memory") if nbytes >= 8192 else ("",)
 
 
-def _asked(collective, nbytes, choice, measured=None, size=4):
-    return Asked(collective, nbytes, size, choice, measured or {}, "a note", "somewhere")
+def _on_host(collective, nbytes, choice, measured=None, size=4, cores=2, attached=True):
+    offers = _offers if attached else lambda *_: ()
+    rules = HostRules(offers, attached, "somewhere", cores)
+    return explain_call(Request(collective, nbytes, size), choice, rules, measured or {}, "a note")
+
+
+def _on_device(nbytes, possible, model=None, order=None, size=8):
+    rules = DeviceRules(SimpleNamespace(no_peers=""), possible.links)
+    rules.capabilities, rules._model = lambda request: possible, model
+    request = Request("allreduce", nbytes, size)
+    return explain_call(request, rules.choose(request), rules, {}, "a note", (order, None))
 
 
 def _row(found, name):
@@ -37,7 +44,7 @@ def _row(found, name):
 
 def test_what_would_run_comes_first_even_where_the_model_prefers_another():
     choice = Candidate("chain", 4, reason="because")
-    found = explain_on_host(_asked("allreduce", 1 << 20, choice), _offers, True, cores=2)
+    found = _on_host("allreduce", 1 << 20, choice)
     assert found.chosen.name == "chain in 4 pieces"
     assert found.reason.startswith("chain in 4 pieces: because; the model would take ")
     assert found.note == "a note" and "Times: a note." in str(found)
@@ -47,19 +54,19 @@ def test_what_would_run_comes_first_even_where_the_model_prefers_another():
 
 def test_each_candidate_has_its_steps_bytes_link_and_time():
     choice = Candidate("two_shot", reason="large")
-    found = explain_on_host(_asked("allreduce", 1 << 20, choice), _offers, True, cores=2)
+    found = _on_host("allreduce", 1 << 20, choice)
     ring = _row(found, "ring (slots)")
     assert (ring.steps, ring.sent_nbytes, ring.protocol) == (6, 1.5 * (1 << 20), "slots")
     assert ring.bottleneck.kind in ("cores", "memory") and 0 < ring.bottleneck.busy <= 1
     assert 0 < ring.latency_us < ring.predicted_us
-    spacious = explain_on_host(_asked("allreduce", 1 << 20, choice), _offers, True, cores=4)
+    spacious = _on_host("allreduce", 1 << 20, choice, cores=4)
     assert _row(spacious, "ring (slots)").predicted_us < ring.predicted_us, "more cores copy more"
     attached, slots = (_row(found, f"two_shot ({way})") for way in ("cross_memory", "slots"))
     assert attached.predicted_us < slots.predicted_us, "one copy in place of two"
 
 
 def test_why_candidates_are_not_possible_on_a_host():
-    found = explain_on_host(_asked("allreduce", 65536, Candidate("one_shot")), lambda *_: ("",), False)
+    found = _on_host("allreduce", 65536, Candidate("one_shot"), attached=False)
     assert "in groups" in _row(found, "hierarchical").obstacle
     assert "does not let these processes" in _row(found, "one_shot (cross_memory)").obstacle
     assert found.rows[-1].obstacle and not found.rows[1].obstacle
@@ -69,23 +76,33 @@ def test_why_candidates_are_not_possible_on_a_host():
 def test_measured_times_stand_beside_the_model_s():
     measured = {Candidate("ring", 1, "slots"): 100.0, Candidate("tree", 1, "slots"): 90.0}
     choice = Candidate("tree", 1, "slots", reason="measured on this machine: about 90 us")
-    found = explain_on_host(_asked("allreduce", 65536, choice, measured), _offers, True)
+    found = _on_host("allreduce", 65536, choice, measured)
     assert [row.name for row in found.rows[:2]] == ["tree (slots)", "ring (slots)"]
     assert found.rows[0].measured_us == 90.0 and found.rows[0].predicted_us
     assert "1.11 x" in str(found) and "the model would" not in found.reason
+    assert _row(found, "ring (slots)").measured_us == 100.0
     line = next(line for line in str(found).splitlines() if line.startswith("bruck (slots)"))
     assert not line.endswith(" x"), "a time by the model says nothing beside a measured one"
 
 
+def test_a_measured_time_is_that_of_the_pieces_that_differ_here():
+    measured = {
+        Candidate("ring", 1, "slots", piece_nbytes=1 << 20): 7.0,
+        Candidate("ring", 1, "slots"): 8.0,
+        Candidate("ring", 1, "slots", piece_nbytes=65536): 9.0,
+    }
+    found = _on_host("allreduce", 1 << 20, Candidate("two_shot"), measured)
+    assert _row(found, "ring (slots)").measured_us == 8.0, "one piece of 1 MiB is the whole"
+    assert _row(found, "ring in 16 pieces (slots)").measured_us == 9.0
+
+
 def test_the_rule_s_pieces_are_a_row_though_no_candidate_has_them():
-    found = explain_on_host(
-        _asked("broadcast", 3_000_000, Candidate("chain", 7, reason="rule")), _offers, True
-    )
+    found = _on_host("broadcast", 3_000_000, Candidate("chain", 7, reason="rule"))
     assert found.chosen.name == "chain in 7 pieces" and found.chosen.predicted_us
 
 
 def test_json_html_and_rich_say_the_same():
-    found = explain_on_host(_asked("alltoall", 65536, Candidate("direct", reason="one hop")), _offers, True)
+    found = _on_host("alltoall", 65536, Candidate("direct", reason="one hop"))
     values = json.loads(found.to_json())
     assert values["chosen"] == found.chosen.name and values["note"] == "a note"
     assert [one["name"] for one in values["candidates"]] == [row.name for row in found.rows]
@@ -99,15 +116,13 @@ def test_json_html_and_rich_say_the_same():
     assert all(word in text for word in words) and "one hop" in text
 
 
-MACHINE = Machine(preset("dgx-1v"), tuple(range(8)), (0, 3, 2, 1, 5, 6, 7, 4))
+ORDER = (0, 3, 2, 1, 5, 6, 7, 4)
 
 
 def test_on_gpus():
-    ways = frozenset({("one_shot", "peer_memory"), ("two_shot", "peer_memory")})
-    possible = Capabilities(native=True, ways=ways)
-    choice = choose_on_device("allreduce", 64 << 20, 8, False, possible)
-    asked = _asked("allreduce", 64 << 20, choice, size=8)
-    found = explain_on_device(asked, possible, MACHINE, ("peer_packets",))
+    peers = frozenset(Candidate(name, 1, "peer_memory") for name in ("one_shot", "two_shot"))
+    possible = Capabilities(native=True, peers=peers)
+    found = _on_device(64 << 20, possible, Model(preset("dgx-1v"), range(8)), ORDER)
     assert found.chosen.name == "two_shot (peer_memory)"
     assert "by the model of peer memory about" in found.reason and "would take" not in found.reason
     chosen, native = found.chosen, _row(found, "native")
@@ -122,8 +137,7 @@ def test_on_gpus():
 
 
 def test_on_gpus_where_nccl_s_own_does_not_serve_and_the_machine_is_not_known():
-    choice = choose_on_device("allreduce", 4096, 8)
-    found = explain_on_device(_asked("allreduce", 4096, choice, size=8), Capabilities(narrow=True))
+    found = _on_device(4096, Capabilities(narrow=True))
     assert found.chosen.name == "one_shot" and found.chosen.predicted_us is None
     assert found.chosen.steps == 1 and found.chosen.sent_nbytes == 7 * 4096
     assert "does not do this call" in _row(found, "native").obstacle
@@ -132,15 +146,16 @@ def test_on_gpus_where_nccl_s_own_does_not_serve_and_the_machine_is_not_known():
 
 
 def test_between_hosts_nothing_is_predicted():
-    found = explain_between_hosts(_asked("allreduce", 1 << 20, Candidate("hierarchical", reason="hosts")))
+    rules = MultiHostRules(((0, 1), (2, 3)))
+    found = explain_call(
+        Request("allreduce", 1 << 20, 4), rules.choose(Request("allreduce", 1 << 20, 4)), rules, {}
+    )
     assert found.chosen.name == "hierarchical" and found.chosen.steps > 0
     assert all(row.predicted_us is None for row in found.rows)
 
 
 def test_a_rank_alone():
-    found = explain_on_host(
-        _asked("allreduce", 64, Candidate("one_shot", reason="small"), size=1), _offers, True
-    )
+    found = _on_host("allreduce", 64, Candidate("one_shot", reason="small"), size=1)
     assert found.chosen.name == "one_shot" and found.chosen.predicted_us is None
 
 

@@ -14,48 +14,51 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 
 import peer_fit
 
+from flagcx.algorithms.candidate import Candidate
 from flagcx.cost.peer_memory import (
     APART,
-    NATIVE_WAY,
+    NATIVE,
     NVLINK,
     GpuLinks,
     LatencyBandwidth,
     NcclLaw,
+    links_of,
+    links_over,
     load_of,
     predict_us,
-    reach_of,
-    reach_over,
 )
 from flagcx.dtypes import OPS, dtype_of
-from flagcx.kernels.peer import PeerLayout
-from flagcx.selection.rules import Capabilities, choose_named, choose_on_device
+from flagcx.kernels.peer import PEER_MEMORY, PEER_PACKETS, PeerLayout
+from flagcx.selection.candidates import Request
+from flagcx.selection.device_rules import Capabilities, choose_named_on_device, choose_on_device
 from flagcx.topology import preset
 from flagcx.transport.peer_memory.grids import most_blocks
 from flagcx.transport.peer_memory.resource import protocols_in
 
-PACKETS, CHUNKS = "peer_packets", "peer_memory"
+PACKETS, CHUNKS = PEER_PACKETS, PEER_MEMORY
 SHOTS = ("one_shot", "two_shot", "direct")
 FEW = 1.05
 """How much slower than the best way the chosen one may be."""
 
 
-def _possible(collective, nbytes, size, one_gpu=False, dtype="float32", reach=None):
+def _possible(collective, nbytes, size, one_gpu=False, dtype="float32", links=None):
     """As the executor makes it where nothing else runs on the GPUs, each an H200."""
     kind = dtype_of(dtype)
     op = OPS["sum"] if collective in ("allreduce", "reduce_scatter") else None
     layout = PeerLayout(size, most_blocks(132, size if one_gpu else 1, 0), one_gpu)
-    ways = frozenset(
-        (name, way) for name in SHOTS for way in protocols_in(layout, collective, name, nbytes, kind, op)
+    peers = frozenset(
+        Candidate(name, 1, protocol)
+        for name in SHOTS
+        for protocol in protocols_in(layout, collective, name, nbytes, kind, op)
     )
-    reach = reach or (GpuLinks(True, size) if one_gpu else NVLINK)
-    return Capabilities(True, ways, flagged=op is None or "int" in dtype, reach=reach)
+    links = links or (GpuLinks(True, size) if one_gpu else NVLINK)
+    return Capabilities(True, peers, flagged=op is None or "int" in dtype, links=links)
 
 
 def _choose(collective, nbytes, size, *place, **options):
-    choice = choose_on_device(
-        collective, nbytes, size, False, _possible(collective, nbytes, size, *place, **options)
-    )
-    return str(choice.algorithm), choice.protocol
+    possible = _possible(collective, nbytes, size, *place, **options)
+    choice = choose_on_device(Request(collective, nbytes, size), possible)
+    return choice.algorithm, choice.protocol
 
 
 # -- against what was measured ------------------------------------------------------------------------------
@@ -75,7 +78,10 @@ def test_the_choice_is_within_5_percent_of_the_best_way_measured(place):
     one_gpu, size, nbytes, dtype = place
     times = {sample.way: sample.time_us for sample in MEASURED if sample.place == place}
     possible = _possible("allreduce", nbytes, size, one_gpu, dtype)
-    ranked = [way for _, way in possible.fastest("allreduce", nbytes, size) if way in times]
+    ranked = [
+        (one.algorithm, one.protocol) for _, one in possible.fastest(Request("allreduce", nbytes, size))
+    ]
+    ranked = [way for way in ranked if way in times]
     assert times[ranked[0]] <= FEW * min(times.values()), f"{ranked[0]} was chosen of {times}"
 
 
@@ -89,21 +95,21 @@ def test_the_model_is_within_25_percent():
 
 
 @pytest.mark.parametrize(
-    ("way", "collective", "pushed", "touched"),
+    ("candidate", "collective", "pushed", "touched"),
     [
-        (("one_shot", PACKETS), "allreduce", 3000, 48_000),
-        (("two_shot", PACKETS), "allreduce", 1500, 27_000),
-        (("one_shot", CHUNKS), "allreduce", 3000, 36_000),
-        (("two_shot", CHUNKS), "allreduce", 1500, 21_000),
-        (("direct", CHUNKS), "alltoall", 3000, 48_000),
-        (("direct", CHUNKS), "broadcast", 750, 14_000),
-        (NATIVE_WAY, "allreduce", 1500, 24_000),
-        (NATIVE_WAY, "allgather", 3000, 56_000),
-        (NATIVE_WAY, "broadcast", 1000, 16_000),
+        (Candidate("one_shot", 1, PACKETS), "allreduce", 3000, 48_000),
+        (Candidate("two_shot", 1, PACKETS), "allreduce", 1500, 27_000),
+        (Candidate("one_shot", 1, CHUNKS), "allreduce", 3000, 36_000),
+        (Candidate("two_shot", 1, CHUNKS), "allreduce", 1500, 21_000),
+        (Candidate("direct", 1, CHUNKS), "alltoall", 3000, 48_000),
+        (Candidate("direct", 1, CHUNKS), "broadcast", 750, 14_000),
+        (NATIVE, "allreduce", 1500, 24_000),
+        (NATIVE, "allgather", 3000, 56_000),
+        (NATIVE, "broadcast", 1000, 16_000),
     ],
 )
-def test_what_a_call_of_four_ranks_loads(way, collective, pushed, touched):
-    load = load_of(way, collective, 1000, 4)
+def test_what_a_call_of_four_ranks_loads(candidate, collective, pushed, touched):
+    load = load_of(candidate, collective, 1000, 4)
     assert (load.pushed, load.touched) == (pushed, touched)
 
 
@@ -123,26 +129,25 @@ def test_nccl_takes_the_better_of_two_ways():
 def test_flags_double_what_packets_carry_and_nothing_else():
     costs = {False: replace(APART, packets=LatencyBandwidth(1.0, 1.0, 0.5))}
 
-    def slower(way):
+    def slower(candidate):
         plain, flagged = (
-            predict_us(way, "allreduce", 1 << 20, 4, flagged=flags, costs=costs) for flags in (False, True)
+            predict_us(candidate, "allreduce", 1 << 20, 4, flagged=flags, costs=costs)
+            for flags in (False, True)
         )
         return flagged - plain
 
     carried_us = 3 * (1 << 20) / (0.5 * NVLINK.push_gb_per_s * 1e3)
-    assert slower(("one_shot", PACKETS)) == pytest.approx(carried_us)
-    assert slower(("one_shot", CHUNKS)) == 0.0
+    assert slower(Candidate("one_shot", 1, PACKETS)) == pytest.approx(carried_us)
+    assert slower(Candidate("one_shot", 1, CHUNKS)) == 0.0
 
 
 @pytest.mark.parametrize("one_gpu", [False, True])
 @pytest.mark.parametrize("size", [2, 3, 8, 16])
 def test_more_bytes_never_take_less_time(one_gpu, size):
-    reach = GpuLinks(one_gpu, size if one_gpu else 1)
-    for way in [
-        NATIVE_WAY,
-        *((name, kind) for name in ("one_shot", "two_shot") for kind in (PACKETS, CHUNKS)),
-    ]:
-        times = [predict_us(way, "allreduce", 4 << power, size, reach) for power in range(30)]
+    links = GpuLinks(one_gpu, size if one_gpu else 1)
+    peers = [Candidate(name, 1, kind) for name in ("one_shot", "two_shot") for kind in (PACKETS, CHUNKS)]
+    for one in (NATIVE, *peers):
+        times = [predict_us(one, "allreduce", 4 << power, size, links) for power in range(30)]
         assert times == sorted(times) and times[0] > 0
 
 
@@ -157,7 +162,7 @@ def test_more_bytes_never_take_less_time(one_gpu, size):
         (4, 4096, ("one_shot", PACKETS)),
         (4, 4 << 20, ("two_shot", PACKETS)),
         (4, 64 << 20, ("two_shot", CHUNKS)),
-        (4, 1 << 30, NATIVE_WAY),
+        (4, 1 << 30, ("native", "")),
         (8, 4096, ("one_shot", PACKETS)),
         (8, 1 << 20, ("two_shot", PACKETS)),
     ],
@@ -170,18 +175,18 @@ def test_gpus_of_their_own(size, nbytes, chosen):
 @pytest.mark.parametrize("collective", ["allreduce", "allgather", "reduce_scatter", "alltoall", "broadcast"])
 def test_ranks_on_one_gpu_never_go_through_nccl(collective, size):
     chosen = [_choose(collective, 4 << power, size, True) for power in range(28)]
-    assert NATIVE_WAY not in chosen
+    assert ("native", "") not in chosen
     if collective == "allreduce":
         assert chosen[0] == ("one_shot", PACKETS) and chosen[-1] == ("two_shot", CHUNKS)
 
 
 def test_over_pcie_two_shot_begins_sooner_and_nccl_takes_what_its_rings_carry_better():
     machine = preset("8xa100-pcie")
-    reach = reach_over(machine, range(8))
-    assert reach.push_gb_per_s < 10 < reach.ring_gb_per_s
-    assert _choose("allreduce", 64 << 10, 8, reach=reach)[0] == "two_shot"
+    links = links_over(machine, range(8))
+    assert links.push_gb_per_s < 10 < links.ring_gb_per_s
+    assert _choose("allreduce", 64 << 10, 8, links=links)[0] == "two_shot"
     assert _choose("allreduce", 64 << 10, 8)[0] == "one_shot"
-    assert _choose("allreduce", 64 << 20, 8, reach=reach) == NATIVE_WAY
+    assert _choose("allreduce", 64 << 20, 8, links=links) == ("native", "")
 
 
 def test_integers_leave_packets_sooner_than_floating_point_numbers():
@@ -200,20 +205,20 @@ def test_other_collectives(collective):
 
 
 def test_without_nccl_and_without_peers():
-    possible = Capabilities(False, frozenset({("two_shot", CHUNKS)}))
-    assert choose_on_device("allreduce", 4096, 4, False, possible).protocol == CHUNKS
-    assert choose_on_device("allreduce", 4096, 4, False, Capabilities(True)).algorithm == "native"
+    possible = Capabilities(False, frozenset({Candidate("two_shot", 1, CHUNKS)}))
+    assert choose_on_device(Request("allreduce", 4096, 4), possible).protocol == CHUNKS
+    assert choose_on_device(Request("allreduce", 4096, 4), Capabilities(True)).algorithm == "native"
 
 
 def test_blocks_of_different_sizes_do_not_go_through_it():
-    possible = Capabilities(True, frozenset({("direct", CHUNKS)}))
-    assert choose_on_device("allgather", 4096, 4, True, possible).protocol == ""
-    assert choose_named("direct", "allgather", 4096, 4, True, possible).protocol == ""
-    assert choose_named("direct", "allgather", 4096, 4, False, possible).protocol == CHUNKS
+    possible = Capabilities(True, frozenset({Candidate("direct", 1, CHUNKS)}))
+    assert choose_on_device(Request("allgather", 4096, 4, True), possible).protocol == ""
+    assert choose_named_on_device("direct", Request("allgather", 4096, 4, True), possible).protocol == ""
+    assert choose_named_on_device("direct", Request("allgather", 4096, 4), possible).protocol == CHUNKS
 
 
 def test_the_reason_names_the_time_and_the_next_way():
-    choice = choose_on_device("allreduce", 4096, 4, False, _possible("allreduce", 4096, 4))
+    choice = choose_on_device(Request("allreduce", 4096, 4), _possible("allreduce", 4096, 4))
     assert choice.reason.startswith(
         "one kernel pushes packets to all peers; by the model of peer memory about 3"
     )
@@ -227,17 +232,19 @@ def _identities(uuids):
 
 
 def test_ranks_that_share_gpus():
-    assert reach_of(_identities(["1", "1", "1"])) == GpuLinks(True, 3)
-    assert reach_of(_identities(["1", "1", "2", "2"])) == GpuLinks(False, 2)
-    assert reach_of(_identities(["1", "2"]), preset("dgx-a100")) == NVLINK, "it does not know these GPUs"
-    shared = predict_us(("one_shot", CHUNKS), "allreduce", 64 << 20, 4, GpuLinks(False, 2))
-    assert shared > 1.9 * predict_us(("one_shot", CHUNKS), "allreduce", 64 << 20, 4)
+    assert links_of(_identities(["1", "1", "1"])) == GpuLinks(True, 3)
+    assert links_of(_identities(["1", "1", "2", "2"])) == GpuLinks(False, 2)
+    assert links_of(_identities(["1", "2"]), preset("dgx-a100"), None) == NVLINK, (
+        "it does not know these GPUs"
+    )
+    shared = predict_us(Candidate("one_shot", 1, CHUNKS), "allreduce", 64 << 20, 4, GpuLinks(False, 2))
+    assert shared > 1.9 * predict_us(Candidate("one_shot", 1, CHUNKS), "allreduce", 64 << 20, 4)
 
 
 def test_the_links_of_the_machine_count():
     machine = preset("dgx-a100")
     bus_ids = [gpu.pci_bus_id for gpu in machine.gpus[:4]]
     identities = [SimpleNamespace(host="a", uuid=bus_id, pci_bus_id=bus_id) for bus_id in bus_ids]
-    found = reach_of(identities, machine)
-    assert found == reach_over(machine, range(4))
+    found = links_of(identities, machine, [0, 1, 2, 3])
+    assert found == links_over(machine, range(4))
     assert found.push_gb_per_s == pytest.approx(240) and found.ring_gb_per_s == pytest.approx(240)

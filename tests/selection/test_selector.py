@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 import warnings
 from dataclasses import replace
@@ -17,11 +18,11 @@ from flagcx.algorithms.candidate import Candidate
 from flagcx.config import Config, environment
 from flagcx.dtypes import dtype_of, resolve_op
 from flagcx.schedule.collectives import COLLECTIVES
-from flagcx.selection.measurement import QUICK, HostBench, TimeBudget
-from flagcx.selection.rules import choose_on_host
+from flagcx.selection.candidates import Request
+from flagcx.selection.rules import HostRules, choose_on_host
 from flagcx.selection.selector import PiggybackExchange, Selector, TuningInfo, look_for_table
 from flagcx.selection.table import Fit, Point, Table, fit_here, save_table, table_path
-from flagcx.selection.tuning import TUNED, counted, hopeless, tune, unsteady
+from flagcx.selection.tuning import QUICK, TUNED, HostBench, TimeBudget, counted, hopeless, tune, unsteady
 from flagcx.transport.shared_memory import SharedMemoryTransport
 from tests.ranks import run_ranks
 
@@ -35,22 +36,23 @@ def _offers(collective, algorithm, nbytes):
 def _selector(
     times: dict[Candidate, float], nbytes: int = 100_000, collective: str = "allreduce"
 ) -> Selector:
-    return Selector(
-        TuningInfo(Table(FIT, {collective: (Point(nbytes, times),)}), "", True), choose_on_host, _offers
-    )
+    table = Table(FIT, {collective: (Point(nbytes, times),)})
+    return Selector(HostRules(_offers), TuningInfo(table, "", True))
 
 
 def test_the_fastest_that_can_serve_is_chosen():
     ring, tree = Candidate("ring", 1, "slots", piece_nbytes=65536), Candidate("tree", 1, "cross_memory")
     selector = _selector({ring: 20.0, tree: 10.0})
-    choice = selector.choose("allreduce", 100_000, 2)
+    choice = selector.choose(Request("allreduce", 100_000, 2))
     assert (choice.algorithm, choice.pieces, choice.protocol) == ("tree", 1, "cross_memory")
     assert "measured on this machine: about 10 us" in choice.reason
-    assert _selector({ring: 9.0, tree: 10.0}).choose("allreduce", 100_000, 2).pieces == 2
-    by_rule = choose_on_host("broadcast", 100_000, 2)
-    assert selector.choose("broadcast", 100_000, 2) == by_rule
-    assert selector.choose("allreduce", 1 << 30, 2) == choose_on_host("allreduce", 1 << 30, 2)
-    assert selector.choose("allreduce", 0, 2) == choose_on_host("allreduce", 0, 2)
+    assert _selector({ring: 9.0, tree: 10.0}).choose(Request("allreduce", 100_000, 2)).pieces == 2
+    by_rule = choose_on_host(Request("broadcast", 100_000, 2))
+    assert selector.choose(Request("broadcast", 100_000, 2)) == by_rule
+    assert selector.choose(Request("allreduce", 1 << 30, 2)) == choose_on_host(
+        Request("allreduce", 1 << 30, 2)
+    )
+    assert selector.choose(Request("allreduce", 0, 2)) == choose_on_host(Request("allreduce", 0, 2))
 
 
 @pytest.mark.parametrize(
@@ -66,24 +68,48 @@ def test_the_fastest_that_can_serve_is_chosen():
 )
 def test_what_a_file_says_is_not_trusted(collective, candidate, uneven):
     selector = _selector({candidate: 1.0}, collective=collective)
-    assert selector.choose(collective, 100_000, 4, uneven) == choose_on_host(collective, 100_000, 4, uneven)
+    request = Request(collective, 100_000, 4, uneven)
+    assert selector.choose(request) == choose_on_host(request)
 
 
 def test_alternatives_are_the_nearly_as_fast():
     measured = {"ring": 10.0, "tree": 12.0, "chain": 14.0, "binomial": 14.5, "bruck": 14.8, "two_shot": 99.0}
     times = {Candidate(name, 1, "slots"): time_us for name, time_us in measured.items()}
-    names = [c.algorithm for c in _selector(times).alternatives("allreduce", 100_000, 2)]
+    names = [c.algorithm for c in _selector(times).alternatives(Request("allreduce", 100_000, 2))]
     assert names == ["ring", "tree", "chain", "binomial"]
+
+
+def test_a_first_choice_asks_little_of_a_large_table():
+    """What can serve is asked once for the fastest few, not of all candidates for each and each size."""
+    points = []
+    for power in range(8, 28, 2):
+        times = {
+            Candidate(str(known.algorithm), 1, protocol): (10 + 2**power / 1e3) * (1 + 0.2 * i)
+            for i, known in enumerate(entries("allreduce"))
+            for protocol in _offers("allreduce", known.algorithm, 1 << power)
+        }
+        points.append(Point(1 << power, times))
+    selector = Selector(HostRules(_offers), TuningInfo(Table(FIT, {"allreduce": tuple(points)})))
+    calls = 0
+
+    def count(frame, event, argument):
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    selector.choose(Request("allreduce", 3 << 20, 4))
+    sys.setprofile(None)
+    assert calls < 600
 
 
 @pytest.mark.slow
 def test_a_repeated_choice_costs_less_than_a_microsecond():
     selector = _selector({Candidate("ring", 1, "slots"): 1.0})
-    best = float("inf")
+    best, request = float("inf"), Request("allreduce", 100_000, 2)
     for _ in range(20):
         begin = time.perf_counter()
         for _ in range(5000):
-            selector.choose("allreduce", 100_000, 2)
+            selector.choose(request)
         best = min(best, (time.perf_counter() - begin) / 5000)
     assert best < 1e-6, f"{best * 1e9:.0f} ns"
 
@@ -168,7 +194,7 @@ def _own_table(directory: str, contradict: bool):
     assert (x == 3 * np.arange(256) + 3).all()
     half = comm.split(comm.rank % 2)
     assert half.allreduce(np.ones(256, np.float32))[0] == half.size
-    return comm.profiler.records()[0].operation.algorithm, comm._selector.note
+    return comm.profiler.records()[0].operation.algorithm, comm._host.selector.note
 
 
 def test_ranks_with_contradicting_tables_choose_alike(tmp_path):

@@ -11,9 +11,15 @@ import pytest
 import flagcx as fc
 from flagcx.algorithms.candidate import Candidate
 from flagcx.config import Config, environment
-from flagcx.selection.online_tuning import INTERVAL, TRIALS
+from flagcx.selection.online_tuning import (
+    INTERVAL,
+    MOST_CHANGE,
+    TRIALS,
+    Finding,
+    corrected,
+    write_back,
+)
 from flagcx.selection.table import Fit, Point, Table, fit_here, read_table, save_table, table_path
-from flagcx.selection.write_back import MOST, Finding, corrected, write_back
 from flagcx.transport.shared_memory import SharedMemoryTransport
 from tests.ranks import run_ranks
 
@@ -41,8 +47,8 @@ def test_only_how_candidates_compare_is_kept():
 
 def test_a_job_changes_a_time_by_a_bounded_factor():
     better = corrected(TABLE, [_finding(1024, 1e6, 1.0)])
-    assert better.measured["allreduce"][0].times_us[RING] == pytest.approx(10 * MOST)
-    assert better.measured["allreduce"][0].times_us[SHOT] == pytest.approx(12 / MOST)
+    assert better.measured["allreduce"][0].times_us[RING] == pytest.approx(10 * MOST_CHANGE)
+    assert better.measured["allreduce"][0].times_us[SHOT] == pytest.approx(12 / MOST_CHANGE)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +96,7 @@ def _work(settings, dtype):
     for i in range(CALLS):
         x = np.full(256, comm.rank + i, dtype)
         assert (comm.allreduce(x) == 2 * i + 1).all()
-    path = comm._selector.path
+    path = comm._host.selector.path
     comm.close()
     comm.close()
     return path

@@ -12,7 +12,8 @@ import pytest
 from flagcx.config import environment
 from flagcx.errors import PeerTimeoutError
 from flagcx.executor.multi_host import groups_of
-from flagcx.selection.across_hosts import choose_across_hosts
+from flagcx.selection.candidates import Request
+from flagcx.selection.rules import MultiHostRules
 from flagcx.transport.mpi import Watch
 from tests.ranges import exhaustive
 
@@ -143,6 +144,6 @@ def test_the_ranks_of_each_host():
     ],
 )
 def test_the_rule(collective, nbytes, groups, chosen):
-    choice = choose_across_hosts(collective, nbytes, groups)
+    choice = MultiHostRules(groups).choose(Request(collective, nbytes, sum(map(len, groups))))
     assert str(choice.algorithm) == chosen
     assert choice.reason

@@ -9,24 +9,26 @@ import contextlib
 import math
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from flagcx.algorithms import Algorithm
 from flagcx.algorithms.candidate import Candidate, Order
-from flagcx.dtypes import DType, ReduceOp, dtype_of, resolve_op
+from flagcx.dtypes import dtype_of, resolve_op
 from flagcx.schedule.collectives import COLLECTIVES
-from flagcx.selection.measurement import DTYPE, Clock, Measurement, TimeBudget, forms
-from flagcx.selection.on_device import DIRECT_ALGORITHMS
-from flagcx.selection.predicted import mixes_for
+from flagcx.selection.candidates import Request
+from flagcx.selection.device_rules import DIRECT_ALGORITHMS
+from flagcx.selection.predicted import on_device
+from flagcx.selection.tuning import DTYPE, Clock, Measurement, TimeBudget
 from flagcx.transport.base import Call, Plan
 from flagcx.transport.nccl.native import native_form, native_schedule
 from flagcx.transport.nccl.plans import SchedulePlan
 
-PIECE_NBYTES = (4 << 20,)
-"""The length of piece that pipelined schedules are measured with: a step costs a group and a launch."""
+if TYPE_CHECKING:
+    from flagcx.transport.nccl.transport import NcclTransport
+
 MOST_SCRATCH_NBYTES = 1 << 30
 """An algorithm in which every rank gets every rank's message whole is not measured beyond this."""
-_MIXED_FROM_NBYTES = 1 << 20
+_SPLIT_FROM_NBYTES = 1 << 20
 """Below, latency decides, and two algorithms have that of the slower."""
 _WARM_AFTER = 4
 """Calls with the same arrays after which a plan is warm: kernels are compiled, NCCL is connected, and a
@@ -47,22 +49,6 @@ _RESOLUTION_MS = 1e-3
 """An event tells no shorter time. One rank alone may need none."""
 _MOST_KEPT_NBYTES = 8 << 20
 """Scratch that a graph may take for good."""
-
-
-class MeasuredTransport(Protocol):
-    """What is asked of a transport for arrays on GPUs."""
-
-    rank: int
-    size: int
-    nccl_version: int
-
-    def compile(self, call: Call) -> Plan:
-        """See ``Transport.compile``."""
-
-    def protocols(
-        self, collective: str, algorithm: str, nbytes: int, dtype: DType | None, op: ReduceOp | None
-    ) -> Collection[str]:
-        """See ``Transport.protocols``."""
 
 
 class _Subject:
@@ -120,7 +106,7 @@ class DeviceMeasurement(Measurement):
 
     def __init__(
         self,
-        transport: MeasuredTransport,
+        transport: NcclTransport,
         cupy: Any,
         clock: Clock,
         order: Order | None,
@@ -138,7 +124,7 @@ class DeviceMeasurement(Measurement):
         self._subjects: weakref.WeakSet[_Subject] = weakref.WeakSet()
 
     def plan(self, choice: Candidate) -> Plan:
-        """See ``Measurement.plan``."""
+        """Compiles a choice for this size."""
         if choice.algorithm == Algorithm.NATIVE:
             schedule = native_schedule(self.collective, self.size, self.root)
         else:
@@ -161,7 +147,7 @@ class DeviceMeasurement(Measurement):
     def time_all(
         self, choices: Sequence[Candidate], pace: TimeBudget, seed: int = 0, always: Collection[int] = ()
     ) -> list[list[float]]:
-        """See ``Measurement.time_all``.
+        """Times of a call in seconds, one a round, for each choice; see ``Measurement.time_all``.
 
         No graph outlives it, whatever happens: NCCL's communicator would wait for it when it is closed.
         """
@@ -172,7 +158,7 @@ class DeviceMeasurement(Measurement):
                 subject.close()
 
     def seconds(self, plan: Plan, calls: int, warm_up: int) -> float:
-        """See ``Measurement.seconds``: from when the GPU may begin to when it has done the last call.
+        """The time of a call in seconds, from when the GPU may begin to when it has done the last one.
 
         Where the plan goes by a graph, there may be a few more calls, to make whole graphs.
         """
@@ -205,7 +191,7 @@ class DeviceMeasurement(Measurement):
             stream.begin_capture()
             try:
                 for _ in range(calls):
-                    run(self.given, self.result)
+                    run(self.sendbuf, self.recvbuf)
             except BaseException:
                 with contextlib.suppress(Exception):
                     stream.end_capture()  # What is wrong has been said.
@@ -213,11 +199,11 @@ class DeviceMeasurement(Measurement):
             return stream.end_capture()
 
     def _plain(self, subject: _Subject, calls: int, warm_up: int) -> float:
-        run, given, result = subject.run, self.given, self.result
+        run, sendbuf, recvbuf = subject.run, self.sendbuf, self.recvbuf
         for _ in range(warm_up):
-            run(given, result)
+            run(sendbuf, recvbuf)
         self._stream.synchronize()
-        return self._time(lambda: run(given, result), calls, 0)
+        return self._time(lambda: run(sendbuf, recvbuf), calls, 0)
 
     def _time(self, enqueue: Callable[[], None], times: int, ahead: int) -> float:
         """Seconds of each ``enqueue``, on the slowest rank; those ahead bring the ranks in step."""
@@ -248,9 +234,7 @@ class DeviceBench:
         size: Number of ranks.
     """
 
-    def __init__(
-        self, transport: MeasuredTransport, cupy: Any, clock: Clock, order: Order | None = None
-    ) -> None:
+    def __init__(self, transport: NcclTransport, cupy: Any, clock: Clock, order: Order | None = None) -> None:
         self._transport, self._cupy, self._clock, self._order = transport, cupy, clock, order
         self.size = transport.size
         # The stream that all threads have by default cannot be captured, and waits for those that block.
@@ -268,24 +252,20 @@ class DeviceBench:
         found = []
         if native_form(collective, dtype, op, self._transport.nccl_version) is not None:
             found.append(Candidate(str(Algorithm.NATIVE)))
-        found += [
-            form for form in forms(collective, nbytes, self.size, PIECE_NBYTES) if self._fits(form, nbytes)
-        ]
-        if nbytes >= _MIXED_FROM_NBYTES:
-            found += mixes_for(collective, self.size)
+        for one in on_device(Request(collective, nbytes, self.size)):
+            if nbytes >= _SPLIT_FROM_NBYTES if one.other else self._has_room(one, nbytes):
+                found.append(one)
         protocols = self._transport.protocols
         return found + [
-            Candidate(form.algorithm, 1, protocol)
-            for form in found
-            if form.label in DIRECT_ALGORITHMS
-            for protocol in sorted(protocols(collective, form.algorithm, nbytes, dtype, op))
+            Candidate(one.algorithm, 1, protocol)
+            for one in found
+            if one.label in DIRECT_ALGORITHMS
+            for protocol in sorted(protocols(collective, one.algorithm, nbytes, dtype, op))
         ]
 
-    def _fits(self, form: Candidate, nbytes: int) -> bool:
-        """Whether a schedule is worth its memory and steps."""
-        if form.algorithm == Algorithm.RING and form.piece_nbytes:
-            return False  # All blocks of a ring are under way at once as it is.
-        whole = form.algorithm in (Algorithm.ONE_SHOT, Algorithm.DIRECT)
+    def _has_room(self, one: Candidate, nbytes: int) -> bool:
+        """Whether a schedule is worth its memory."""
+        whole = one.algorithm in (Algorithm.ONE_SHOT, Algorithm.DIRECT)
         return not whole or nbytes * self.size <= MOST_SCRATCH_NBYTES
 
     def measurement(self, collective: str, nbytes: int) -> DeviceMeasurement:

@@ -14,10 +14,9 @@ import flagcx as fc
 from flagcx.algorithms import build
 from flagcx.algorithms.candidate import Candidate
 from flagcx.dtypes import dtype_of
-from flagcx.selection.measurement import Clock, TimeBudget
-from flagcx.selection.measurement_on_device import DeviceBench
 from flagcx.selection.table import Fit, Table
-from flagcx.selection.tuning import measure_point, tune
+from flagcx.selection.tuning import Clock, TimeBudget, measure_point, tune
+from flagcx.selection.tuning_on_device import DeviceBench
 from flagcx.transport.base import Call
 from flagcx.transport.nccl.plans import SchedulePlan
 from tests.ranks import run_ranks
@@ -206,10 +205,10 @@ def _along():
     for algorithm in ("native", "ring", "tree", "one_shot"):
         measured = bench.measurement("allreduce", 4 * 1003)
         plan = measured.plan(Candidate(algorithm).at(4 * 1003))
-        measured.given[:] = np.arange(1003) + 10_000 * transport.rank
+        measured.sendbuf[:] = np.arange(1003) + 10_000 * transport.rank
         with device.cupy.cuda.Stream(non_blocking=True):
-            plan.run(measured.given, measured.result)
-        if not (measured.result == 4 * np.arange(1003) + 60_000).all():
+            plan.run(measured.sendbuf, measured.recvbuf)
+        if not (measured.recvbuf == 4 * np.arange(1003) + 60_000).all():
             return algorithm
     return ""
 

@@ -13,24 +13,30 @@ from flagcx.algorithms.candidate import Candidate
 from flagcx.bootstrap.remote_store import RemoteStore
 from flagcx.bootstrap.store import LocalStore, StoreServer
 from flagcx.config import Config
-from flagcx.cost.peer_memory import NVLINK, GpuLinks, reach_over
-from flagcx.selection.on_device import DeviceSelector, SharedDecision, agree, fit_on_device, why_not
+from flagcx.cost.peer_memory import NVLINK, GpuLinks, links_over
+from flagcx.selection.candidates import Request
+from flagcx.selection.device_rules import Capabilities, DeviceRules, choose_on_device, obstacle_on_device
 from flagcx.selection.placement import plan_order
-from flagcx.selection.rules import Capabilities, choose_on_device
-from flagcx.selection.selector import TuningInfo
+from flagcx.selection.selector import Selector, SharedDecision, TuningInfo, agree, fit_on_device
 from flagcx.selection.table import Fit, Point, Table, save_table, table_path
 from flagcx.topology import preset
 
 FIT = Fit({"gpu": "H"}, 8, "nccl", {}, {})
 SCHEDULES, NATIVE = Capabilities(), Capabilities(native=True)
-WAYS = frozenset((name, way) for name in ("one_shot", "two_shot") for way in ("peer_memory", "peer_packets"))
-PEERS = Capabilities(native=True, ways=WAYS)
+PEERS = Capabilities(
+    native=True,
+    peers=frozenset(
+        Candidate(name, 1, protocol)
+        for name in ("one_shot", "two_shot")
+        for protocol in ("peer_memory", "peer_packets")
+    ),
+)
 
 
 class Transport:
     """Says what the choice asks of a transport."""
 
-    name = "nccl"
+    name, no_peers = "nccl", ""
 
     def __init__(self, bus_ids, hosts=None) -> None:
         self.size = len(bus_ids)
@@ -45,6 +51,14 @@ class Transport:
 
 def _bus_ids(machine):
     return [gpu.pci_bus_id for gpu in machine.gpus]
+
+
+def _selector(possible, predicted=None, table=None, shared=None):
+    """A selector where calls have some capabilities, by what rank 0 found or by tables."""
+    shared = shared or SharedDecision(TuningInfo(table), NVLINK, predicted)
+    rules = DeviceRules(Transport([]), shared.links, shared.predicted)
+    rules.capabilities = lambda request: replace(possible, links=rules.links)
+    return Selector(rules, shared.tuning, shared.order)
 
 
 def _table(times, nbytes=4096, collective="allreduce"):
@@ -68,34 +82,32 @@ def _table(times, nbytes=4096, collective="allreduce"):
     ],
 )
 def test_the_rule(what, possible, algorithm):
-    assert choose_on_device(*what, possible=possible).algorithm == algorithm
+    assert choose_on_device(Request(*what), possible).algorithm == algorithm
 
 
 def test_nccls_own_goes_before_the_model_and_the_model_before_the_rule():
-    modelled = _table({Candidate("two_shot"): 1.0, Candidate("ring"): 2.0}, 1 << 24)
-    selector = DeviceSelector(SharedDecision(TuningInfo(None, ""), modelled))
-    assert selector.choose("allreduce", 1 << 24, 8, False, NATIVE).algorithm == "native"
-    choice = selector.choose("allreduce", 1 << 24, 8, False, SCHEDULES)
+    predicted = _table({Candidate("two_shot"): 1.0, Candidate("ring"): 2.0}, 1 << 24)
+    large = Request("allreduce", 1 << 24, 8)
+    assert _selector(NATIVE, predicted).choose(large).algorithm == "native"
+    choice = _selector(SCHEDULES, predicted).choose(large)
     assert (choice.algorithm, choice.reason) == ("two_shot", "by the model of this machine: about 1 us")
-    assert selector.choose("reduce", 1 << 24, 8, False, SCHEDULES).algorithm == "direct"
+    assert _selector(SCHEDULES, predicted).choose(Request("reduce", 1 << 24, 8)).algorithm == "direct"
 
 
-def test_a_rule_that_takes_a_protocol_goes_before_the_model():
-    def rule(*what):
-        return replace(choose_on_device(*what), protocol="peer_memory")
-
-    selector = DeviceSelector(SharedDecision(TuningInfo(None, ""), _table({Candidate("tree"): 1.0})), rule)
-    assert selector.choose("allreduce", 4096, 8, False, SCHEDULES).protocol == "peer_memory"
+def test_a_protocol_for_the_peers_memory_goes_before_the_model():
+    choice = _selector(PEERS, _table({Candidate("tree"): 1.0})).choose(Request("allreduce", 4096, 8))
+    assert choice.protocol == "peer_packets"
 
 
 def test_what_was_measured_goes_before_all():
     table = _table({Candidate("native"): 9.0, Candidate("two_shot", 1, "peer_memory"): 8.0})
-    selector = DeviceSelector(SharedDecision(TuningInfo(table, "")))
-    choice = selector.choose("allreduce", 4096, 8, False, PEERS)
+    request = Request("allreduce", 4096, 8)
+    selector = _selector(PEERS, table=table)
+    choice = selector.choose(request)
     assert (choice.algorithm, choice.protocol) == ("two_shot", "peer_memory")
-    assert choice is selector.choose("allreduce", 4096, 8, False, PEERS), "answered from memory"
-    assert selector.choose("allreduce", 4096, 8, False, NATIVE).reason.startswith("measured on these GPUs")
-    assert selector.choose("allreduce", 4096, 8, False, SCHEDULES).algorithm == "one_shot"
+    assert choice is selector.choose(request), "answered from memory"
+    assert _selector(NATIVE, table=table).choose(request).reason.startswith("measured on these GPUs")
+    assert _selector(SCHEDULES, table=table).choose(request).algorithm == "one_shot"
 
 
 @pytest.mark.parametrize(
@@ -120,7 +132,7 @@ def test_what_was_measured_goes_before_all():
         (Candidate("bruck"), NATIVE, True, "needs blocks of one size"),
         (
             Candidate("direct", 1, "peer_memory"),
-            Capabilities(ways=frozenset({("direct", "peer_memory")})),
+            Capabilities(peers=frozenset({Candidate("direct", 1, "peer_memory")})),
             True,
             "peer_memory needs blocks of one size",
         ),
@@ -139,9 +151,10 @@ def test_what_was_measured_goes_before_all():
 )
 def test_why_a_candidate_is_not_taken(candidate, possible, uneven, message):
     collective = "alltoall" if uneven else "allreduce"
-    assert message in why_not(candidate, collective, 4096, 6, uneven, possible)
+    request = Request(collective, 4096, 6, uneven)
+    assert message in obstacle_on_device(candidate, request, possible)
     table = Table(FIT, {collective: (Point(4096, {candidate: 1.0}),)})
-    assert not DeviceSelector.ranked(table, collective, 4096, 6, uneven, possible)
+    assert not _selector(possible, table=table).ranked(request)
 
 
 def _agree_on_threads(machines, bus_ids, tables):
@@ -178,17 +191,18 @@ def test_ranks_with_other_files_and_other_machines_choose_as_rank_0_says(tmp_pat
     agreed = _agree_on_threads([machine, other, other], bus_ids, tables)
     assert agreed[0] == agreed[1] == agreed[2]
     assert agreed[0].order == plan_order(machine, bus_ids)
-    for asked, algorithm in (((4096, 3, False, NATIVE), "two_shot"), ((1 << 20, 3, False, NATIVE), "native")):
-        chosen = {DeviceSelector(each).choose("allreduce", *asked) for each in agreed}
+    for nbytes, algorithm in ((4096, "two_shot"), (1 << 20, "native")):
+        request = Request("allreduce", nbytes, 3)
+        chosen = {_selector(NATIVE, shared=each).choose(request) for each in agreed}
         assert [c.algorithm for c in chosen] == [algorithm]
-    reaches = {DeviceSelector(each).reach for each in agreed}
-    assert reaches == {reach_over(machine, [0, 1, 2])} != {reach_over(other, [0, 1, 2])}
+    assert {each.links for each in agreed} == {links_over(machine, [0, 1, 2])}
+    assert links_over(machine, [0, 1, 2]) != links_over(other, [0, 1, 2])
     for nbytes in (1 << 10, 1 << 17, 1 << 24, 1 << 30):
-        possible = [replace(PEERS, reach=each.reach) for each in agreed]
-        untold = [DeviceSelector(replace(each, measured=TuningInfo(None, ""))) for each in agreed]
-        made = {s.choose("allreduce", nbytes, 3, False, p) for s, p in zip(untold, possible, strict=True)}
+        untold = [_selector(PEERS, shared=replace(each, tuning=TuningInfo())) for each in agreed]
+        made = {selector.choose(Request("allreduce", nbytes, 3)) for selector in untold}
         assert len(made) == 1 and "by the model of peer memory" in made.pop().reason
-    by_model = {DeviceSelector(each).choose("allreduce", 1 << 26, 3, False, SCHEDULES) for each in agreed}
+    request = Request("allreduce", 1 << 26, 3)
+    by_model = {_selector(SCHEDULES, shared=each).choose(request) for each in agreed}
     assert len(by_model) == 1
     assert "by the model of this machine" in by_model.pop().reason
 
@@ -197,12 +211,11 @@ def test_the_model_mixes_two_where_one_leaves_links_idle(tmp_path):
     machine = preset("dgx-1v")
     environ = {"XDG_CACHE_HOME": str(tmp_path)}
     agreed = agree(LocalStore(), Transport(_bus_ids(machine)), Config(), environ, lambda: machine)
-    selector = DeviceSelector(agreed)
-    choice = selector.choose("allreduce", 64 << 20, 8, False, SCHEDULES)
+    choice = _selector(SCHEDULES, shared=agreed).choose(Request("allreduce", 64 << 20, 8))
     assert choice.label == "ring|ring", "NVLink carries as much the other way"
     switched = preset("dgx-a100")
     agreed = agree(LocalStore(), Transport(_bus_ids(switched)), Config(), environ, lambda: switched)
-    choice = DeviceSelector(agreed).choose("allreduce", 64 << 20, 8, False, SCHEDULES)
+    choice = _selector(SCHEDULES, shared=agreed).choose(Request("allreduce", 64 << 20, 8))
     assert choice.algorithm == "two_shot", "behind a switch a ring uses its port both ways"
 
 
@@ -214,14 +227,14 @@ def test_a_table_of_other_gpus_is_not_used(tmp_path):
     save_table(Table(other, {}), table_path(here, environ))
     with pytest.warns(RuntimeWarning, match="is ignored: it was measured with versions .*flagcx tune --gpu"):
         agreed = agree(LocalStore(), Transport(_bus_ids(machine)), Config(), environ, lambda: machine)
-    assert agreed.measured.table is None
+    assert agreed.tuning.table is None
 
 
 def test_a_file_named_for_numpy_arrays_is_passed_over_in_silence(tmp_path, recwarn):
     path = tmp_path / "host.json"
     save_table(Table(replace(FIT, transport="shared_memory"), {}), path)
     agreed = agree(LocalStore(), Transport(["0"]), Config(tuning_file=str(path)), {}, preset)
-    assert agreed.measured.note == f"{path} was measured with shared_memory, this is nccl"
+    assert agreed.tuning.note == f"{path} was measured with shared_memory, this is nccl"
     assert not recwarn.list
 
 
@@ -231,9 +244,9 @@ def test_a_machine_that_cannot_be_read_has_no_order_and_no_model(tmp_path):
 
     environ = {"XDG_CACHE_HOME": str(tmp_path)}
     agreed = agree(LocalStore(), Transport(["0000:0c:00.0"] * 2), Config(), environ, broken)
-    assert (agreed.order, agreed.modelled) == (None, None)
-    assert agreed.reach == GpuLinks(one_gpu=True, sharing=2)
-    assert agreed.measured.note == "not measured on this machine; flagcx tune --gpu -n 2 would"
+    assert (agreed.order, agreed.predicted) == (None, None)
+    assert agreed.links == GpuLinks(one_gpu=True, sharing=2)
+    assert agreed.tuning.note == "not measured on this machine; flagcx tune --gpu -n 2 would"
 
 
 def test_rank_0_knows_nothing_of_other_hosts(tmp_path):
@@ -242,7 +255,7 @@ def test_rank_0_knows_nothing_of_other_hosts(tmp_path):
     environ = {"XDG_CACHE_HOME": str(tmp_path)}
     transport = Transport(_bus_ids(machine), ["a"] * 4 + ["b"] * 4)
     agreed = agree(LocalStore(), transport, Config(), environ, lambda: machine)
-    assert (agreed.order, agreed.modelled) == (None, None)
+    assert (agreed.order, agreed.predicted) == (None, None)
 
 
 def test_in_deterministic_mode_the_rule_alone_chooses(tmp_path):
@@ -250,6 +263,6 @@ def test_in_deterministic_mode_the_rule_alone_chooses(tmp_path):
     agreed = agree(
         LocalStore(), Transport(_bus_ids(machine)), Config(deterministic=True), {}, lambda: machine
     )
-    assert (agreed.measured.table, agreed.modelled) == (None, None)
+    assert (agreed.tuning.table, agreed.predicted) == (None, None)
     assert agreed.order == plan_order(machine, _bus_ids(machine))
-    assert agreed.reach == NVLINK, "it is what is assumed of any machine"
+    assert agreed.links == NVLINK, "it is what is assumed of any machine"

@@ -32,7 +32,7 @@ def _gpus(monkeypatch, latency_us: float, gb_per_s: float):
         return latency_us + 4 * count / gb_per_s / 1e3
 
     monkeypatch.setattr(bucket_size, "_measure_on_device", measure)
-    executor = SimpleNamespace(transport=SimpleNamespace(link=None), selector=SimpleNamespace(measured=None))
+    executor = SimpleNamespace(transport=SimpleNamespace(link=None), selector=SimpleNamespace(table=None))
     return SimpleNamespace(size=2, _host=object()), executor, asked
 
 

@@ -11,7 +11,7 @@ import flagcx as fc
 from flagcx.config import Config
 from flagcx.dtypes import dtype_of
 from flagcx.errors import ArgumentError, BootstrapError, MissingDependencyError
-from flagcx.selection.measurement import QUICK, HostBench
+from flagcx.selection.tuning import QUICK, HostBench
 from flagcx.transport import registry
 from flagcx.transport.base import DEVICE, HOST, Call, LinkSpeed, TransportContext
 from flagcx.transport.registry import find_transport, open_transport, register_transport, unregister_transport

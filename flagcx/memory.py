@@ -1,30 +1,34 @@
 """Pooled communication buffers: blocks of a few large pieces of memory, used again and again.
 
 A ``Pool`` asks the system for few pieces, each at least twice as large as the one before, and hands out
-blocks of them. What is given back is handed out again, so a training loop that has made its first steps asks
-the system for nothing any more. Pools are kept for memory that is dear to make: shared memory that peers
+blocks of them. A block that is given back is handed out again, so a training loop asks the system for memory
+in its first steps only. There are pools for memory that takes long to allocate: shared memory that peers
 map, memory of a GPU, pinned memory of the host.
 
 Fragmentation
 -------------
-Blocks are whole pages at the lowest address where they fit, and free neighbours are joined at once. For that
-rule Robson (1977) bounds the memory that any order of takes and gives can need: with at most M bytes handed
-out at a time and no block larger than n pages, about ``M log2 n``; ``bound_nbytes`` is his bound. No rule
-that leaves blocks where they are can do better than half of it (Robson 1974). ``fragmentation`` tells how
-much of what is free is not in the largest free part.
+Blocks are whole pages at the lowest address where they fit, and free neighbours are joined at once. With at
+most M bytes handed out at a time and no block larger than n pages, such a first fit never needs more than
+``M H(n) / ln 2`` bytes, with H(n) = 1 + 1/2 + ... + 1/n, whatever the order of the calls. No allocator that
+leaves blocks in place can do better than half of it (Robson 1974). ``fragmentation`` is the share of the free
+memory that is not in its largest part.
+
+Source: J. M. Robson, "Worst case fragmentation of first fit and best fit storage allocation strategies",
+    The Computer Journal 20 (1977).
 """
 
 from __future__ import annotations
 
-import math
 import threading
 import weakref
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from functools import lru_cache
 from typing import Any, Protocol
+
+from flagcx.report import Report
 
 ALIGNMENT = 4096
 SHARED, DEVICE, PINNED = "shared", "device", "pinned"
@@ -33,11 +37,7 @@ _MOST_PIECE_NBYTES = 1 << 30
 
 
 class FreeList:
-    """Which parts of one piece of memory are free. First fit; neighbours that are free are joined.
-
-    Args:
-        nbytes: Size of the memory in bytes.
-    """
+    """Which parts of one piece of ``nbytes`` bytes are free. First fit; free neighbours are joined."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -60,11 +60,7 @@ class FreeList:
         return max((stop - start for start, stop in self._free), default=0)
 
     def take(self, nbytes: int) -> int | None:
-        """Hands out ``nbytes`` bytes (rounded up to whole pages).
-
-        Returns:
-            Offset of the block, or None where no free part is large enough.
-        """
+        """The offset of ``nbytes`` bytes, rounded up to pages; None where no free part is large enough."""
         nbytes = whole_pages(nbytes)
         for i, (start, stop) in enumerate(self._free):
             if stop - start >= nbytes:
@@ -74,7 +70,7 @@ class FreeList:
         return None
 
     def give(self, offset: int) -> int:
-        """Takes back the block at ``offset``, and returns how many bytes it has."""
+        """Takes back the block at ``offset``, and returns its size in bytes."""
         nbytes = self._used.pop(offset)
         start, stop = offset, offset + nbytes
         kept = []
@@ -95,26 +91,12 @@ def whole_pages(nbytes: int) -> int:
     return max(-(-nbytes // ALIGNMENT), 1) * ALIGNMENT
 
 
-def bound_nbytes(most_used_nbytes: int, largest_nbytes: int) -> float:
-    """Bytes that first fit needs at most, in one piece of memory.
-
-    Args:
-        most_used_nbytes: The most bytes handed out at a time.
-        largest_nbytes: The largest block.
-
-    Source: J. M. Robson, "Worst case fragmentation of first fit and best fit storage allocation strategies",
-        The Computer Journal 20 (1977): M H(n) / ln 2, with H(n) = 1 + 1/2 + ... + 1/n below 1 + ln n.
-    """
-    pages = max(largest_nbytes // ALIGNMENT, 1)
-    return most_used_nbytes * (1 + math.log(pages)) / math.log(2)
-
-
 @dataclass(frozen=True, slots=True)
 class Block:
     """A part of a pool's memory.
 
     Attributes:
-        memory: The piece that it lies in: what the pool's ``allocate`` returned.
+        memory: The piece that it is a part of, as the pool's ``allocate`` returned it.
         piece: The number of that piece.
         offset: Where it begins, in bytes.
         nbytes: Its size in bytes, as asked for.
@@ -128,7 +110,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    """The figures of one kind of memory.
+    """The statistics of one kind of memory.
 
     Attributes:
         reserved_nbytes: Bytes taken from the system.
@@ -155,28 +137,20 @@ class PoolStats:
         return 1 - self.largest_free_nbytes / free if free > 0 else 0.0
 
     def __add__(self, other: PoolStats) -> PoolStats:
-        largest = max(self.largest_free_nbytes, other.largest_free_nbytes)
-        return PoolStats(
-            self.reserved_nbytes + other.reserved_nbytes,
-            self.used_nbytes + other.used_nbytes,
-            self.peak_nbytes + other.peak_nbytes,
-            self.blocks + other.blocks,
-            self.taken + other.taken,
-            self.allocations + other.allocations,
-            largest,
-        )
+        *sums, _ = map(sum, zip(astuple(self), astuple(other), strict=True))
+        return PoolStats(*sums, largest_free_nbytes=max(self.largest_free_nbytes, other.largest_free_nbytes))
 
 
 class Pool:
     """Memory of one kind, taken from the system in few large pieces and handed out in blocks.
 
-    Any thread may take and give, and ``give`` may come from the garbage collector at any point: what is given
-    back waits in a queue until the next call.
+    Any thread may take and give, and the garbage collector may call ``give`` at any point: blocks that are
+    given back wait in a queue until the next call.
 
     Args:
-        kind: ``SHARED``, ``DEVICE`` or ``PINNED``; for the figures.
-        allocate: ``allocate(nbytes)`` asks the system for a piece of at least so many bytes, and returns the
-            piece and its size.
+        kind: ``SHARED``, ``DEVICE`` or ``PINNED``; for the statistics.
+        allocate: ``allocate(nbytes)`` asks the system for a piece of at least ``nbytes`` bytes, and returns
+            the piece and its size.
         least_nbytes: Size of the first piece.
 
     Example:
@@ -197,7 +171,7 @@ class Pool:
         self._given: deque[tuple[int, int]] = deque()
         self._lock = threading.Lock()
         self._used = self._peak = self._taken = self._allocations = 0
-        keep_figures(self)
+        track_memory(self)
 
     def take(self, nbytes: int) -> Block:
         """Hands out at least ``nbytes`` bytes, at a multiple of 4096 bytes from the start of their piece.
@@ -231,17 +205,17 @@ class Pool:
         return Block(memory, len(self._pieces) - 1, offset, nbytes)
 
     def give(self, block: Block) -> None:
-        """Takes a block back. Nothing may use it any more, nor work that is enqueued on a GPU."""
+        """Takes a block back, which nothing uses any more, no work that is enqueued on a GPU either."""
         self._given.append((block.piece, block.offset))
 
     def _take_back(self) -> None:
         while self._given:
             piece, offset = self._given.popleft()
-            if self._pieces:  # else it was closed meanwhile
+            if self._pieces:  # else the pool was closed in between
                 self._used -= self._pieces[piece][1].give(offset)
 
     def stats(self) -> PoolStats:
-        """The figures of now."""
+        """The statistics as they are now."""
         with self._lock:
             self._take_back()
             frees = [free for _, free in self._pieces]
@@ -256,7 +230,7 @@ class Pool:
             )
 
     def close(self) -> None:
-        """Lets go of all pieces. Idempotent."""
+        """Frees all pieces. May be called again."""
         with self._lock:
             self._pieces, self._used = [], 0
             self._given.clear()
@@ -266,22 +240,19 @@ class Pool:
         return f"<Pool of {self.kind} memory, {now.used_nbytes:,} of {now.reserved_nbytes:,} bytes in use>"
 
 
-# -- the figures of a process -----------------------------------------------------------------------
-
-
-class Figured(Protocol):
-    """Something that holds communication memory and has figures of it."""
+class MemoryHolder(Protocol):
+    """An object that holds communication memory of one kind, and has statistics of it."""
 
     @property
     def kind(self) -> str:
         """The kind of memory."""
 
     def stats(self) -> PoolStats:
-        """The figures of now."""
+        """The statistics as they are now."""
 
 
 class MemoryReport(Mapping[str, PoolStats]):
-    """Figures by kind of memory: "shared", "device", "pinned". Prints as a table."""
+    """Statistics by kind of memory: "shared", "device", "pinned". Prints as a table."""
 
     def __init__(self, kinds: Mapping[str, PoolStats]) -> None:
         self._kinds = dict(kinds)
@@ -300,19 +271,12 @@ class MemoryReport(Mapping[str, PoolStats]):
         return {k: {**asdict(s), "fragmentation": s.fragmentation} for k, s in self._kinds.items()}
 
     def __str__(self) -> str:
-        head = ("memory", "reserved", "used", "peak", "blocks", "allocations", "fragmentation")
-        rows: list[tuple[str, ...]] = [head]
+        columns = ("memory", "reserved", "used", "peak", "blocks", "allocations", "fragmentation")
+        rows = []
         for kind, s in self._kinds.items():
             sizes = (f"{n:,}" for n in (s.reserved_nbytes, s.used_nbytes, s.peak_nbytes))
             rows.append((kind, *sizes, str(s.blocks), str(s.allocations), f"{s.fragmentation:.0%}"))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join(
-            "  ".join(
-                text.ljust(width) if i == 0 else text.rjust(width)
-                for i, (text, width) in enumerate(zip(row, widths, strict=True))
-            )
-            for row in rows
-        )
+        return "\n".join(Report("", columns, rows, words=(0,)).lay_out())
 
     __repr__ = __str__
 
@@ -320,8 +284,8 @@ class MemoryReport(Mapping[str, PoolStats]):
 def memory_stats() -> MemoryReport:
     """The communication memory of this process, by kind: shared with peers, of the GPU, pinned.
 
-    Arrays of ``comm.empty``, fused messages, buckets of gradients and what plans need for themselves are in
-    it; the caller's own arrays are not.
+    Counts arrays of ``comm.empty``, fused messages, buckets of gradients and the buffers of plans; the
+    caller's own arrays are not counted.
 
     Returns:
         A mapping from kind to ``PoolStats``, which prints as a table.
@@ -338,7 +302,7 @@ def memory_stats() -> MemoryReport:
     return MemoryReport(found)
 
 
-def keep_figures(holder: Figured) -> None:
+def track_memory(holder: MemoryHolder) -> None:
     """Lets ``memory_stats`` count a holder of memory as long as it lives."""
     _holders().add(holder)
 

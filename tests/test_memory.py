@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
 import random
 
 import pytest
 
-from flagcx.memory import ALIGNMENT, MemoryReport, Pool, PoolStats, bound_nbytes, keep_figures, memory_stats
+from flagcx.memory import ALIGNMENT, MemoryReport, Pool, PoolStats, memory_stats, track_memory
 
 PAGE = ALIGNMENT
 
@@ -105,6 +106,11 @@ def reserved_pages(events, most_pages: int) -> int:
     return top
 
 
+def bound_pages(most_used: int, largest: int) -> float:
+    """Robson's bound: pages that first fit needs at most, with blocks of up to ``largest`` pages."""
+    return most_used * (1 + math.log(largest)) / math.log(2)
+
+
 def robson(live_pages: int, largest_pages: int):
     """Robson's series against first fit: blocks of 1, 2, 4, ... pages; of each size those stay that spoil
     the most places for the next."""
@@ -150,7 +156,7 @@ def test_robsons_series_needs_much_but_no_more_than_his_bound(largest):
     live = 2048
     events = robson(live, largest)
     needed = reserved_pages(events, 1000 * live)
-    bound = bound_nbytes(live * PAGE, largest * PAGE) / PAGE
+    bound = bound_pages(live, largest)
     assert needed <= bound
     assert needed > (1 + 0.25 * largest.bit_length()) * live  # it is a series that hurts
 
@@ -170,7 +176,7 @@ def test_random_sizes_stay_far_below_the_bound(seed):
         used, largest, most = used + pages, max(largest, pages), max(most, used + pages)
         events.append((True, name, pages))
     needed = reserved_pages(events, 100_000)
-    assert needed <= 1.6 * most < bound_nbytes(most * PAGE, largest * PAGE) / PAGE
+    assert needed <= 1.6 * most < bound_pages(most, largest)
 
 
 def test_the_report_adds_up_pools_of_a_kind_and_forgets_those_that_are_gone():
@@ -202,5 +208,5 @@ def test_anything_with_figures_can_be_counted():
 
     before = memory_stats()["device"].reserved_nbytes
     holder = Holder()
-    keep_figures(holder)
+    track_memory(holder)
     assert memory_stats()["device"].reserved_nbytes == before + 7

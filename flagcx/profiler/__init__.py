@@ -1,4 +1,4 @@
-"""What a communicator did: the last operations, in figures, pictures and traces."""
+"""The profiler: a communicator's last operations, as figures, pictures and traces."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _CLOCK_ROUNDS = 9
 class Profiler:
     """The records of one communicator: its last 1024 operations on this rank.
 
-    It is always on, at under a microsecond an operation; ``FLAGCX_PROFILE=0`` switches it off. What makes
-    reports is imported when one is asked for.
+    It is always on, at under a microsecond an operation; ``FLAGCX_PROFILE=0`` switches it off. The modules
+    that make reports are imported when one is asked for.
 
     Args:
         rank: This rank.
@@ -33,7 +33,7 @@ class Profiler:
         barrier: Waits until every rank has come.
 
     Attributes:
-        ring: Where the records are kept.
+        ring: The buffer of the records.
 
     Example:
         >>> comm.profiler.summary()              # doctest: +SKIP
@@ -57,7 +57,7 @@ class Profiler:
         return self.ring.records()
 
     def clear(self) -> None:
-        """Forgets all records, so that what comes is seen alone."""
+        """Drops all records, so that reports show later operations alone."""
         self.ring.clear()
 
     def summary(self) -> Summary:
@@ -95,14 +95,14 @@ class Profiler:
         return plot_records(self.records(), self.rank, path)
 
     def stragglers(self) -> StragglerReport:
-        """Compares all ranks call by call: who begins late, how often, by how much. All ranks must call it.
+        """Compares all ranks call by call: which begins late, how often, by how much. All ranks must call it.
 
         Returns:
             The same report on every rank.
         """
         from flagcx.profiler.stragglers import find_stragglers
 
-        return find_stragglers(*self._everybodys())
+        return find_stragglers(*self._all_records())
 
     def save(self, path: str | os.PathLike) -> Path:
         """Writes a trace of all ranks on one clock, for Perfetto or chrome://tracing. All ranks must call it.
@@ -118,7 +118,7 @@ class Profiler:
         """
         from flagcx.profiler.trace import trace_events, write_trace
 
-        records, offsets = self._everybodys()
+        records, offsets = self._all_records()
         failure = ""
         if self.rank == 0:
             try:
@@ -130,11 +130,11 @@ class Profiler:
             raise ArgumentError(failure)
         return Path(path)
 
-    def _everybodys(self) -> tuple[list[list[Record]], list[int]]:
+    def _all_records(self) -> tuple[list[list[Record]], list[int]]:
         """Every rank's records, and how far its clock is ahead of rank 0's, in ns."""
-        everybodys = self._gather((self.records(), _boot()))
-        records = [mine for mine, _ in everybodys]
-        if len({boot for _, boot in everybodys}) == 1:
+        everything = self._gather((self.records(), _boot()))
+        records = [mine for mine, _ in everything]
+        if len({boot for _, boot in everything}) == 1:
             return records, [0] * self.size  # one machine since it was started: one clock
         return records, self._offsets()
 
@@ -154,7 +154,7 @@ class Profiler:
 
 
 def _boot() -> str:
-    """What the system calls the time since it was started."""
+    """The system's name for its current boot: ranks with the same one share a monotonic clock."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -43,7 +43,7 @@ def plot_records(records: Sequence[Record], rank: int, path: str | os.PathLike |
     if path is not None:
         try:
             figure.savefig(path, dpi=110)
-        except (OSError, ValueError) as error:  # ValueError: an ending that is no format
+        except (OSError, ValueError) as error:  # ValueError: an ending that names no format
             raise ArgumentError(
                 f"the picture cannot be saved to {os.fspath(path)}: {error}; pass the path of a .png, .svg "
                 f"or .pdf in a folder that exists"
@@ -52,7 +52,7 @@ def plot_records(records: Sequence[Record], rank: int, path: str | os.PathLike |
 
 
 def _draw_shares(axes: Any, summary: Summary) -> None:
-    """One bar for each operation: moving, then waiting."""
+    """One bar for each operation: time moving data, then time waiting."""
     rows = summary.rows[:_MOST_BARS][::-1]
     names = [f"{row.collective} {_size(row.nbytes)}\n{row.algorithm}, {row.calls:,} calls" for row in rows]
     moving = [row.moving_us / 1e3 for row in rows]

@@ -1,7 +1,7 @@
 """Records: what is kept of every operation, at the least cost.
 
-A plan that is recorded is wrapped. The wrapper reads the clock twice and puts one tuple into a ring buffer,
-which drops its oldest; everything else is done when somebody asks.
+A recorded plan reads the clock twice and puts one tuple into a buffer, which drops its oldest; everything
+else is done when a report is asked for.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Raw = tuple["OperationInfo", int, int, int, int, int]
 
 @dataclass(slots=True)
 class Uncounted:
-    """The progress of a transport that counts nothing: work on a GPU goes on after the call."""
+    """The counters of a transport that counts nothing: work on a GPU goes on after the call."""
 
     sequence: int = NO_CALL
     waited_ns: int = 0
@@ -34,7 +34,7 @@ class Uncounted:
 
 @dataclass(frozen=True, slots=True)
 class OperationInfo:
-    """What a plan does; shared by the records of all its runs.
+    """The operation that a plan carries out; shared by the records of all its runs.
 
     Attributes:
         collective: Name of the collective, or "transfer".
@@ -60,12 +60,12 @@ class Record:
     """One run of an operation on one rank.
 
     Attributes:
-        operation: What ran.
+        operation: The operation.
         sequence: Number of the call, the same on all ranks; -1 where only some take part.
         start_ns: When it began, on the machine's monotonic clock.
         end_ns: When it ended. On a GPU: when it was enqueued.
         waiting_ns: Time that it waited for peers.
-        queued_ns: Time that it waited behind other work of this rank before it began.
+        queued_ns: Time that it waited for other work of this rank before it began.
     """
 
     operation: OperationInfo
@@ -90,21 +90,21 @@ class RecordBuffer:
     """The last records of one communicator.
 
     Attributes:
-        append: Adds a record, as a ``Raw``.
+        append: Adds a record, as a tuple of the fields of ``Record``.
     """
 
     __slots__ = ("_records", "append")
 
     def __init__(self, capacity: int = CAPACITY) -> None:
-        self._records: deque[Raw] = deque(maxlen=capacity)
+        self._records: deque[tuple] = deque(maxlen=capacity)
         self.append = self._records.append
 
     def records(self) -> list[Record]:
         """The records, oldest first."""
-        return [Record(*raw) for raw in self._records.copy()]
+        return [Record(*fields) for fields in self._records.copy()]
 
     def mark_queued(self, queued_ns: int) -> None:
-        """Says of the last record how long its call waited for its turn."""
+        """Notes in the last record how long its call waited for its turn."""
         self._records.append((*self._records.pop()[:5], queued_ns))
 
     def clear(self) -> None:
@@ -117,9 +117,9 @@ class RecordedPlan:
 
     Args:
         plan: The plan.
-        operation: What it does.
-        ring: Where the records go.
-        progress: What its transport counts.
+        operation: The operation that it carries out.
+        ring: The buffer for the records.
+        progress: The counters of its transport.
         shared: Whether all ranks make this call together.
 
     Attributes:
@@ -137,7 +137,7 @@ class RecordedPlan:
         shared: bool = True,
     ) -> None:
         self.plan, self.operation, self._ring = plan, operation, ring
-        self.run = _recording(plan.run, operation, ring, progress if shared else _Apart(progress))
+        self.run = _recording(plan.run, operation, ring, progress if shared else _NoCall(progress))
 
     def run_queued(self, given: Any, result: Any, queued_at_ns: int) -> None:
         """Runs the plan of a call that was made at ``queued_at_ns`` and had to wait for its turn."""
@@ -146,8 +146,8 @@ class RecordedPlan:
         self._ring.mark_queued(queued_ns)
 
 
-class _Apart:
-    """The progress of a transport, for operations that are no calls of all ranks."""
+class _NoCall:
+    """The counters of a transport, for operations that are no calls of all ranks."""
 
     __slots__ = ("_progress", "sequence")
 

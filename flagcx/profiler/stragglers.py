@@ -1,4 +1,4 @@
-"""Who is late: ranks compared call by call, on one clock."""
+"""Stragglers: when the ranks began each call, compared on one clock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from flagcx.profiler.records import NO_CALL, Record
 
 LATE_NS = 100_000
-"""A rank that begins a call less than this behind the first is not late: schedulers do as much."""
+"""A rank that begins a call less than this after the first is not late: schedulers delay it as much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +20,10 @@ class Lateness:
     Attributes:
         rank: The rank.
         calls: Calls compared.
-        late: Those in which it was the last to begin, and late.
-        typical_us: By how much it then was behind the first rank: the median, in us.
-        worst_us: The most.
-        caused_us: Time that all others together waited for it.
+        late: Calls in which it was the last to begin, and late.
+        typical_us: How long after the first rank it then began: the median, in us.
+        worst_us: The longest such time.
+        caused_us: Time that all other ranks together waited for it.
     """
 
     rank: int
@@ -36,19 +36,19 @@ class Lateness:
 
 @dataclass(frozen=True, slots=True)
 class StragglerReport:
-    """Who is late, how often, by how much.
+    """How often each rank was late, and by how much.
 
     Attributes:
-        ranks: One entry a rank, the most often late first.
+        ranks: One entry for each rank, the most often late first.
     """
 
     ranks: tuple[Lateness, ...]
 
     @property
     def worst(self) -> int | None:
-        """The rank that held the others up longest, or None where nobody was late."""
-        held_up = max(self.ranks, key=lambda entry: entry.caused_us, default=None)
-        return held_up.rank if held_up is not None and held_up.late else None
+        """The rank for which the others waited longest, or None where no rank was late."""
+        worst = max(self.ranks, key=lambda entry: entry.caused_us, default=None)
+        return worst.rank if worst is not None and worst.late else None
 
     def as_dict(self) -> dict[str, Any]:
         """The figures as plain data."""
@@ -74,16 +74,15 @@ def find_stragglers(records: Sequence[Sequence[Record]], offsets_ns: Sequence[in
         records: Each rank's records.
         offsets_ns: For each rank, how far its clock is ahead of rank 0's.
     """
-    behind: dict[int, list[int]] = {rank: [] for rank in range(len(records))}
-    caused = dict.fromkeys(behind, 0)
+    late_ns: dict[int, list[int]] = {rank: [] for rank in range(len(records))}
+    caused_ns = dict.fromkeys(late_ns, 0)
     calls = 0
-    for starts in _meetings(records, offsets_ns):
+    for starts in _common_calls(records, offsets_ns):
         calls += 1
         last = max(range(len(starts)), key=starts.__getitem__)
-        late_ns = starts[last] - min(starts)
-        if late_ns >= LATE_NS:
-            behind[last].append(late_ns)
-            caused[last] += sum(starts[last] - start for start in starts)
+        if starts[last] - min(starts) >= LATE_NS:
+            late_ns[last].append(starts[last] - min(starts))
+            caused_ns[last] += sum(starts[last] - start for start in starts)
     entries = (
         Lateness(
             rank,
@@ -91,14 +90,14 @@ def find_stragglers(records: Sequence[Sequence[Record]], offsets_ns: Sequence[in
             len(times),
             median(times) / 1e3 if times else 0.0,
             max(times, default=0) / 1e3,
-            caused[rank] / 1e3,
+            caused_ns[rank] / 1e3,
         )
-        for rank, times in behind.items()
+        for rank, times in late_ns.items()
     )
     return StragglerReport(tuple(sorted(entries, key=lambda entry: (-entry.late, entry.rank))))
 
 
-def _meetings(records: Sequence[Sequence[Record]], offsets_ns: Sequence[int]) -> Iterator[list[int]]:
+def _common_calls(records: Sequence[Sequence[Record]], offsets_ns: Sequence[int]) -> Iterator[list[int]]:
     """For each call that all ranks recorded: when each began it, on rank 0's clock."""
     by_call: list[Mapping[int, int]] = [
         {r.sequence: r.start_ns - offset for r in mine if r.sequence != NO_CALL}

@@ -1,15 +1,15 @@
-"""What ran how often and how long: figures as data, as a table in a terminal and in a notebook."""
+"""How often each operation ran and how long it took: as data, and as a table."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from html import escape
 from statistics import median
 from typing import Any
 
 from flagcx.profiler.records import Record
+from flagcx.report import Report, Reported
 
 _HEADINGS = (
     "operation",
@@ -35,10 +35,10 @@ class SummaryRow:
         calls: Runs that the records hold.
         median_us: Time of a run, waiting included: the median, in us.
         p95_us: 95 of 100 runs took no longer.
-        total_us: Time of all runs.
+        total_us: Time of all runs, in us.
         waiting_us: The part of it spent waiting for peers.
         moving_us: The rest: copies and sums.
-        queued_us: Time that runs waited behind other work of this rank: the median.
+        queued_us: Time that runs waited for other work of this rank: the median.
         gb_per_s: Bytes over the median time, in 10^9 bytes per second.
     """
 
@@ -92,13 +92,13 @@ class SummaryRow:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Summary:
+@dataclass(frozen=True, slots=True, repr=False)
+class Summary(Reported):
     """The figures of one rank.
 
     Attributes:
         rank: The rank.
-        rows: One for each operation, size and algorithm; what took longest first.
+        rows: One for each operation, size and algorithm, in the order of the time that they took in all.
     """
 
     rank: int
@@ -117,42 +117,15 @@ class Summary:
         """The figures as plain data."""
         return {"rank": self.rank, "rows": [asdict(row) for row in self.rows]}
 
-    def __rich__(self) -> Any:
-        from rich.markup import escape as plain
-        from rich.table import Table
+    to_dict = as_dict
 
-        table = Table(title=f"rank {self.rank}", title_justify="left")
-        for i, heading in enumerate(_HEADINGS):
-            table.add_column(heading, justify="left" if i in (0, 2) else "right")
-        for row in self.rows:
-            table.add_row(*(plain(cell) for cell in row.cells()))
-        return table
-
-    def __str__(self) -> str:
-        rows = [_HEADINGS, *(row.cells() for row in self.rows)]
-        widths = [max(len(cells[i]) for cells in rows) for i in range(len(_HEADINGS))]
-
-        def line(cells: Sequence[str]) -> str:
-            placed = (
-                c.ljust(w) if i in (0, 2) else c.rjust(w)
-                for i, (c, w) in enumerate(zip(cells, widths, strict=True))
-            )
-            return "  ".join(placed).rstrip()
-
-        return "\n".join([f"rank {self.rank}", *map(line, rows)])
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        def row(cells: Iterable[str], tag: str) -> str:
-            return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
-
-        body = "".join(row(r.cells(), "td") for r in self.rows)
-        return f"<table><caption>rank {self.rank}</caption>{row(_HEADINGS, 'th')}{body}</table>"
+    def report(self) -> Report:
+        """The figures as a table."""
+        return Report(f"rank {self.rank}", _HEADINGS, [row.cells() for row in self.rows], words=(0, 2))
 
 
 def key_of(record: Record) -> tuple[str, int, str]:
-    """What a record is counted under: collective, bytes, algorithm with its protocol."""
-    what = record.operation
-    way = f" ({what.protocol})" if what.protocol else ""
-    return what.collective, what.nbytes, f"{what.algorithm}{way}"
+    """The group of a record: collective, bytes, algorithm with its protocol."""
+    ran = record.operation
+    protocol = f" ({ran.protocol})" if ran.protocol else ""
+    return ran.collective, ran.nbytes, f"{ran.algorithm}{protocol}"

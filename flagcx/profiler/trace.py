@@ -16,7 +16,7 @@ from flagcx.errors import ArgumentError
 from flagcx.profiler.records import Record
 
 RUNNING, QUEUED = 0, 1
-"""The threads of a rank in the trace: what it runs, and what stands in its queue."""
+"""The threads of a rank in the trace: its running operations, and its queued ones."""
 
 
 def trace_events(records: Sequence[Sequence[Record]], offsets_ns: Sequence[int]) -> dict[str, Any]:
@@ -55,14 +55,14 @@ def _names(rank: int, queues: bool) -> Iterator[dict[str, Any]]:
 
 
 def _events(rank: int, record: Record, origin_ns: int) -> Iterator[dict[str, Any]]:
-    what = record.operation
+    operation = record.operation
     details = {
-        "bytes": what.nbytes,
-        "dtype": what.dtype,
-        "algorithm": what.algorithm,
-        "pieces": what.pieces,
-        "protocol": what.protocol or "by rule",
-        "transport": what.transport,
+        "bytes": operation.nbytes,
+        "dtype": operation.dtype,
+        "algorithm": operation.algorithm,
+        "pieces": operation.pieces,
+        "protocol": operation.protocol or "by rule",
+        "transport": operation.transport,
         "call": record.sequence,
         "waiting_us": record.waiting_ns / 1e3,
         "moving_us": record.moving_ns / 1e3,
@@ -72,8 +72,8 @@ def _events(rank: int, record: Record, origin_ns: int) -> Iterator[dict[str, Any
     def event(thread: int, start_ns: int, elapsed_ns: int) -> dict[str, Any]:
         return {
             "ph": "X",
-            "name": what.collective,
-            "cat": what.transport,
+            "name": operation.collective,
+            "cat": operation.transport,
             "ts": (start_ns - origin_ns) / 1e3,
             "dur": elapsed_ns / 1e3,
             "pid": rank,
@@ -87,16 +87,16 @@ def _events(rank: int, record: Record, origin_ns: int) -> Iterator[dict[str, Any
 
 
 def write_trace(path: str | os.PathLike, trace: dict[str, Any]) -> None:
-    """Writes a trace; a file that was there is replaced at once, never half written.
+    """Writes a trace; an older file is replaced by the whole trace, never by a part of it.
 
     Raises:
-        ArgumentError: It cannot be written there.
+        ArgumentError: The file cannot be written.
     """
     path = Path(path)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        beside.write_text(json.dumps(trace, allow_nan=False))
-        os.replace(beside, path)
+        draft.write_text(json.dumps(trace, allow_nan=False))
+        os.replace(draft, path)
     except OSError as error:
         raise ArgumentError(
             f"the trace cannot be written to {path}: {error.strerror or error}; pass the path of a file in a "
@@ -104,4 +104,4 @@ def write_trace(path: str | os.PathLike, trace: dict[str, Any]) -> None:
         ) from None
     finally:
         with contextlib.suppress(OSError):
-            beside.unlink()
+            draft.unlink()

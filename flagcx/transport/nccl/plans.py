@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from flagcx.dtypes import DType
 from flagcx.errors import ArrayError
 from flagcx.kernels.launch import Launch, Memories
-from flagcx.memory import DEVICE, PoolStats, keep_figures
+from flagcx.memory import DEVICE, PoolStats, track_memory
 from flagcx.transport.base import Call
 from flagcx.transport.device import check_home
 from flagcx.transport.stream_order import StreamOrder
@@ -58,7 +58,7 @@ class Scratch:
         self._memory: Any = None
         self._peak = 0
         self._pinned: list[tuple[object, ...]] = []
-        keep_figures(self)
+        track_memory(self)
 
     @property
     def kind(self) -> str:

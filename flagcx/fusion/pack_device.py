@@ -11,7 +11,7 @@ import numpy as np
 from flagcx.errors import ResourceError
 from flagcx.fusion.fuse import Limits, Shapes
 from flagcx.kernels.cuda import PER_THREAD, is_capturing, load_cupy
-from flagcx.kernels.pack import ALIGNMENT, DevicePacking, Layout, PackKernel, Table
+from flagcx.kernels.pack import ALIGNMENT, DevicePacking, PackKernel, PackLayout, PackTable
 from flagcx.memory import DEVICE, PINNED, Pool
 
 _LEAST_PINNED_NBYTES = 1 << 20
@@ -52,7 +52,7 @@ class DevicePacker:
 
     def packing(self, shapes: Shapes, dtype: np.dtype, own: bool = False) -> DevicePacking:
         """A packing of arrays of these shapes; see ``flagcx.fusion.fuse.Packer``."""
-        layout = Layout([prod(shape) * dtype.itemsize for shape in shapes])
+        layout = PackLayout([prod(shape) * dtype.itemsize for shape in shapes])
         if own:
             return self._reached(layout, dtype) or self._own(layout, dtype)
         if layout.nbytes > self.limits.message_nbytes:  # by what rounding up adds to very small arrays
@@ -70,7 +70,7 @@ class DevicePacker:
         """The stream on which packings are enqueued now."""
         return self._cupy.cuda.get_current_stream()
 
-    def _reached(self, layout: Layout, dtype: np.dtype) -> DevicePacking | None:
+    def _reached(self, layout: PackLayout, dtype: np.dtype) -> DevicePacking | None:
         """A packing into memory that peers reach; None where there is none left, on any rank."""
         if self._empty is None:
             return None
@@ -81,7 +81,7 @@ class DevicePacker:
         self._clear(flat.data.ptr, layout.nbytes)
         return DevicePacking(self._cupy, self._kernel, flat, layout)
 
-    def _own(self, layout: Layout, dtype: np.dtype) -> DevicePacking:
+    def _own(self, layout: PackLayout, dtype: np.dtype) -> DevicePacking:
         block = self._zeros(layout.nbytes)
         give: Callable[[], object] = lambda: self.memory.give(block)  # noqa: E731
         return DevicePacking(self._cupy, self._kernel, self._view(block, layout, dtype), layout, give)
@@ -96,7 +96,7 @@ class DevicePacker:
         self._cupy.cuda.runtime.memset(at, 0, nbytes)
         self._cupy.cuda.Device().synchronize()
 
-    def _view(self, block: Any, layout: Layout, dtype: np.dtype) -> Any:
+    def _view(self, block: Any, layout: PackLayout, dtype: np.dtype) -> Any:
         count = layout.nbytes // dtype.itemsize
         return self._cupy.ndarray((count,), dtype, block.memory + block.offset)
 
@@ -135,16 +135,16 @@ class _Turn:
 class _Shared(DevicePacking):
     """A packing into the message that packings share."""
 
-    def __init__(self, cupy: Any, kernel: PackKernel, flat: Any, layout: Layout, turn: _Turn) -> None:
+    def __init__(self, cupy: Any, kernel: PackKernel, flat: Any, layout: PackLayout, turn: _Turn) -> None:
         super().__init__(cupy, kernel, flat, layout)
         self._turn = turn
 
-    def pack_at(self, places: Table) -> None:
+    def pack_at(self, places: PackTable) -> None:
         """See ``DevicePacking``."""
         self._turn.take()
         super().pack_at(places)
 
-    def unpack_at(self, places: Table) -> None:
+    def unpack_at(self, places: PackTable) -> None:
         """See ``DevicePacking``."""
         super().unpack_at(places)
         self._turn.give()

@@ -1,9 +1,8 @@
-"""Kernels from their CUDA source, with the arithmetic that the source says.
+"""Compiles kernels from their CUDA source without flushing subnormal numbers to zero.
 
-``cupy.RawKernel`` would do, but CuPy compiles with ``-ftz=true`` behind all options that it is given, and
-then subnormal numbers count as zero: the smallest of float32, bfloat16 and fp8 would be lost from sums, and
-those of fp8 could not even be read. So the source goes to NVRTC without that, and what comes back is kept in
-the user's cache directory, where the next process finds it.
+``cupy.RawKernel`` appends ``-ftz=true`` to the options that it is given. Subnormal float32, bfloat16 and fp8
+numbers would then be lost from sums, and those of fp8 could not even be read. So the source goes to NVRTC
+without that option, and the binary is kept in the user's cache directory for the next process.
 """
 
 from __future__ import annotations
@@ -24,13 +23,9 @@ logger = logging.getLogger("flagcx")
 
 @lru_cache(maxsize=512)
 def load_kernel(cupy: Any, device: int, source: str, name: str) -> Any:
-    """A kernel that all communicators of the process share; see ``compile_kernel``.
+    """A kernel for a device, current or not, that all communicators of the process share.
 
-    Args:
-        cupy: The CuPy module.
-        device: Number of the device that it runs on, whichever is the current one.
-        source: CUDA source that includes no header.
-        name: Name of an ``extern "C"`` kernel in it.
+    See ``compile_kernel``.
     """
     with cupy.cuda.Device(device):
         return compile_kernel(cupy, source, name)
@@ -52,7 +47,7 @@ def compile_kernel(cupy: Any, source: str, name: str) -> Any:
         module.load(_binary(cupy, source))
         return module.get_function(name)
     except (AttributeError, TypeError) as error:
-        # These doors of CuPy's are not promised to stay where they are.
+        # These functions of CuPy are internal, so another version may lack them.
         logger.warning(
             "CuPy %s compiles kernels another way (%s): subnormal numbers may count as zero",
             cupy.__version__,
@@ -73,11 +68,7 @@ def _binary(cupy: Any, source: str) -> bytes:
 
 
 def _intact(kept: bytes) -> bytes:
-    """What was kept, without its checksum.
-
-    Raises:
-        OSError: It is damaged.
-    """
+    """A binary from the cache without its checksum; raises OSError if it is damaged."""
     binary, checksum = kept[:-32], kept[-32:]
     if hashlib.sha256(binary).digest() != checksum:
         raise OSError("a kernel in the cache is damaged")
@@ -85,12 +76,12 @@ def _intact(kept: bytes) -> bytes:
 
 
 def _keep(path: Path, binary: bytes) -> None:
-    """Puts a binary into the cache, whole or not at all. Without a cache it is compiled anew each time."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    """Puts a binary into the cache, whole or not at all; without a cache every process compiles."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            beside.write_bytes(binary + hashlib.sha256(binary).digest())
-            os.replace(beside, path)
+            temporary.write_bytes(binary + hashlib.sha256(binary).digest())
+            os.replace(temporary, path)
         finally:
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)

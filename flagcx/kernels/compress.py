@@ -1,13 +1,13 @@
-"""The CUDA source of the kernels that code, add up and decode gradients: blocks with a factor, and casts.
+"""The CUDA source of the kernels that encode, reduce and decode gradients: blocks with a factor, and casts.
 
-As in ``flagcx.kernels.source``, no header of the CUDA toolkit is needed. They make the very bits that the
-NumPy codecs make, and a host compiler takes all but their head, with a warp of one thread.
+As in ``flagcx.kernels.source``, no header of the CUDA toolkit is needed. The kernels produce the same bits as
+the NumPy codecs, and a host compiler takes all but their head, with a warp of one thread.
 
-A message, or a piece of it, consists of one stripe for each rank; each is coded by itself, and all in one
-launch. A warp deals with one block of a stripe, whose numbers its threads hold, in groups that share a word
-of codes: it finds the largest magnitude, as the largest pattern of bits, so that NaN wins, and then writes
-the codes. What arrived from all ranks is decoded, added in the order of ranks and coded again by one kernel.
-So everything is read and written once.
+A message, or a piece of it, consists of one stripe for each rank; all stripes are encoded in one launch. A
+warp processes one block of a stripe, whose numbers its threads hold in groups that share a word of codes: it
+finds the largest magnitude, as the largest bit pattern, so that NaN wins, and then writes the codes. One
+kernel decodes the stripes of all ranks, adds them in the order of ranks and encodes the sum, so that all data
+is read and written once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 from types import MappingProxyType
 
 from flagcx.errors import OperationError
-from flagcx.kernels.source import conversions, float16_conversions
+from flagcx.kernels.source import CONVERSIONS, DEVICE_FUNCTION, FLOAT16_CONVERSIONS
 
 ENCODE, REDUCE, DECODE = "flagcx_encode", "flagcx_reduce", "flagcx_decode"
 """Names of the three kernels in every module."""
@@ -24,7 +24,6 @@ THREADS, WARP = 256, 32
 """Threads of a block of threads, and of a warp."""
 
 _HEAD = r"""
-#define FLAGCX_DEVICE __device__ __forceinline__
 #define FLAGCX_KERNEL extern "C" __global__ void __launch_bounds__(THREADS)
 FLAGCX_DEVICE int lane() { return threadIdx.x & (LANES - 1); }
 FLAGCX_DEVICE long long warp() { return ((long long)blockIdx.x * THREADS + threadIdx.x) / LANES; }
@@ -78,8 +77,8 @@ FLAGCX_DEVICE float from_code(u8 code) { return from_float8_e5m2(code); }
     }
 )
 
-# A word holds the codes of a group: of four numbers, or of four of a block's first half and of the four that
-# are as far behind its middle.
+# A word holds the codes of a group: of four numbers, or of four of a block's first half and the four at the
+# same place of its second half.
 _WORDS = r"""
 typedef u32 Word;
 #ifdef PAIRS
@@ -141,14 +140,14 @@ FLAGCX_DEVICE float scale_of(u32) { return 1.0f; }
 """
 
 _KERNELS = r"""
-// Groups of a block, and how many of them a thread holds; of few in registers, of many in local memory.
+// Groups of a block, and how many of them a thread holds: few in registers, many in local memory.
 const int GROUPS = BLOCK / PER, HELD = (GROUPS + LANES - 1) / LANES;
 const int UNROLL = HELD <= 8 ? HELD : 1, RANKS_AT_ONCE = HELD <= 2 ? 4 : 1;
 struct alignas(16) Four { float x[4]; };
 
-// Where a block stands: in which stripe of a piece, and how many numbers it has, which may be none.
-struct Place { i64 stripe, count, start, n; };
-FLAGCX_DEVICE Place place_of(i64 at, i64 count, i64 width) {
+// The stripe of a piece that a block is in, and how many numbers it has, which may be none.
+struct BlockPlace { i64 stripe, count, start, n; };
+FLAGCX_DEVICE BlockPlace place_of(i64 at, i64 count, i64 width) {
   const i64 each = (width + BLOCK - 1) / BLOCK, stripe = at / each;
   const i64 left = count - stripe * width, own = left < width ? left : width;
   const i64 start = (at - stripe * each) * BLOCK, rest = own - start;
@@ -160,12 +159,12 @@ FLAGCX_DEVICE Coded coded_at(u8* wire, i64 count, i64 start) {
   const i64 number = start / BLOCK;
   return {wire + factors_nbytes(count) + number * bytes_of(BLOCK), (float*)wire + number};
 }
-// Whether a block is as long as can be, and lies so that groups and words can be moved whole.
+// Whether a block has its full length and is aligned, so that groups and words can be moved whole.
 FLAGCX_DEVICE bool whole(i64 n, const float* x, const float* y, const u8* codes) {
   return n == BLOCK && (((u64)x | (u64)y) & 15) == 0 && ((u64)codes & (sizeof(Word) - 1)) == 0;
 }
 
-// Group g of n numbers, a word of their codes; what lies behind the end is 0 and is not written.
+// Loads or stores group g of n numbers; numbers after the end are 0 and are not written.
 template <bool WHOLE> FLAGCX_DEVICE void load_group(const float* x, i64 g, i64 n, float* v) {
 #pragma unroll
   for (int part = 0; part < PER / 4; part++) {
@@ -192,7 +191,7 @@ template <bool WHOLE> FLAGCX_DEVICE void store_group(float* x, i64 g, i64 n, con
     }
   }
 }
-// What the codes of group g stand for; 0 behind the end.
+// Decodes group g; numbers after the end are 0.
 template <bool WHOLE>
 FLAGCX_DEVICE void load_coded(const u8* codes, i64 g, i64 n, float scale, float* v) {
   Word word = 0;
@@ -217,8 +216,8 @@ template <bool WHOLE> FLAGCX_DEVICE void store_word(u8* codes, i64 g, i64 n, Wor
   }
 }
 
-// Codes the numbers that a warp holds; what coding took from them, divided by ``factor``, goes to ``lost``: 0
-// for infinity and NaN, which no later call mends.
+// Encodes the numbers that a warp holds. The error of the codes, divided by ``factor``, goes to ``lost``: 0
+// for infinity and NaN, which no later call could correct.
 template <bool WHOLE>
 FLAGCX_DEVICE void code_held(float (*held)[PER], i64 n, const Coded& to, float* lost, float factor) {
   u32 largest = 0;
@@ -280,7 +279,7 @@ FLAGCX_KERNEL flagcx_encode(
     const float* x, float* residual, u8* wire, i64 count, i64 width, i64 stride, i64 stripes, i64 own) {
   const i64 blocks = (width + BLOCK - 1) / BLOCK * stripes;
   for (i64 at = warp(); at < blocks; at += warps()) {
-    const Place p = place_of(at, count, width);
+    const BlockPlace p = place_of(at, count, width);
     if (p.stripe == own || p.n <= 0) continue;
     const i64 first = p.stripe * width + p.start;
     float* const kept = residual ? residual + first : nullptr;
@@ -354,7 +353,7 @@ FLAGCX_KERNEL flagcx_decode(
     u8* wire, float* out, i64 count, i64 width, i64 stride, i64 stripes, int add) {
   const i64 blocks = (width + BLOCK - 1) / BLOCK * stripes;
   for (i64 at = warp(); at < blocks; at += warps()) {
-    const Place p = place_of(at, count, width);
+    const BlockPlace p = place_of(at, count, width);
     if (p.n <= 0) continue;
     const Coded from = coded_at(wire + p.stripe * stride, p.count, p.start);
     float* const to = out + p.stripe * width + p.start;
@@ -370,37 +369,32 @@ NAMES = (*_CODES, *_CASTS)
 
 
 def kernels(name: str, block: int) -> str:
-    """The kernels of a codec without their head, which says what a warp is.
+    """The kernels of a codec without their head, which defines a warp.
 
     Args:
         name: "int8", "int4", "fp8", "fp8_e5m2", "fp16" or "bf16".
-        block: Numbers that share a factor, and that a warp deals with: a multiple of 32.
+        block: Numbers that share a factor, and that one warp processes: a multiple of 32.
 
     Raises:
         OperationError: There are no kernels for that codec.
     """
-    head = f"#define BLOCK {block}\n" + conversions()
+    head = f"#define BLOCK {block}\n" + CONVERSIONS
     if name in _CODES:
         return head + _CODES[name] + _FACTORS + _WORDS + _KERNELS
     if name not in _CASTS:
         raise OperationError(f"there are no kernels for {name!r}; expected one of {', '.join(NAMES)}")
     kind = _CASTS[name]
     casts = f"#define TO to_{kind}\n#define FROM from_{kind}\n"
-    return head + casts + float16_conversions() + _CAST_WORDS + _KERNELS
+    return head + casts + FLOAT16_CONVERSIONS + _CAST_WORDS + _KERNELS
 
 
 def compress_source(name: str, block: int) -> str:
     """The whole CUDA source of a codec's kernels, ``ENCODE``, ``REDUCE`` and ``DECODE``.
 
-    Args:
-        name: See ``kernels``.
-        block: See ``kernels``.
-
-    Raises:
-        OperationError: There are no kernels for that codec.
+    Takes and raises the same as ``kernels``.
 
     Example:
         >>> "flagcx_encode" in compress_source("int8", 256)
         True
     """
-    return f"#define THREADS {THREADS}\n#define LANES {WARP}\n{_HEAD}{kernels(name, block)}"
+    return f"{DEVICE_FUNCTION}#define THREADS {THREADS}\n#define LANES {WARP}\n{_HEAD}{kernels(name, block)}"

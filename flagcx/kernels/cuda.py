@@ -1,4 +1,4 @@
-"""The way to CuPy: imported when a GPU array is met, and a missing part is named with its remedy."""
+"""Imports CuPy when the first GPU array is seen; an error names the missing part and its remedy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flagcx.errors import MissingDependencyError
 OLDEST_CUPY = (13, 6)
 THREAD_LOCAL, RELAXED = 1, 2
 PER_THREAD = 2
-"""Handle of the default stream that each thread has for itself, if CuPy is told to use those."""
+"""Handle of the per-thread default stream, which CuPy can be told to use."""
 _INSUFFICIENT_DRIVER = 35
 
 
@@ -68,12 +68,7 @@ def check_version(version: str) -> None:
 
 
 def no_device(cupy: Any, error: Any) -> MissingDependencyError:
-    """What to say when CuPy cannot reach a GPU.
-
-    Args:
-        cupy: The CuPy module.
-        error: The CUDARuntimeError of the attempt.
-    """
+    """The exception to raise where CuPy cannot reach a GPU, and failed with this CUDARuntimeError."""
     driver = driver_cuda()
     built = cupy.cuda.runtime.runtimeGetVersion() // 1000
     if driver is None:
@@ -95,7 +90,7 @@ def pip_command(driver: int | None, flags: str = "") -> str:
 
     Args:
         driver: The newest CUDA that the driver supports, as 1000 major + 10 minor; None if unknown.
-        flags: Further options of ``pip install``, with a blank behind.
+        flags: Further options of ``pip install``, followed by a blank.
 
     Example:
         >>> pip_command(12080)
@@ -107,21 +102,20 @@ def pip_command(driver: int | None, flags: str = "") -> str:
 
 @contextmanager
 def capture_mode(mode: int) -> Iterator[None]:
-    """Has the driver treat this thread by another rule while a graph is captured, for a ``with`` block.
+    """Sets this thread's capture mode (cuThreadExchangeStreamCaptureMode) for a ``with`` block.
 
-    By its first rule (global) no thread may allocate or ask for an event while any thread captures by that
-    rule, as torch does; if one does, the capture fails.
+    In the default mode, global, no thread may allocate or query an event while any thread captures in that
+    mode, as torch does; if one does, the capture fails.
 
     Args:
-        mode: ``THREAD_LOCAL``: captures of other threads are no concern of this one. ``RELAXED``: those of
-            this thread are not either.
+        mode: ``THREAD_LOCAL``: captures of other threads do not restrict this one. ``RELAXED``: its own do
+            not either.
     """
-    try:
-        exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
-    except OSError:  # Without a driver there are no captures.
+    driver = _driver()
+    if driver is None:  # Without a driver there are no captures.
         yield
         return
-    previous = ctypes.c_int(mode)
+    exchange, previous = driver.cuThreadExchangeStreamCaptureMode, ctypes.c_int(mode)
     exchange(ctypes.byref(previous))
     try:
         yield
@@ -130,20 +124,22 @@ def capture_mode(mode: int) -> Iterator[None]:
 
 
 def is_capturing(runtime: Any, stream: Any) -> bool:
-    """Whether what is enqueued on a stream goes into a graph that is being captured.
+    """Whether a stream is being captured into a graph; the legacy default stream cannot be.
 
-    Args:
-        runtime: ``cupy.cuda.runtime``.
-        stream: A CuPy stream. The one that all threads have by default cannot be captured.
+    ``runtime`` is ``cupy.cuda.runtime``.
     """
     return stream.ptr > 1 and runtime.streamIsCapturing(stream.ptr) != 0
 
 
 def driver_cuda() -> int | None:
     """The newest CUDA that the driver supports, as 1000 major + 10 minor; None without a driver."""
+    driver, version = _driver(), ctypes.c_int()
+    found = driver is not None and driver.cuDriverGetVersion(ctypes.byref(version)) == 0
+    return version.value if found else None
+
+
+def _driver() -> ctypes.CDLL | None:
     try:
-        library = ctypes.CDLL("libcuda.so.1")
+        return ctypes.CDLL("libcuda.so.1")
     except OSError:
         return None
-    version = ctypes.c_int()
-    return version.value if library.cuDriverGetVersion(ctypes.byref(version)) == 0 else None

@@ -1,16 +1,16 @@
-"""What one launch of the fused kernel does, worked out from a list of local work.
+"""Turns a list of local updates into chains, each computed in one pass by the fused kernel.
 
 ::
 
-    work, in order                       chains of one phase
+    updates, in order                    chains of one phase
     OUTPUT[0:8]  = SCRATCH[0:8]
     OUTPUT[0:8] += SCRATCH[8:16]   -->   OUTPUT[0:8] = SCRATCH[0:8] + SCRATCH[8:16] + SCRATCH[16:24]
     OUTPUT[0:8] += SCRATCH[16:24]
 
-A *chain* writes a range of elements once and reads any number of sources, so it needs memory traffic of
-(sources + 1) times its length and one rounding, where separate launches would need three times each.
-Chains of one *phase* run side by side in one launch: none reads what another one writes. Work that
-needs the result of earlier work begins a new phase.
+A *chain* writes a range of elements once and reads any number of sources: memory traffic of (sources + 1)
+times its length and one rounding, where a launch for each update would need three times its length and one
+rounding each. Chains of one *phase* run concurrently in one launch: none reads what another one writes. An
+update that needs the result of an earlier one begins a new phase.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import enum
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from flagcx.errors import ScheduleError
 from flagcx.kernels.source import MAX_SOURCES
@@ -28,7 +29,7 @@ Place = tuple[int, int]
 
 
 class Finish(enum.IntEnum):
-    """What a chain does with its result before it rounds and writes it."""
+    """The last operation on a chain's result, before it is rounded and written."""
 
     NONE = 0
     SCALE = 1
@@ -38,7 +39,7 @@ class Finish(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class Update:
     """``to = source``, or ``to = op(to, source)`` where ``reduces``, for ``count`` elements."""
 
     to: Place
@@ -60,26 +61,20 @@ class Chain:
 Phase = tuple[Chain, ...]
 
 
-def fuse(work: Iterable[Work]) -> tuple[Phase, ...]:
-    """Turns work that is to be done in order into as few phases as its dependencies allow.
-
-    Args:
-        work: In the order in which it has to take effect.
-
-    Returns:
-        The phases; the chains of one are independent of each other.
+def fuse(updates: Iterable[Update]) -> tuple[Phase, ...]:
+    """Turns updates, in order, into as few phases as their dependencies allow.
 
     Raises:
         ScheduleError: A range is copied or reduced onto itself, shifted.
 
     Example:
-        >>> sum_of_two = [Work((1, 0), (0, 0), 8), Work((1, 0), (2, 0), 8, reduces=True)]
+        >>> sum_of_two = [Update((1, 0), (0, 0), 8), Update((1, 0), (2, 0), 8, reduces=True)]
         >>> fuse(sum_of_two)[0][0].sources
         ((0, 0), (2, 0))
     """
     phases: list[Phase] = []
-    current: list[Work] = []
-    for item in work:
+    current: list[Update] = []
+    for item in updates:
         if item.count == 0 or (not item.reduces and item.to == item.source):
             continue
         if item.to != item.source and overlap(item.to, item.source, item.count, item.count):
@@ -100,20 +95,20 @@ def overlap(a: Place, b: Place, a_count: int, b_count: int) -> bool:
     return a[0] == b[0] and a[1] < b[1] + b_count and b[1] < a[1] + a_count
 
 
-def _depends(later: Work, earlier: Work) -> bool:
+def _depends(later: Update, earlier: Update) -> bool:
     reads_new = overlap(later.source, earlier.to, later.count, earlier.count)
     overwrites_read = overlap(later.to, earlier.source, later.count, earlier.count)
     return reads_new or overwrites_read
 
 
-def _chains(work: Sequence[Work]) -> list[Phase]:
-    """The chains of work without dependencies but those through a common destination."""
+def _chains(updates: Sequence[Update]) -> list[Phase]:
+    """The chains of updates that depend on each other only by a common destination."""
     edges: dict[int, set[int]] = {}
-    for item in work:
+    for item in updates:
         edges.setdefault(item.to[0], set()).update((item.to[1], item.to[1] + item.count))
     ordered = {memory: sorted(at) for memory, at in edges.items()}
     found: dict[tuple[int, int, int], list[Place]] = {}
-    for item in work:
+    for item in updates:
         memory, start = item.to
         at = ordered[memory]
         first, last = bisect_left(at, start), bisect_left(at, start + item.count)
@@ -162,7 +157,7 @@ def _shortened(chains: list[Chain]) -> list[Phase]:
 
 
 def forward(phases: Sequence[Phase], is_dead: Callable[[Place, int], bool]) -> tuple[Phase, ...]:
-    """Writes a sum straight to where the next phase would copy it, if nobody else wants it.
+    """Writes a sum straight to where the next phase would copy it, if nothing else reads it.
 
     ::
 
@@ -203,11 +198,7 @@ def _joined(
             if not 0 <= shift <= copy.count - chains[i].count:
                 return None
             chains[i] = replace(chains[i], to=(copy.to[0], copy.to[1] + shift))
-    return tuple(_merged(sorted(chains, key=_by_place))) if _independent(chains) else None
-
-
-def _by_place(chain: Chain) -> Place:
-    return chain.to
+    return tuple(_merged(sorted(chains, key=attrgetter("to")))) if _independent(chains) else None
 
 
 def _reads(chain: Chain, place: Place, count: int) -> bool:
@@ -215,7 +206,7 @@ def _reads(chain: Chain, place: Place, count: int) -> bool:
 
 
 def _independent(chains: Sequence[Chain]) -> bool:
-    """Whether no chain writes what another writes or reads, or what it reads itself elsewhere."""
+    """Whether no chain writes a range that another writes or reads, or that it reads itself shifted."""
     for i, chain in enumerate(chains):
         if any(s != chain.to and overlap(s, chain.to, chain.count, chain.count) for s in chain.sources):
             return False

@@ -11,7 +11,7 @@ from flagcx.dtypes import DType, ReduceOp
 from flagcx.errors import OperationError
 from flagcx.kernels.compile import load_kernel
 from flagcx.kernels.fuse import Chain, Finish, Phase
-from flagcx.kernels.source import NAME, THREADS, base_name, has_kernel, kernel_source
+from flagcx.kernels.source import NAME, THREADS, has_kernel, kernel_source
 
 Memories = tuple[int, int, int, int]
 """Addresses of the memories that chains name by number."""
@@ -23,19 +23,11 @@ _MAX_CHAINS = 65535
 _BLOCKS_PER_PROCESSOR = 16
 
 
-class Kernels:
-    """The kernels of one device that have been needed so far.
-
-    CuPy keeps what NVRTC made in its cache on disk, so only the first process compiles.
-
-    Args:
-        cupy: The CuPy module.
-        device: Number of the device.
-    """
+class FusedKernels:
+    """Compiles phases to launches on one device."""
 
     def __init__(self, cupy: Any, device: int) -> None:
         self._cupy, self._device = cupy, device
-        self._functions: dict[tuple[str, str], Any] = {}
         attributes = cupy.cuda.Device(device).attributes
         self._blocks = _BLOCKS_PER_PROCESSOR * attributes["MultiProcessorCount"]
 
@@ -48,8 +40,8 @@ class Kernels:
             phases: As ``flagcx.kernels.fuse`` makes them.
             dtype: The element type.
             op: How sources are combined.
-            factor: What chains with a ``Finish`` multiply or divide by.
-            stream: A stream on which nothing is captured; the tables are copied on it.
+            factor: The factor or divisor of chains with a ``Finish``.
+            stream: A stream that is not being captured, for the copies of the tables.
 
         Raises:
             OperationError: The operation is a ufunc that CuPy lacks.
@@ -57,15 +49,9 @@ class Kernels:
         if not has_kernel(dtype, op):
             assert op is not None
             return [_Generic(self._cupy, phase, dtype, op, factor) for phase in phases]
-        function = self._function(dtype, op)
+        function = load_kernel(self._cupy, self._device, kernel_source(dtype, op), NAME)
         parts = [p[i : i + _MAX_CHAINS] for p in phases for i in range(0, len(p), _MAX_CHAINS)]
         return [self._fused(function, part, dtype, factor, stream) for part in parts]
-
-    def _function(self, dtype: DType, op: ReduceOp | None) -> Any:
-        key = dtype.name, base_name(op)
-        if key not in self._functions:
-            self._functions[key] = load_kernel(self._cupy, self._device, kernel_source(dtype, op), NAME)
-        return self._functions[key]
 
     def _fused(self, function: Any, chains: Phase, dtype: DType, factor: float, stream: Any) -> Launch:
         rows: list[tuple[int, ...]] = []
@@ -97,7 +83,7 @@ class _Fused:
 
 
 class _Generic:
-    """One phase of an operation of the caller's own: CuPy's kernel of it, once for each source."""
+    """One phase of a caller's own operation: its CuPy kernel, launched once for each source."""
 
     __slots__ = ("_chains", "_combine", "_cupy", "_dtype", "_factor")
 
@@ -129,12 +115,12 @@ class _Generic:
 
 
 def cupy_function(cupy: Any, op: ReduceOp) -> Callable:
-    """What combines two CuPy arrays for an operation that has no kernel of its own.
+    """The function that combines two CuPy arrays for an operation that has no fused kernel.
 
     Args:
         cupy: The CuPy module.
-        op: With a NumPy ufunc, whose namesake CuPy must have, or with a CuPy ufunc or
-            ``ElementwiseKernel`` of two inputs and one output in place of it.
+        op: Its ``ufunc`` is a NumPy ufunc, whose namesake CuPy must have, or a CuPy ufunc or
+            ``ElementwiseKernel`` of two inputs and one output.
 
     Raises:
         OperationError: CuPy has no function of that name.

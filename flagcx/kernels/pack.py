@@ -1,8 +1,8 @@
-"""One kernel that packs any number of arrays into one message, or unpacks it into them.
+"""One kernel that packs any number of arrays into one message, or unpacks the message into them.
 
-The arrays are given by a table with a row for each part of at most ``PART_NBYTES``: its address, where it
-lies in the message, and its length, all in bytes. A block of threads moves a part: 16 bytes at a time where
-array and message are equally far from a multiple of 16, else in the widest words that fit both.
+A table has a row for each part of an array, of at most ``PART_NBYTES``: its address, its offset in the
+message, and its length, all in bytes. A block of threads moves a part: 16 bytes at a time where array and
+message are equally far from a multiple of 16, else in the widest words that fit both.
 """
 
 from __future__ import annotations
@@ -16,24 +16,19 @@ import numpy as np
 from flagcx.errors import ArrayError
 from flagcx.kernels.compile import load_kernel
 from flagcx.kernels.cuda import is_capturing
+from flagcx.kernels.source import DEVICE_FUNCTION, TYPES
 from flagcx.memory import Block, Pool
 
 THREADS = 256
 PART_NBYTES = 16 << 10
 ALIGNMENT = 16
-"""In the message each array begins at a multiple of so many bytes."""
+"""Bytes to which the offset of each array in the message is rounded up."""
 NAME = "flagcx_pack"
 _BLOCKS_PER_PROCESSOR = 8
 _MOST_TABLES = 16
 
-SOURCE = r"""
-typedef unsigned char u8;
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef long long i64;
-typedef unsigned long long u64;
-
-// Whole words between the first and the last address that is a multiple of sizeof(W); single bytes around.
+_KERNEL = r"""
+// Whole words between the first and the last address that is a multiple of sizeof(W); the rest by bytes.
 template <typename W>
 FLAGCX_DEVICE void copy_words(u8* to, const u8* from, i64 nbytes, i64 thread, i64 threads) {
   i64 head = (i64)(-(u64)to & (sizeof(W) - 1));
@@ -67,18 +62,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) flagcx_pack(
 
 def pack_source() -> str:
     """The whole CUDA source of the kernel."""
-    head = f"#define FLAGCX_DEVICE __device__ __forceinline__\n#define THREADS {THREADS}\n"
-    return head + SOURCE
+    return f"{DEVICE_FUNCTION}#define THREADS {THREADS}\n{TYPES}{_KERNEL}"
 
 
-class Layout:
-    """Where arrays lie in a message, and the parts that blocks of threads move.
+class PackLayout:
+    """The offsets of arrays in a message, and the parts that blocks of threads move.
 
     Args:
         sizes: Bytes of each array, in order.
 
     Attributes:
-        offsets: Where each array begins in the message, in bytes.
+        offsets: Offset of each array in the message, in bytes.
         nbytes: Bytes of the message.
     """
 
@@ -109,14 +103,7 @@ class Layout:
 
 
 class PackKernel:
-    """The kernel on one device, and memory for its tables.
-
-    Args:
-        cupy: The CuPy module.
-        device: Number of the device.
-        memory: Memory of that device.
-        pinned: Memory of the host, from which tables are copied there.
-    """
+    """The kernel on one device, with pools of device and pinned memory for its tables."""
 
     def __init__(self, cupy: Any, device: int, memory: Pool, pinned: Pool) -> None:
         self._cupy, self.device, self._memory, self._pinned = cupy, device, memory, pinned
@@ -125,7 +112,7 @@ class PackKernel:
         self._copies = cupy.cuda.Stream(non_blocking=True)
 
     def upload(self, rows: np.ndarray) -> Block:
-        """Puts a table where the kernel reads it."""
+        """Copies a table to the device."""
         there, here = self._memory.take(rows.nbytes), self._pinned.take(rows.nbytes)
         staged = np.frombuffer(here.memory, np.int64, rows.size, here.offset)
         staged[:] = rows.reshape(-1)
@@ -143,31 +130,30 @@ class PackKernel:
         self._function(grid, (THREADS,), (at, parts, message, np.int32(unpacks)), stream=stream)
 
     def give(self, table: Block) -> None:
-        """Takes a table back that no kernel reads any more."""
+        """Takes back a table that no kernel reads any more."""
         self._memory.give(table)
 
 
 class DevicePacking:
     """CuPy arrays end to end in one message.
 
-    Tables are kept for the arrays that came last, so arrays that come back cost one launch.
+    Tables are kept for the arrays of recent calls, so arrays that come back cost one launch.
 
     Args:
         cupy: The CuPy module.
         kernel: The kernel.
         flat: The message: an array of one dimension, of ``layout.nbytes`` bytes.
-        layout: Where arrays lie in it.
-        give: Called by ``close``.
-
-    Attributes:
-        flat: The message.
+        layout: The arrays' places in it.
+        give: Called by ``close``, to give the message back.
     """
 
-    def __init__(self, cupy: Any, kernel: PackKernel, flat: Any, layout: Layout, give: Any = None) -> None:
+    def __init__(
+        self, cupy: Any, kernel: PackKernel, flat: Any, layout: PackLayout, give: Any = None
+    ) -> None:
         self.flat = flat
         self._cupy, self._kernel, self._layout, self._give = cupy, kernel, layout, give
-        self._tables: OrderedDict[tuple[int, ...], Table] = OrderedDict()
-        self._packed: tuple[Sequence[Any], Table] | None = None
+        self._tables: OrderedDict[tuple[int, ...], PackTable] = OrderedDict()
+        self._packed: tuple[Sequence[Any], PackTable] | None = None
 
     def pack(self, arrays: Sequence[Any]) -> None:
         """Enqueues the copy of the arrays into the message, on the current stream."""
@@ -177,26 +163,26 @@ class DevicePacking:
 
     def unpack(self, arrays: Sequence[Any]) -> None:
         """Enqueues the copy of the message into the arrays, on the current stream."""
-        packed, self._packed = self._packed, None  # the very list that was packed need not be looked up
+        packed, self._packed = self._packed, None  # The same list as in ``pack`` needs no look-up.
         self.unpack_at(packed[1] if packed is not None and packed[0] is arrays else self.places(arrays))
 
-    def pack_at(self, places: Table) -> None:
-        """Enqueues the copy of the arrays that lie there into the message."""
+    def pack_at(self, places: PackTable) -> None:
+        """Enqueues the copy of the arrays of a table into the message."""
         self._packed = None
         self._move(places, False)
 
-    def unpack_at(self, places: Table) -> None:
-        """Enqueues the copy of the message into the arrays that lie there."""
+    def unpack_at(self, places: PackTable) -> None:
+        """Enqueues the copy of the message into the arrays of a table."""
         self._move(places, True)
 
-    def _move(self, table: Table, unpacks: bool) -> None:
+    def _move(self, table: PackTable, unpacks: bool) -> None:
         if table.block is not None:
             stream = self._cupy.cuda.get_current_stream()
             self._kernel.launch(table.block, self._layout.parts, self.flat.data.ptr, unpacks, stream)
             table.used(stream)
 
-    def places(self, arrays: Sequence[Any]) -> Table:
-        """Where these arrays lie, in the form that the kernel reads.
+    def places(self, arrays: Sequence[Any]) -> PackTable:
+        """The table of these arrays.
 
         Raises:
             ArrayError: One lies on another device.
@@ -213,7 +199,7 @@ class DevicePacking:
                 )
         self._forget_oldest()
         block = self._kernel.upload(self._layout.table(key)) if self._layout.parts else None
-        made = self._tables[key] = Table(self._cupy, block)
+        made = self._tables[key] = PackTable(self._cupy, block)
         return made
 
     def _forget_oldest(self) -> None:
@@ -223,13 +209,13 @@ class DevicePacking:
             oldest.finish()
             self._give_back(oldest)
 
-    def _give_back(self, table: Table) -> None:
+    def _give_back(self, table: PackTable) -> None:
         block, table.block, table.kept = table.block, None, False
         if block is not None:
             self._kernel.give(block)
 
     def close(self) -> None:
-        """Gives its memory back, but for what kernels still use. Never waits. Idempotent."""
+        """Gives back the memory that no kernel still uses, without waiting."""
         idle = True
         while self._tables:
             _, table = self._tables.popitem()
@@ -243,13 +229,13 @@ class DevicePacking:
             give()
 
 
-class Table:
-    """Where certain arrays lie: a table on the device, and when it was used last.
+class PackTable:
+    """The rows of certain arrays on the device, and the event of their last use.
 
     Attributes:
-        block: The table; None where there is nothing to move.
-        captured: Whether a graph has it.
-        kept: Whether it is still there.
+        block: The rows; None where there is nothing to move.
+        captured: Whether a graph reads them.
+        kept: Whether they have not been given back.
     """
 
     __slots__ = ("_event", "_runtime", "block", "captured", "kept")
@@ -259,7 +245,7 @@ class Table:
         self._runtime, self._event = cupy.cuda.runtime, cupy.cuda.Event(disable_timing=True)
 
     def used(self, stream: Any) -> None:
-        """Marks that a kernel on the stream reads it. One that is captured may read it at any time."""
+        """Notes that a kernel on the stream reads the rows; a captured one may read them at any time."""
         if is_capturing(self._runtime, stream):
             self.captured = True
         else:
@@ -267,9 +253,9 @@ class Table:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no kernel reads it, now or in a graph that is replayed."""
+        """Whether no kernel reads the rows, now or in a graph that is replayed."""
         return not self.captured and bool(self._event.done)
 
     def finish(self) -> None:
-        """Waits until no kernel reads it."""
+        """Waits until no kernel reads the rows."""
         self._event.synchronize()

@@ -1,7 +1,7 @@
-"""The source of the kernels that work in the peers' memory, and the plan of that memory.
+"""The source of the kernels that access the peers' memory, and the layout of that memory.
 
-One kernel is made for each form (what is done), dtype and operation, number of ranks and reach (one GPU or
-several). Nothing else is fixed: counts, addresses and grids are arguments.
+There is one kernel for each form (the collective and its algorithm), dtype, operation, number of ranks, and
+for ranks on one GPU or on several. Counts, addresses and grids are arguments.
 """
 
 from __future__ import annotations
@@ -14,34 +14,41 @@ from flagcx.errors import OperationError
 from flagcx.kernels.peer_cuda import COMMON, INTRINSICS
 from flagcx.kernels.peer_exchange import EXCHANGE
 from flagcx.kernels.peer_packets import PACKETS
-from flagcx.kernels.source import conversions, element_source, float16_conversions, has_kernel
+from flagcx.kernels.source import (
+    CONVERSIONS,
+    DEVICE_FUNCTION,
+    FLOAT16_CONVERSIONS,
+    PACK,
+    element_source,
+    has_kernel,
+)
 
 PEER_PACKETS, PEER_MEMORY = "peer_packets", "peer_memory"
 """The protocols by which these kernels move data, as ``Call.protocol`` names them: packets with a flag inside
 each, for small messages, and chunks, for all."""
 
 MOST_RANKS = 16
-"""Ranks that one communicator may have."""
+"""Most ranks of a communicator."""
 
 WARP = 32
-"""Threads of a warp; one more than those that move data sends a block's flags."""
+"""Threads of a warp. A block has one warp for its flags besides those that move data."""
 
 PACKET_THREADS = 512
 MOST_PACKETS = 512
-"""Packs of 16 bytes that a block can push to a peer in a call of ``flagcx_packets``."""
+"""Most packs of 16 bytes that a block can push to a peer in a call of ``flagcx_packets``."""
 
 _BARE_PACKS = 16384
-"""Packs of bare packets that a block can push in a call, over all ranks."""
+"""Most packs that a block can push as bare packets in a call, over all ranks."""
 
 OFFSET_BITS = 44
-"""Bits of an array's name that say where it lies in its segment; those above number the segment."""
+"""An array's handle is the number of its segment plus one, times 2^44, plus its offset in the segment."""
 
 FORMS = ("one_shot", "two_shot", "reduce_scatter", "allgather", "alltoall", "broadcast")
-"""What a kernel does: the two schedules of all-reduce, and the other collectives."""
+"""The two algorithms of all-reduce, and the other collectives."""
 
 REDUCING = FORMS[:3]
 PACKET_FORMS = ("one_shot", "two_shot", "reduce_scatter", "allgather", "alltoall")
-"""Those that there are packets for. In a broadcast the root hears from nobody, which packets need."""
+"""The forms with a packet kernel. In a broadcast the root receives nothing, and packets rely on that."""
 
 _FLIGHT = 8
 _POLLS = 1023
@@ -49,16 +56,16 @@ _PAGE = 4096
 
 
 class PeerArgs(ctypes.Structure):
-    """The one argument of a kernel; the same as ``Args`` in its source."""
+    """The only argument of a kernel; ``Args`` in its source."""
 
     _fields_ = (
         ("peer", ctypes.c_uint64 * MOST_RANKS),
-        ("given", ctypes.c_uint64),
-        ("result", ctypes.c_uint64),
-        ("given_name", ctypes.c_uint64),
-        ("result_name", ctypes.c_uint64),
+        ("sendbuf", ctypes.c_uint64),
+        ("recvbuf", ctypes.c_uint64),
+        ("sendbuf_handle", ctypes.c_uint64),
+        ("recvbuf_handle", ctypes.c_uint64),
         ("segments", ctypes.c_uint64),
-        ("words", ctypes.c_uint64),
+        ("control", ctypes.c_uint64),
         ("limit_ns", ctypes.c_uint64),
         ("count", ctypes.c_int64),
         ("part", ctypes.c_int64),
@@ -73,12 +80,12 @@ class PeerArgs(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """How ``flagcx_exchange`` is built.
+class KernelShape:
+    """The constants of ``flagcx_exchange``.
 
     Attributes:
         work: Threads of a block that move data.
-        resident: Blocks that fit on a multiprocessor at once, at least.
+        resident: Least number of blocks that are on a multiprocessor at once.
         lag: Chunks between two stages.
         slots: Chunks that a box holds; more than twice ``lag``.
         box_nbytes: Bytes of a slot, over all ranks.
@@ -91,19 +98,19 @@ class Shape:
     box_nbytes: int
 
 
-# Processes that share a GPU get multiprocessors of their own, so their blocks are large; what is between the
-# stages should stay in the cache. Between GPUs a flag takes long behind the data of all blocks.
-_TOGETHER = Shape(512, 1, 1, 3, 64 << 10)
-_APART = Shape(256, 2, 2, 5, 64 << 10)
+# Processes that share a GPU get multiprocessors of their own, so their blocks are large, and the chunks
+# between two stages should stay in the cache. Between GPUs a flag waits for the data of all blocks.
+_ONE_GPU = KernelShape(512, 1, 1, 3, 64 << 10)
+_SEVERAL_GPUS = KernelShape(256, 2, 2, 5, 64 << 10)
 
 
 @dataclass(frozen=True, slots=True)
 class PeerLayout:
-    """Where everything lies in the memory that a rank shares with its peers.
+    """The layout of the memory that a rank shares with its peers.
 
     Attributes:
         ranks: Number of ranks.
-        blocks: Blocks of threads that have a place there; no launch may have more.
+        blocks: Blocks of threads that have a place there, the most of any launch.
         one_gpu: Whether all ranks use one GPU.
 
     Example:
@@ -116,19 +123,19 @@ class PeerLayout:
     one_gpu: bool
 
     @property
-    def shape(self) -> Shape:
-        """How the kernels are built."""
-        return _TOGETHER if self.one_gpu else _APART
+    def shape(self) -> KernelShape:
+        """The constants of the kernels."""
+        return _ONE_GPU if self.one_gpu else _SEVERAL_GPUS
 
     @property
     def most_chunk(self) -> int:
-        """Packs of 16 bytes that a slot of a box holds."""
+        """Most packs of 16 bytes of a chunk: those that a slot of a box holds."""
         shape = self.shape
         return max(shape.box_nbytes // 16 // self.ranks // shape.work, 1) * shape.work
 
     @property
     def most_bare(self) -> int:
-        """Packs that a block can push to a peer as bare packets in one call."""
+        """Most packs that a block can push to a peer as bare packets in one call."""
         return _BARE_PACKS // self.ranks
 
     @property
@@ -141,7 +148,7 @@ class PeerLayout:
             "AT_FIRST": flags,
             "AT_SECOND": flags,
             "AT_END": flags,
-            "AT_HELLO": self.blocks * MOST_RANKS * 32,
+            "AT_HANDLES": self.blocks * MOST_RANKS * 32,
             "AT_PACKETS": self.blocks * 2 * self.ranks * MOST_PACKETS * 32,
             "AT_BARE": self.blocks * 2 * self.ranks * self.most_bare * 16,
             "AT_INBOX": boxes,
@@ -156,26 +163,26 @@ class PeerLayout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of it all."""
+        """Bytes of the whole memory."""
         return self.places["NBYTES"]
 
     @property
     def cleared_nbytes(self) -> int:
-        """Bytes from the start whose bits must be 0 before the first launch; from ``AT_BARE`` on, 1."""
+        """Bytes from the start that must be 0 before the first launch; from ``AT_BARE`` on all bits are 1."""
         return self.places["AT_BARE"]
 
 
 @dataclass(frozen=True, slots=True)
 class PeerKernel:
-    """Names one kernel.
+    """One kernel.
 
     Attributes:
         form: One of ``FORMS``.
         packets: Whether it sends packets; else chunks.
-        bare: Whether the packets are bare.
-        dtype: The element type; for a form that combines nothing any of the same size will do.
-        op: How elements are combined; None where they are not.
+        dtype: The element type; only its size matters to a form that does not reduce.
+        op: The reduction, or None.
         layout: The memory.
+        bare: Whether the packets are bare.
     """
 
     form: str
@@ -194,8 +201,8 @@ class PeerKernel:
         """The whole CUDA source.
 
         Args:
-            intrinsics: Stands for the GPU's part.
-            changed: Constants that differ from this module's, by their names in the source.
+            intrinsics: What takes the place of ``INTRINSICS`` on a host.
+            changed: Constants to replace, by their names in the source.
 
         Raises:
             OperationError: There is no kernel for the operation.
@@ -214,12 +221,12 @@ class PeerKernel:
             "FORM": self.form.upper(), **{form.upper(): i for i, form in enumerate(FORMS)},
             **{name: f"{at}ull" for name, at in self.layout.places.items()}, **changed,
         }  # fmt: skip
-        head = "#define FLAGCX_DEVICE __device__ __forceinline__\n" if intrinsics is INTRINSICS else ""
+        on_gpu = intrinsics is INTRINSICS
+        head = (DEVICE_FUNCTION if on_gpu else "") + CONVERSIONS + (FLOAT16_CONVERSIONS if on_gpu else "")
         head += f'#define SCOPE "{"gpu" if self.layout.one_gpu else "sys"}"\n'
         head += "".join(f"#define {name} {value}\n" for name, value in values.items())
         body = PACKETS if self.packets else EXCHANGE
-        half = float16_conversions() if intrinsics is INTRINSICS else ""
-        return head + conversions() + half + self._elements() + intrinsics + COMMON + body
+        return head + self._elements() + intrinsics + PACK + COMMON + body
 
     def _elements(self) -> str:
         if self.form in REDUCING:
@@ -230,7 +237,7 @@ class PeerKernel:
         return f"typedef struct {{ {unit} a, b; }} T;\n" if pair else f"typedef {unit} T;\n"
 
 
-# What travels in place of a word of four bytes with all bits set: NaN too, in each of its parts.
+# What is sent in place of a word of four bytes with all bits set: another NaN, in each of its elements.
 _OTHER_NANS = {
     "float32": "0xfffffffeu", "complex64": "0xfffffffeu", "float16": "0xfffffffeu", "bfloat16": "0xfffffffeu",
     "float8_e4m3fn": "0xffffff7fu", "float8_e5m2": "0xffffff7fu",
@@ -238,12 +245,12 @@ _OTHER_NANS = {
 
 
 def may_be_bare(form: str, dtype: DType) -> bool:
-    """Whether bare packets can carry a form's elements."""
+    """Whether a form can use bare packets."""
     return form in REDUCING and dtype.name in _OTHER_NANS
 
 
 def has_peer_kernel(form: str, dtype: DType, op: ReduceOp | None) -> bool:
-    """Whether there is a kernel for a form, dtype and operation. A scaled sum has none."""
+    """Whether there is a kernel for a form, dtype and operation; a scaled sum has none."""
     if form not in REDUCING:
         return True
     return op is not None and op.scale is None and has_kernel(dtype, op)

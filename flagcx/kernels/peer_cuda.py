@@ -1,7 +1,7 @@
-"""What the peer kernels need of the GPU: access to memory that other GPUs see, flags, and patience.
+"""The parts that all peer kernels share: access to memory that other GPUs see, flags, and bounded waits.
 
-The text is CUDA with PTX. Whatever a kernel does with other threads goes through the functions here, so that
-the kernels' own text also compiles for a host that stands in for these few (the tests do that).
+``INTRINSICS`` is CUDA with PTX. A kernel reaches other threads only through the functions there, so that all
+other text also compiles for a host that defines these few in its own way, as the tests do.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FLAGCX_DEVICE int block_size() { return (int)blockDim.x; }
 FLAGCX_DEVICE int grid_size() { return (int)gridDim.x; }
 FLAGCX_DEVICE void join_block() { __syncthreads(); }
 FLAGCX_DEVICE void join_warp() { __syncwarp(); }
-// What one lane has seen is behind all of them when these return.
+// When these return, what one lane of the warp has seen is visible to all of them.
 FLAGCX_DEVICE bool all_of_warp(bool x) {
   x = __all_sync(0xffffffffu, x) != 0;
   __syncwarp();
@@ -36,7 +36,7 @@ FLAGCX_DEVICE u32 least_of_warp(u32 x) {
   __syncwarp();
   return x;
 }
-// Words between the warps of a block: atomics, which are no race.
+// Words that the warps of a block exchange: atomic accesses, so that there is no data race.
 FLAGCX_DEVICE void store_shared(u32* at, u32 x) {
   __threadfence_block();
   atomicExch(at, x);
@@ -48,7 +48,7 @@ FLAGCX_DEVICE u64 now_ns() {
   return t;
 }
 
-// A flag, and with it all that its writer wrote before release().
+// Reads a flag, and makes visible what its writer wrote before release().
 FLAGCX_DEVICE u32 load_flag(const u32* at) {
   u32 v;
   asm volatile("ld.acquire." SCOPE ".global.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
@@ -75,7 +75,7 @@ FLAGCX_DEVICE void store_host(u32* at, u32 v) {
   asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(at), "r"(v) : "memory");
 }
 
-// 16 bytes that others write: never from the first cache, which does not see them.
+// 16 bytes that other GPUs write: never read from the L1 cache, which is not coherent with them.
 FLAGCX_DEVICE uint4 load_shared_pack(const uint4* at) {
   uint4 v;
   asm volatile("ld.relaxed." SCOPE ".global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -83,7 +83,7 @@ FLAGCX_DEVICE uint4 load_shared_pack(const uint4* at) {
                : "l"(at));
   return v;
 }
-// 16 bytes with flags among the data; each half of 8 bytes arrives whole.
+// 16 bytes with flags inside; each half of 8 bytes arrives whole.
 FLAGCX_DEVICE uint4 load_packet(const uint4* at) {
   uint4 v;
   asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -98,33 +98,30 @@ FLAGCX_DEVICE void store_packet(uint4* at, uint4 v) {
                : "memory");
 }
 FLAGCX_DEVICE void store_pack(uint4* at, uint4 v) { *at = v; }
-// Callers' arrays are used once: they should not drive from the cache what goes through the boxes.
+// Callers' arrays are used once: streamed, so that they do not evict the boxes from the cache.
 FLAGCX_DEVICE uint4 load_own_pack(const uint4* at) { return __ldcs(at); }
 FLAGCX_DEVICE void store_own_pack(uint4* at, uint4 v) { __stcs(at, v); }
 """
-"""PTX for what CUDA C++ lacks. ``SCOPE`` is "gpu" where all ranks share one GPU, else "sys"."""
+"""Threads, flags and memory of the GPU. ``SCOPE`` is "gpu" where all ranks share one GPU, else "sys"."""
 
 COMMON = r"""
 struct Args {
-  u64 peer[MOST_RANKS];  // the ranks' memories, where this process sees them
-  u64 given, result;
-  u64 given_name, result_name;  // segment and offset, if the peers see that array too; else 0
-  u64 segments;                 // where this process sees each segment of each rank
-  u64 words;                    // of the host: whether to stop; whether time ran out; for whom
+  u64 peer[MOST_RANKS];  // address of each rank's memory in this process
+  u64 sendbuf, recvbuf;
+  u64 sendbuf_handle, recvbuf_handle;  // segment and offset of an array that the peers see; else 0
+  u64 segments;                        // address in this process of each segment of each rank
+  u64 control;                         // words of the host: stop, whether a wait timed out, for which peer
   u64 limit_ns;
   i64 count;  // elements of the message, or of a block where there is one a rank
-  i64 part;   // packs of what one rank deals with
+  i64 part;   // packs that one rank processes
   double factor;
   u32 chunk;  // packs of a chunk
   u32 steps;  // chunks of each block of threads
   int rank, root, finish;
-  int pull;  // whether arrays that all ranks see are read in place, between GPUs too
+  int pull;  // whether arrays that all ranks see are read in place between GPUs too
 };
-// How far a block of threads has come, over all launches.
+// The progress of a block of threads over all launches.
 struct State { u32 chunks, calls, packets, bare, dead, slot, pulls, unused; };
-
-const int N = 16 / sizeof(T);  // elements of a pack
-union Pack { uint4 raw; u8 bytes[16]; FLAGCX_DEVICE T* at() { return (T*)bytes; } };
 
 FLAGCX_DEVICE u8* memory_of(const Args& a, int rank) { return (u8*)a.peer[rank]; }
 FLAGCX_DEVICE State* state_of(const Args& a) {
@@ -133,65 +130,68 @@ FLAGCX_DEVICE State* state_of(const Args& a) {
 FLAGCX_DEVICE u32* flags_of(const Args& a, int rank, u64 kind) {
   return (u32*)(memory_of(a, rank) + kind) + block_index() * MOST_RANKS;
 }
-FLAGCX_DEVICE int other(const Args& a, int k) {
+// The k-th rank after this one, cyclically.
+FLAGCX_DEVICE int peer_after(const Args& a, int k) {
   const int rank = a.rank + k;
   return rank < RANKS ? rank : rank - RANKS;
 }
 
-// A wait that is in vain ends by the clock, by the host's word, or because another one of this rank did.
-struct Patience { u64 start; u32 polls; };
-FLAGCX_DEVICE bool lasts(const Args& a, Patience& p, int peer) {
+// A wait ends without success when the time limit passes, when the host says so, or when another wait of this
+// rank has ended so.
+struct Wait { u64 start; u32 polls; };
+FLAGCX_DEVICE bool keep_waiting(const Args& a, Wait& p, int peer) {
   if (++p.polls & POLLS) return true;
   const u64 now = now_ns();
   if (p.start == 0) p.start = now;
-  u32* const words = (u32*)a.words;
+  u32* const control = (u32*)a.control;
   u32* const dead = &((State*)(memory_of(a, a.rank) + AT_STATE))->dead;
   const bool late = now - p.start >= a.limit_ns;
-  if (!late && load_host(words) == 0 && load_flag(dead) == 0) return true;
+  if (!late && load_host(control) == 0 && load_flag(dead) == 0) return true;
   if (late && load_flag(dead) == 0) {
-    store_host(words + 2, (u32)peer);
+    store_host(control + 2, (u32)peer);
     release_to_host();
-    store_host(words + 1, 1u);
+    store_host(control + 1, 1u);
   }
   store_flag(dead, 1u);
   return false;
 }
-// Whether a flag has come to ``want``, counted with wrap-around.
+// Waits until a flag has reached ``want``, counted with wrap-around.
 FLAGCX_DEVICE bool await(const Args& a, const u32* flag, u32 want, int peer) {
-  Patience patience = {0, 0};
+  Wait wait = {0, 0};
   while ((int)(load_flag(flag) - want) < 0)
-    if (!lasts(a, patience, peer)) return false;
+    if (!keep_waiting(a, wait, peer)) return false;
   return true;
 }
 // The same for the flags of all peers, by one warp.
 FLAGCX_DEVICE bool await_all(const Args& a, u64 kind, u32 want, int lane) {
   const u32* const flags = flags_of(a, a.rank, kind);
-  bool come = true;
+  bool reached = true;
   for (int q = lane; q < RANKS; q += WARP)
-    if (q != a.rank) come = await(a, flags + q, want, q) && come;
-  return all_of_warp(come);
+    if (q != a.rank) reached = await(a, flags + q, want, q) && reached;
+  return all_of_warp(reached);
 }
-// Whether they have come already; by one warp, without waiting. Nothing is read on the strength of this.
+// Whether they have reached it already, without waiting; by one warp. It orders no reads of data.
 FLAGCX_DEVICE bool peek_all(const Args& a, u64 kind, u32 want, int lane) {
-  bool come = true;
+  bool reached = true;
   for (int q = lane; q < RANKS; q += WARP)
-    if (q != a.rank) come = come && (int)(peek_flag(flags_of(a, a.rank, kind) + q) - want) >= 0;
-  return all_of_warp(come);
+    if (q != a.rank) reached = reached && (int)(peek_flag(flags_of(a, a.rank, kind) + q) - want) >= 0;
+  return all_of_warp(reached);
 }
-// By one warp, behind release(): the flag to all peers.
+// Sends the flag to all peers; by one warp, after release().
 FLAGCX_DEVICE void tell_all(const Args& a, u64 kind, u32 value, int lane) {
   for (int k = lane + 1; k < RANKS; k += WARP) {
-    const int q = other(a, k);
+    const int q = peer_after(a, k);
     store_flag(flags_of(a, q, kind) + a.rank, value);
   }
 }
 
-// A run of elements in a caller's array: of any alignment, and any count.
+// A run of elements in a caller's array, of any alignment and count.
 struct Run { T* at; i64 count; };
 FLAGCX_DEVICE bool whole(const Run& run, i64 stop) {
   return ((u64)run.at & 15) == 0 && stop * N <= run.count;
 }
-FLAGCX_DEVICE uint4 load_loose(const Run& run, i64 pack) {
+// Loads and stores one pack by elements: where the run is not aligned, or ends inside the pack.
+FLAGCX_DEVICE uint4 load_elements(const Run& run, i64 pack) {
   Pack x;
 #pragma unroll
   for (int e = 0; e < N; e++) {
@@ -200,7 +200,7 @@ FLAGCX_DEVICE uint4 load_loose(const Run& run, i64 pack) {
   }
   return x.raw;
 }
-FLAGCX_DEVICE void store_loose(const Run& run, i64 pack, uint4 v) {
+FLAGCX_DEVICE void store_elements(const Run& run, i64 pack, uint4 v) {
   Pack x;
   x.raw = v;
 #pragma unroll
@@ -208,48 +208,45 @@ FLAGCX_DEVICE void store_loose(const Run& run, i64 pack, uint4 v) {
     if (pack * N + e < run.count) run.at[pack * N + e] = x.at()[e];
 }
 FLAGCX_DEVICE Run block_run(u64 array, int block, i64 count) { return Run{(T*)array + block * count, count}; }
-// The part of a message that a rank deals with: whole packs, but for the last.
+// The part of a message that a rank processes: whole packs, except the last.
 FLAGCX_DEVICE Run part_run(const Args& a, u64 array, int rank) {
   const i64 most = a.part * N, left = a.count - rank * most;
   return Run{(T*)array + rank * most, left < 0 ? 0 : left > most ? most : left};
 }
-// What goes to a peer first, and what one's own result is made of.
-FLAGCX_DEVICE Run departure(const Args& a, int peer) {
+// What this rank sends to a peer first; for its own rank, what it contributes itself.
+FLAGCX_DEVICE Run send_run(const Args& a, int peer) {
 #if FORM == TWO_SHOT
-  return part_run(a, a.given, peer);
+  return part_run(a, a.sendbuf, peer);
 #elif FORM == BROADCAST
-  return a.rank == a.root ? part_run(a, a.result, peer) : Run{(T*)a.result, 0};
+  return a.rank == a.root ? part_run(a, a.recvbuf, peer) : Run{(T*)a.recvbuf, 0};
 #elif FORM == ONE_SHOT || FORM == ALLGATHER
   (void)peer;
-  return Run{(T*)a.given, a.count};
+  return Run{(T*)a.sendbuf, a.count};
 #else
-  return block_run(a.given, peer, a.count);
+  return block_run(a.sendbuf, peer, a.count);
 #endif
 }
-// Where the rank puts what it combines, or what came from a peer.
-FLAGCX_DEVICE Run arrival(const Args& a, int peer) {
+// Where this rank puts what came from a peer; for its own rank, what it combines.
+FLAGCX_DEVICE Run recv_run(const Args& a, int peer) {
 #if FORM == TWO_SHOT || FORM == BROADCAST
-  return part_run(a, a.result, peer);
+  return part_run(a, a.recvbuf, peer);
 #elif FORM == ONE_SHOT || FORM == REDUCE_SCATTER
   (void)peer;
-  return Run{(T*)a.result, a.count};
+  return Run{(T*)a.recvbuf, a.count};
 #else
-  return block_run(a.result, peer, a.count);
+  return block_run(a.recvbuf, peer, a.count);
 #endif
 }
-// Where a wait was given up before, a graph that is replayed has nobody to tell: its results are made NaN.
-FLAGCX_DEVICE void spoil(const Args& a) {
+// After a wait that timed out, a replayed graph cannot raise an error: its results are overwritten with NaN.
+FLAGCX_DEVICE void poison(const Args& a) {
   const bool blocks = FORM == ALLGATHER || FORM == ALLTOALL;
-  u8* const at = (u8*)(FORM == BROADCAST && a.rank == a.root ? 0 : a.result);
+  u8* const at = (u8*)(FORM == BROADCAST && a.rank == a.root ? 0 : a.recvbuf);
   const i64 nbytes = at ? a.count * (blocks ? RANKS : 1) * (i64)sizeof(T) : 0;
   const i64 threads = (i64)grid_size() * block_size();
   for (i64 i = (i64)block_index() * block_size() + thread_index(); i < nbytes; i += threads) at[i] = 0xff;
 }
 #if FORM == ONE_SHOT || FORM == TWO_SHOT || FORM == REDUCE_SCATTER
 #define REDUCES 1
-FLAGCX_DEVICE A finished(A x, int finish, double factor) {
-  return finish == 0 ? x : finish == 1 ? scaled(x, factor) : divided(x, factor);
-}
 FLAGCX_DEVICE void widen_pack(A* sum, uint4 v) {
   Pack x;
   x.raw = v;

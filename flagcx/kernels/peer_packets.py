@@ -1,16 +1,18 @@
-"""The kernel for small messages: packets that say themselves that they have come.
+"""The kernel for small messages: the receiver polls a flag inside each packet.
 
-Each rank pushes what is meant for a peer straight into the peer's memory and watches its own memory for what
-the peers push: one hop, no fence, no barrier. Two-shot takes two hops: who has added up its part pushes the
-sum to all peers, into the second half of each slot. There are two kinds of packets.
+Each rank pushes its data straight into the peers' memory and polls its own memory for the data that the peers
+push: one hop, no fence, no barrier. Two-shot takes two hops: a rank that has reduced its part pushes the sum
+to all peers, into the second half of each slot. There are two kinds of packets:
 
-* *Flagged*: a pack of 16 bytes travels as two packets of {4 bytes, flag, 4 bytes, flag}, each among its like,
-  so that a warp writes whole lines. The flag is the number of the call. For all elements, at half the speed.
-* *Bare*: memory that is waiting has all bits set, which as a number is one NaN out of many. Who sends it
-  sends another NaN in its place; who has read a packet sets all bits again. For floating-point numbers.
+* *Flagged* (NCCL's LL): a pack of 16 bytes travels as two packets of {4 bytes, flag, 4 bytes, flag}; the
+  first and the second ones lie apart, so that a warp writes whole lines. The flag is the number of the call.
+  Any element type, at half the bandwidth.
+* *Bare*: all bits of an empty slot are set, which as a floating-point number is one of many NaNs. The sender
+  replaces that NaN by another; the receiver sets all bits again after it has read a packet. Floating-point
+  element types only.
 
-Two halves of the memory take turns, so nobody overwrites what is still being read: a rank that is in call
-k + 2 has got every peer's packets of call k + 1, so every peer has finished call k.
+Two halves of the memory alternate from call to call, so that no packet overwrites one that is still being
+read: a rank in call k + 2 has received every peer's packets of call k + 1, so every peer has finished call k.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ FLAGCX_DEVICE uint4* packets_of(const Args& a, int rank, u32 half, int from) {
   const u64 slot = ((u64)block_index() * 2 + half) * RANKS + from;
   return (uint4*)(memory_of(a, rank) + AT_SLOTS) + slot * SLOT_PACKS;
 }
-// Bare packets travel without the one NaN that means that nothing has come.
-FLAGCX_DEVICE uint4 clean(uint4 v) {
+// Bare packets never contain the NaN that marks an empty slot.
+FLAGCX_DEVICE uint4 without_mark(uint4 v) {
 #if BARE
   v.x = v.x == ~0u ? OTHER_NAN : v.x;
   v.y = v.y == ~0u ? OTHER_NAN : v.y;
@@ -46,7 +48,7 @@ FLAGCX_DEVICE void send_pack(uint4* to, uint4 v, u32 flag) {
   store_packet(to + MOST_PACKETS, uint4{v.z, flag, v.w, flag});
 #endif
 }
-// What lies in a slot, and whether all of it has come.
+// Reads a slot; returns whether all of the packet has arrived.
 FLAGCX_DEVICE bool see_pack(const uint4* from, u32 flag, uint4* v) {
   const uint4 x = load_packet(from);
 #if BARE
@@ -60,31 +62,32 @@ FLAGCX_DEVICE bool see_pack(const uint4* from, u32 flag, uint4* v) {
 #endif
 }
 FLAGCX_DEVICE uint4 load_run(const Run& run, i64 pack) {
-  return clean(whole(run, pack + 1) ? load_own_pack((const uint4*)run.at + pack) : load_loose(run, pack));
+  return without_mark(
+      whole(run, pack + 1) ? load_own_pack((const uint4*)run.at + pack) : load_elements(run, pack));
 }
 FLAGCX_DEVICE void store_run(const Run& run, i64 pack, uint4 v) {
   if (whole(run, pack + 1)) store_pack((uint4*)run.at + pack, v);
-  else store_loose(run, pack, v);
+  else store_elements(run, pack, v);
 }
-// All that goes out is loaded before the first packet leaves, and for the first packs before anything is
-// known of the call.
-#define ALIKE (FORM == ONE_SHOT || FORM == ALLGATHER)
-const int PARCELS = ALIKE ? 1 : RANKS - 1;
-FLAGCX_DEVICE void load_parcels(const Args& a, i64 pack, uint4* v) {
+// All packs for the peers are loaded before the first packet is sent; the first ones before the kernel has
+// read the number of the call.
+#define SAME_TO_ALL (FORM == ONE_SHOT || FORM == ALLGATHER)
+const int OUTGOING = SAME_TO_ALL ? 1 : RANKS - 1;
+FLAGCX_DEVICE void load_outgoing(const Args& a, i64 pack, uint4* v) {
 #pragma unroll
-  for (int k = 0; k < PARCELS; k++) v[k] = load_run(departure(a, other(a, k + 1)), pack);
+  for (int k = 0; k < OUTGOING; k++) v[k] = load_run(send_run(a, peer_after(a, k + 1)), pack);
 }
-FLAGCX_DEVICE void push_parcels(const Args& a, u32 flag, u32 j, const uint4* v) {
+FLAGCX_DEVICE void push_outgoing(const Args& a, u32 flag, u32 j, const uint4* v) {
 #pragma unroll
   for (int k = 1; k < RANKS; k++)
-    send_pack(packets_of(a, other(a, k), flag & 1, a.rank) + j, v[PARCELS == 1 ? 0 : k - 1], flag);
+    send_pack(packets_of(a, peer_after(a, k), flag & 1, a.rank) + j, v[OUTGOING == 1 ? 0 : k - 1], flag);
 }
-const int GROUP = RANKS < 8 ? RANKS : 8;  // ranks whose packets are looked at together
+const int GROUP = RANKS < 8 ? RANKS : 8;  // ranks whose packets are polled together
 
-// The packs of ranks first to first + GROUP at j in their slots, once they have all come; not the own one.
+// Waits for the packs at j in the slots of ranks first to first + GROUP, except this rank's own.
 FLAGCX_DEVICE bool take_packets(const Args& a, u32 flag, u32 j, int first, uint4* v) {
   uint4* const from = packets_of(a, a.rank, flag & 1, 0) + j;
-  Patience patience = {0, 0};
+  Wait wait = {0, 0};
   for (;;) {
     int missing = -1;
 #pragma unroll
@@ -92,7 +95,7 @@ FLAGCX_DEVICE bool take_packets(const Args& a, u32 flag, u32 j, int first, uint4
       if (first + g < RANKS && first + g != a.rank)
         if (!see_pack(from + (u64)(first + g) * SLOT_PACKS, flag, v + g)) missing = first + g;
     if (missing < 0) break;
-    if (!lasts(a, patience, missing)) return false;
+    if (!keep_waiting(a, wait, missing)) return false;
   }
 #if BARE
 #pragma unroll
@@ -102,7 +105,7 @@ FLAGCX_DEVICE bool take_packets(const Args& a, u32 flag, u32 j, int first, uint4
 #endif
   return true;
 }
-// Puts what came at j in the slots to its places in the result.
+// Waits for the packs at j in all slots and stores them to their places in recvbuf.
 FLAGCX_DEVICE bool collect_pack(const Args& a, u32 flag, u32 j, i64 pack) {
 #pragma unroll
   for (int first = 0; first < RANKS; first += GROUP) {
@@ -110,16 +113,16 @@ FLAGCX_DEVICE bool collect_pack(const Args& a, u32 flag, u32 j, i64 pack) {
     if (!take_packets(a, flag, j, first, v)) return false;
 #pragma unroll
     for (int g = 0; g < GROUP; g++)
-      if (first + g < RANKS && first + g != a.rank) store_run(arrival(a, first + g), pack, v[g]);
+      if (first + g < RANKS && first + g != a.rank) store_run(recv_run(a, first + g), pack, v[g]);
   }
   return true;
 }
-// Where packets of the second hop lie in a slot.
+// Offset of the second hop's packets in a slot.
 #define SECOND ((BARE ? MOST_BARE : MOST_PACKETS) / 2)
 #if REDUCES
 FLAGCX_DEVICE bool finish_pack(const Args& a, u32 flag, u32 j, i64 pack) {
   A sum[N];
-  const uint4 own = load_run(departure(a, a.rank), pack);
+  const uint4 own = load_run(send_run(a, a.rank), pack);
 #pragma unroll
   for (int first = 0; first < RANKS; first += GROUP) {
     uint4 v[GROUP];
@@ -134,17 +137,17 @@ FLAGCX_DEVICE bool finish_pack(const Args& a, u32 flag, u32 j, i64 pack) {
   }
   uint4 made = narrow_pack(sum, a);
 #if FORM == TWO_SHOT
-  made = clean(made);
+  made = without_mark(made);
 #pragma unroll
   for (int k = 1; k < RANKS; k++)
-    send_pack(packets_of(a, other(a, k), flag & 1, a.rank) + SECOND + j, made, flag);
+    send_pack(packets_of(a, peer_after(a, k), flag & 1, a.rank) + SECOND + j, made, flag);
 #endif
-  store_run(arrival(a, a.rank), pack, made);
+  store_run(recv_run(a, a.rank), pack, made);
   return true;
 }
 #else
 FLAGCX_DEVICE bool finish_pack(const Args& a, u32 flag, u32 j, i64 pack) {
-  const Run from = departure(a, a.rank), to = arrival(a, a.rank);
+  const Run from = send_run(a, a.rank), to = recv_run(a, a.rank);
   if (from.at != to.at) store_run(to, pack, load_run(from, pack));
   return collect_pack(a, flag, j, pack);
 }
@@ -154,22 +157,22 @@ FLAGCX_KERNEL(PACKET_THREADS, 1) flagcx_packets(FLAGCX_PARAMETER Args a) {
   const u32 t = (u32)thread_index(), threads = (u32)block_size();
   const i64 first = (i64)block_index() * a.chunk;
   const u32 packs = first + a.chunk < a.part ? a.chunk : (u32)(a.part - first);
-  uint4 parcels[PARCELS];
-  if (t < packs) load_parcels(a, first + t, parcels);
+  uint4 outgoing[OUTGOING];
+  if (t < packs) load_outgoing(a, first + t, outgoing);
   State* const state = state_of(a);
   const u32 dead = ((State*)(memory_of(a, a.rank) + AT_STATE))->dead;
   u32* const count = BARE ? &state->bare : &state->packets;
   u32 flag = *count + 1;
-  if (flag == 0) flag = 2;  // What was never written is 0.
+  if (flag == 0) flag = 2;  // Memory that was never written is 0.
   if (dead) {
-    spoil(a);
+    poison(a);
   } else {
-    // What has come is looked at when the next ones have left.
+    // Packets are received ``lag`` packs after they were sent, so that sends and receives overlap.
     const u32 lag = 2 * threads, hops = FORM == TWO_SHOT ? 2 : 1;
     for (u32 j = t; j < packs + hops * lag; j += threads) {
       if (j < packs) {
-        if (j != t) load_parcels(a, first + j, parcels);
-        push_parcels(a, flag, j, parcels);
+        if (j != t) load_outgoing(a, first + j, outgoing);
+        push_outgoing(a, flag, j, outgoing);
       }
       const u32 k = j - lag;
       if (j >= lag && k < packs && !finish_pack(a, flag, k, first + k)) break;

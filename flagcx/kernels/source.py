@@ -4,14 +4,14 @@ One kernel is made for each pair of dtype and operation. Its source needs no hea
 toolkit: conversions of half precision and fp8 are written out here, so NVRTC alone compiles it, for
 any architecture, on a machine without a GPU.
 
-What a launch does is data (see ``flagcx.kernels.fuse``): a table of *chains*. Chain c reads element i
+What a launch does is data (see ``flagcx.kernels.fuse``): a table of *chains*. A chain reads element i
 of each of its sources in the order listed, combines them from left to right in the accumulator's type,
 rounds once and writes element i of its destination.
 """
 
 from __future__ import annotations
 
-from flagcx.dtypes import DTYPES, OPS, DType, ReduceOp
+from flagcx.dtypes import DType, ReduceOp
 from flagcx.errors import OperationError
 
 NAME = "flagcx_fused"
@@ -21,18 +21,25 @@ THREADS = 256
 """Threads of a block."""
 
 MAX_SOURCES = 256
-"""Sources that one chain may have; their addresses lie in shared memory."""
+"""Most sources of one chain; their addresses lie in shared memory."""
+
+DEVICE_FUNCTION = "#define FLAGCX_DEVICE __device__ __forceinline__\n"
+"""How every source begins that is compiled for a GPU."""
 
 OPTIONS = ("-std=c++17", "--fmad=false")
 """Options of NVRTC. Without contraction a complex product rounds as NumPy's does."""
 
-_CONVERSIONS = r"""
+TYPES = r"""
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
+"""
 
+CONVERSIONS = (
+    TYPES
+    + r"""
 // bfloat16 is the upper half of a float32; ties go to the even one.
 FLAGCX_DEVICE float from_bfloat16(u16 x) { return __uint_as_float((u32)x << 16); }
 FLAGCX_DEVICE u16 to_bfloat16(float f) {
@@ -72,8 +79,10 @@ FLAGCX_DEVICE u8 to_float8_e5m2(float f) {
   return (u8)(sign | (__float_as_uint(__uint_as_float(a) + 128.0f) - __float_as_uint(128.0f)));
 }
 """
+)
+"""The integer types, and the conversions from and to bfloat16 and fp8, which a host compiler takes too."""
 
-_FLOAT16 = r"""
+FLOAT16_CONVERSIONS = r"""
 FLAGCX_DEVICE float from_float16(u16 x) {
   float f;
   asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(x));
@@ -85,6 +94,13 @@ FLAGCX_DEVICE u16 to_float16(float f) {
   return x;
 }
 """
+"""The conversions from and to float16, which are instructions of the GPU."""
+
+PACK = r"""
+const int N = 16 / sizeof(T);  // elements of a pack
+union Pack { uint4 raw; u8 bytes[16]; FLAGCX_DEVICE T* at() { return (T*)bytes; } };
+"""
+"""Elements move in packs of 16 bytes. Follows the definition of the element type ``T``."""
 
 _DIRECT = r"""
 typedef {scalar} T;
@@ -111,13 +127,6 @@ FLAGCX_DEVICE T narrow(A x) {{ return x; }}
 _KERNEL = r"""
 struct Chain { i64 memory, start, count, first, sources, finish; };
 struct Source { i64 memory, start; };
-
-const int N = 16 / sizeof(T);  // elements of a pack
-union Pack { uint4 raw; u8 bytes[16]; FLAGCX_DEVICE T* at() { return (T*)bytes; } };
-
-FLAGCX_DEVICE A finished(A x, i64 finish, double factor) {
-  return finish == 0 ? x : finish == 1 ? scaled(x, factor) : divided(x, factor);
-}
 
 // Combines K further sources into the accumulators of one pack; all loads come before the first use.
 template <int K> FLAGCX_DEVICE void take(A* sum, const T* const* from, i64 i) {
@@ -159,12 +168,12 @@ FLAGCX_DEVICE void one_element(T* to, const T* const* from, int sources, i64 i, 
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) flagcx_fused(
-    const Chain* chains, const Source* sources, u8* given, u8* result, u8* scratch, u8* scaled,
+    const Chain* chains, const Source* sources, u8* sendbuf, u8* recvbuf, u8* scratch, u8* scaled,
     double factor) {
   __shared__ const T* from[MAX_SOURCES];
   __shared__ int misaligned;
   const Chain chain = chains[blockIdx.y];
-  u8* const memory[4] = {given, result, scratch, scaled};
+  u8* const memory[4] = {sendbuf, recvbuf, scratch, scaled};
   T* const to = (T*)memory[chain.memory] + chain.start;
   const u32 offset = (u32)((u64)to & 15);
   if (threadIdx.x == 0) misaligned = offset % sizeof(T) != 0;
@@ -177,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) flagcx_fused(
   __syncthreads();
   const i64 thread = (i64)blockIdx.x * THREADS + threadIdx.x, threads = (i64)gridDim.x * THREADS;
   const int n = (int)chain.sources;
-  // Whole packs between the first and the last address that is a multiple of 16; single elements around.
+  // Whole packs between the first and the last address that is a multiple of 16; the rest by elements.
   i64 head = misaligned ? chain.count : offset ? (i64)((16 - offset) / sizeof(T)) : 0;
   if (head > chain.count) head = chain.count;
   const i64 packs = (chain.count - head) / N, tail = head + packs * N;
@@ -233,7 +242,7 @@ _EXPRESSIONS: dict[str, dict[str, str]] = {
     },
 }  # fmt: skip
 
-# What is done last: the product with a factor, and the quotient by the number of ranks.
+# The last operation on a result: the product with a factor, or the quotient by the number of ranks.
 _FINISHES = {
     "bool": ("x", "x"),
     "int": ("x", "(A)((WIDE)x / (WIDE)factor)"),  # toward zero
@@ -248,6 +257,9 @@ _COMBINED = r"""
 FLAGCX_DEVICE A combine(A a, A b) {{ return {expression}; }}
 FLAGCX_DEVICE A scaled(A x, double factor) {{ (void)factor; return {scaled}; }}
 FLAGCX_DEVICE A divided(A x, double factor) {{ (void)factor; return {divided}; }}
+FLAGCX_DEVICE A finished(A x, i64 finish, double factor) {{
+  return finish == 0 ? x : finish == 1 ? scaled(x, factor) : divided(x, factor);
+}}
 """
 
 _SHARED_NAMES = {"avg": "sum", "scaled_sum": "sum"}
@@ -262,21 +274,7 @@ def has_kernel(dtype: DType, op: ReduceOp | None) -> bool:
     """Whether the operation is one of the table's, and not a ufunc or kernel of the caller's own."""
     if op is not None and op.code == 0:
         return False
-    return dtype.name in _names() and base_name(op) in _EXPRESSIONS[dtype.kind]
-
-
-def _names() -> set[str]:
-    return set(_SCALARS) | {"complex64", "complex128"}
-
-
-def conversions() -> str:
-    """The conversions from and to bfloat16 and fp8, in C that a host compiler takes too."""
-    return _CONVERSIONS
-
-
-def float16_conversions() -> str:
-    """The conversions from and to float16, which are instructions of the GPU."""
-    return _FLOAT16
+    return base_name(op) in _EXPRESSIONS[dtype.kind]
 
 
 def kernel_source(dtype: DType, op: ReduceOp | None) -> str:
@@ -300,15 +298,14 @@ def kernel_source(dtype: DType, op: ReduceOp | None) -> str:
             f"there is no kernel for op={name!r} of {dtype.name} arrays; expected one of "
             f"{', '.join(sorted(_EXPRESSIONS[dtype.kind]))}"
         )
-    head = f"#define FLAGCX_DEVICE __device__ __forceinline__\n#define THREADS {THREADS}\n"
-    head += f"#define MAX_SOURCES {MAX_SOURCES}\n"
-    return head + _CONVERSIONS + _FLOAT16 + element_source(dtype, op) + _KERNEL
+    head = f"{DEVICE_FUNCTION}#define THREADS {THREADS}\n#define MAX_SOURCES {MAX_SOURCES}\n"
+    return head + CONVERSIONS + FLOAT16_CONVERSIONS + element_source(dtype, op) + PACK + _KERNEL
 
 
 def element_source(dtype: DType, op: ReduceOp | None) -> str:
-    """What a kernel knows of its elements: ``T``, ``A``, ``widen``, ``narrow``, ``combine``, ``divided``.
+    """The element type ``T``, its accumulator ``A``, and ``widen``, ``narrow``, ``combine``, ``finished``.
 
-    Follows upon ``conversions()`` and ``float16_conversions()``.
+    Follows ``CONVERSIONS`` and ``FLOAT16_CONVERSIONS``.
     """
     scaled, divided = _FINISHES[dtype.kind]
     expression = _EXPRESSIONS[dtype.kind][base_name(op)]
@@ -321,13 +318,3 @@ def _type_source(dtype: DType) -> str:
     form = _DIRECT if dtype.accumulate is None else _WIDENED
     wide = "typedef i64 WIDE;\n" if dtype.numpy.kind == "i" else "typedef u64 WIDE;\n"
     return form.format(scalar=_SCALARS[dtype.name], name=dtype.name) + wide
-
-
-def all_kernels() -> list[tuple[DType, ReduceOp]]:
-    """Every pair of dtype and operation that has a kernel of its own."""
-    return [
-        (dtype, op)
-        for dtype in DTYPES.values()
-        for op in OPS.values()
-        if dtype.kind in op.kinds and base_name(op) == op.name
-    ]

@@ -1,6 +1,6 @@
 """Callers' arrays on a GPU as CuPy arrays, without a copy: CuPy's, torch's, JAX's and Numba's.
 
-CuPy has no fp8 dtypes of its own: it takes memory as one, and refuses to allocate or to compute.
+CuPy views existing memory as fp8, but refuses to allocate fp8 arrays or to compute with them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def device_array(cupy: Any, array: Any, what: str, writable: bool) -> Any:
     Args:
         cupy: The CuPy module.
         array: A CuPy array, or anything on a GPU that offers ``__cuda_array_interface__`` or DLPack.
-        what: What the array is called in messages.
+        what: Its name for messages.
         writable: Whether it will be written.
 
     Returns:
@@ -89,7 +89,7 @@ def _viewed(cupy: Any, array: Any, what: str, writable: bool) -> Any:
 
 
 def _from_torch(cupy: Any, tensor: Any, what: str) -> Any:
-    """A torch tensor's memory; dtypes that the exchange of tensors lacks travel as integers."""
+    """A torch tensor's memory; dtypes that DLPack lacks are exchanged as integers."""
     if not tensor.is_cuda:
         raise ArrayError(
             f"{what} is a tensor on {tensor.device}; expected one on a GPU, such as {what}.cuda()"
@@ -104,8 +104,5 @@ def _from_torch(cupy: Any, tensor: Any, what: str) -> Any:
     if name not in _CARRIERS:
         return cupy.from_dlpack(plain)
     carrier = getattr(sys.modules["torch"], _CARRIERS[name])
-    return cupy.from_dlpack(plain.view(carrier)).view(_numpy_dtype(name))
-
-
-def _numpy_dtype(name: str) -> np.dtype:
-    return next(d.numpy for d in DTYPES.values() if d.name == name)
+    dtype = next(d.numpy for d in DTYPES.values() if d.name == name)
+    return cupy.from_dlpack(plain.view(carrier)).view(dtype)

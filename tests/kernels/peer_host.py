@@ -228,8 +228,7 @@ def compile_library(source: str, made: Path, mode: int = ctypes.RTLD_LOCAL, *fla
 class Made:
     """One call as the ranks of a test make it.
 
-    ``given`` and ``result`` are each rank's arrays; ``given_name`` and ``result_name`` tell where they lie in
-    the ranks' segments.
+    ``given`` and ``result`` are each rank's arrays; ``handles`` says where they lie in the ranks' segments.
     """
 
     form: str
@@ -241,7 +240,7 @@ class Made:
     chunk: int
     op: str | None = "sum"
     root: int = 0
-    names: list[tuple[int, int]] | None = None
+    handles: list[tuple[int, int]] | None = None
     absent: tuple[int, ...] = ()
     bare: bool = False
     pull: bool = False
@@ -273,7 +272,7 @@ class Host:
             state = memory[start : start + 32 * BLOCKS].view(np.uint32).reshape(BLOCKS, len(fields))
             for name in ("chunks", "calls", "packets", "bare", "pulls"):
                 state[:, fields.index(name)] = age
-            for name, nbytes in {"AT_FIRST": 4, "AT_SECOND": 4, "AT_END": 4, "AT_HELLO": 32}.items():
+            for name, nbytes in {"AT_FIRST": 4, "AT_SECOND": 4, "AT_END": 4, "AT_HANDLES": 32}.items():
                 start = self.layout.places[name]
                 memory[start : start + BLOCKS * MOST_RANKS * nbytes].view(np.uint32)[...] = age
 
@@ -282,8 +281,8 @@ class Host:
         self.segments.append([_aligned(nbytes, 0) for _ in range(self.ranks)])
         return len(self.segments) - 1
 
-    def name(self, segment: int, offset: int) -> int:
-        """What a rank calls an array of a segment."""
+    def handle(self, segment: int, offset: int) -> int:
+        """The handle of an array in a segment."""
         return (segment + 1) << OFFSET_BITS | offset
 
     def run(self, calls: list[Made], seed: int = 0, limit: int = 1 << 24) -> bool:
@@ -322,10 +321,10 @@ class Host:
         args = PeerArgs()
         for q, memory in enumerate(self.memory):
             args.peer[q] = memory.ctypes.data
-        args.given, args.result = _at(call.given[rank]), _at(call.result[rank])
-        if call.names is not None:
-            args.given_name, args.result_name = call.names[rank]
-        args.segments, args.words = self._table.ctypes.data, self.words[rank].ctypes.data
+        args.sendbuf, args.recvbuf = _at(call.given[rank]), _at(call.result[rank])
+        if call.handles is not None:
+            args.sendbuf_handle, args.recvbuf_handle = call.handles[rank]
+        args.segments, args.control = self._table.ctypes.data, self.words[rank].ctypes.data
         args.limit_ns, args.count, args.rank, args.root = self.limit_ns, call.count, rank, call.root
         some = next(a for a in (*call.given, *call.result) if a is not None)
         packs = -(-call.count // (16 // some.itemsize))

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from flagcx.kernels.source import conversions
+from flagcx.kernels.source import CONVERSIONS
 
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 NAMES = {"bfloat16": "u16", "float8_e4m3fn": "u8", "float8_e5m2": "u8"}
@@ -37,7 +37,7 @@ def library(tmp_path_factory) -> ctypes.CDLL:
         pytest.skip("no C++ compiler on this machine")
     directory = tmp_path_factory.mktemp("conversions")
     loops = "".join(_LOOPS.format(name=name, kind=kind) for name, kind in NAMES.items())
-    (directory / "host.cpp").write_text(_DEVICE + conversions() + loops)
+    (directory / "host.cpp").write_text(_DEVICE + CONVERSIONS + loops)
     made = directory / "host.so"
     command = [COMPILER, "-O1", "-shared", "-fPIC", "-o", str(made), str(directory / "host.cpp")]
     subprocess.run(command, check=True, capture_output=True)

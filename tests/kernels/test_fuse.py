@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flagcx.errors import ScheduleError
-from flagcx.kernels.fuse import Chain, Work, forward, fuse
+from flagcx.kernels.fuse import Chain, Update, forward, fuse
 from flagcx.kernels.source import MAX_SOURCES
 
 MEMORY = 40
@@ -43,7 +43,7 @@ def some_work(draw):
         to, source = draw(place), draw(place)
         shifted = to != source and to[0] == source[0] and abs(to[1] - source[1]) < count
         if not shifted:
-            items.append(Work(to, source, count, draw(st.booleans())))
+            items.append(Update(to, source, count, draw(st.booleans())))
     return items
 
 
@@ -71,40 +71,40 @@ def test_forwarding_changes_only_what_is_dead(work, dead):
 
 def test_a_sum_made_in_dead_scratch_goes_straight_to_the_result():
     work = [
-        Work((2, 0), (1, 0), 8, reduces=True),
-        Work((2, 0), (2, 8), 8, reduces=True),
-        Work((1, 0), (2, 0), 8),
+        Update((2, 0), (1, 0), 8, reduces=True),
+        Update((2, 0), (2, 8), 8, reduces=True),
+        Update((1, 0), (2, 0), 8),
     ]
     assert forward(fuse(work), lambda place, count: True) == ((Chain((1, 0), 8, ((2, 0), (1, 0), (2, 8))),),)
     assert len(forward(fuse(work), lambda place, count: False)) == 2
 
 
 def test_a_sum_of_many_is_one_chain_in_the_order_listed():
-    work = [Work((1, 0), (2, 0), 8)] + [Work((1, 0), (2, 8 * i), 8, reduces=True) for i in (3, 1, 2)]
+    work = [Update((1, 0), (2, 0), 8)] + [Update((1, 0), (2, 8 * i), 8, reduces=True) for i in (3, 1, 2)]
     assert fuse(work) == ((Chain((1, 0), 8, ((2, 0), (2, 24), (2, 8), (2, 16))),),)
 
 
 def test_neighbours_are_joined():
-    work = [Work((1, 8 * i), (0, 8 * i), 8) for i in range(5)]
+    work = [Update((1, 8 * i), (0, 8 * i), 8) for i in range(5)]
     assert fuse(work) == ((Chain((1, 0), 40, ((0, 0),)),),)
 
 
 def test_work_that_reads_a_result_waits_for_it():
-    phases = fuse([Work((1, 0), (2, 0), 8, reduces=True), Work((0, 0), (1, 4), 4)])
+    phases = fuse([Update((1, 0), (2, 0), 8, reduces=True), Update((0, 0), (1, 4), 4)])
     assert [len(p) for p in phases] == [1, 1]
 
 
 def test_a_copy_in_place_is_no_work():
-    assert fuse([Work((1, 3), (1, 3), 5)]) == ()
+    assert fuse([Update((1, 3), (1, 3), 5)]) == ()
 
 
 def test_a_shifted_copy_onto_itself_is_refused():
     with pytest.raises(ScheduleError, match=r"8 elements at \(1, 0\) .* shifted to \(1, 4\)"):
-        fuse([Work((1, 4), (1, 0), 8)])
+        fuse([Update((1, 4), (1, 0), 8)])
 
 
 def test_a_chain_longer_than_a_launch_takes_is_continued():
-    work = [Work((1, 0), (2, i), 1, reduces=True) for i in range(MAX_SOURCES + 10)]
+    work = [Update((1, 0), (2, i), 1, reduces=True) for i in range(MAX_SOURCES + 10)]
     first, second = fuse(work)
     assert len(first[0].sources) == MAX_SOURCES
     assert second[0].sources[0] == (1, 0)

@@ -9,7 +9,7 @@ import subprocess
 import numpy as np
 import pytest
 
-from flagcx.kernels.pack import ALIGNMENT, NAME, PART_NBYTES, Layout, pack_source
+from flagcx.kernels.pack import ALIGNMENT, NAME, PART_NBYTES, PackLayout, pack_source
 from flagcx.kernels.source import OPTIONS
 from tests.kernels import nvrtc
 
@@ -48,7 +48,7 @@ def library(tmp_path_factory) -> ctypes.CDLL:
     return ctypes.CDLL(str(made))
 
 
-def run(library, layout: Layout, arrays, message: np.ndarray, unpacks: bool, blocks: int = 3) -> None:
+def run(library, layout: PackLayout, arrays, message: np.ndarray, unpacks: bool, blocks: int = 3) -> None:
     rows = layout.table([a.ctypes.data for a in arrays])
     table, to = (ctypes.c_void_p(a.ctypes.data) for a in (rows, message))
     library.run(table, ctypes.c_longlong(len(rows)), to, int(unpacks), blocks)
@@ -69,7 +69,7 @@ def arrays_with_offset(offset: int) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("offset", [0, 1, 2, 4, 6, 8, 12])
 def test_arrays_wherever_they_begin(library, offset):
-    layout, arrays = Layout(SIZES), arrays_with_offset(offset)
+    layout, arrays = PackLayout(SIZES), arrays_with_offset(offset)
     want = [a.copy() for a in arrays]
     memory = np.full(layout.nbytes + 64 + 256, 0xAA, np.uint8)
     start = -memory.ctypes.data % 64
@@ -93,7 +93,7 @@ def test_arrays_wherever_they_begin(library, offset):
 
 
 def test_the_table_covers_each_array_once_in_parts():
-    layout = Layout(SIZES)
+    layout = PackLayout(SIZES)
     addresses = [1 << 20 | i << 32 for i in range(len(SIZES))]
     rows = layout.table(addresses)
     assert rows.dtype == np.int64 and rows.shape == (layout.parts, 3)
@@ -104,7 +104,7 @@ def test_the_table_covers_each_array_once_in_parts():
         np.testing.assert_array_equal(mine[:, 0] - address, mine[:, 1] - offset)
     assert all(offset % ALIGNMENT == 0 for offset in layout.offsets)
     assert layout.nbytes % ALIGNMENT == 0 and layout.nbytes < sum(SIZES) + ALIGNMENT * len(SIZES)
-    assert Layout(()).parts == 0 and Layout((0, 0)).nbytes == 0
+    assert PackLayout(()).parts == 0 and PackLayout((0, 0)).nbytes == 0
 
 
 @pytest.mark.skipif(nvrtc.library() is None, reason="NVRTC is missing: pip install nvidia-cuda-nvrtc-cu12")

@@ -74,17 +74,17 @@ class Wanted:
         """An all-reduce of arrays that lie in a segment, but for one rank's if ``plain``."""
         count = int(self.random.integers(1, 400))
         data = [self._numbers(count, "float32", q) for q in range(self.size)]
-        where, names = [], []
+        where, handles = [], []
         for q in range(self.size):
             begin = 4 * int(self.random.integers(0, 2)) * int(self.random.integers(0, 40))
             array = self.host.segments[segment][q][begin : begin + 4 * count].view(np.float32)
             array[...] = data[q]
             where.append(array)
-            names.append((self.host.name(segment, begin),) * 2)
+            handles.append((self.host.handle(segment, begin),) * 2)
         if plain:
-            names[-1] = (0, 0)
+            handles[-1] = (0, 0)
         grid, chunk = self._grid("two_shot", False, count, 4)
-        self.calls.append(Made("two_shot", False, where, where, count, grid, chunk, "sum", 0, names))
+        self.calls.append(Made("two_shot", False, where, where, count, grid, chunk, "sum", 0, handles))
         self.want.append([np.sum(data, axis=0)] * self.size)
 
     def _numbers(self, count: int, dtype: str, rank: int) -> np.ndarray:
@@ -290,11 +290,11 @@ def test_the_host_can_stop_a_wait(directory):
 MUTANTS = {
     "boxes are used again too soon": ("await_all(a, AT_SECOND, base + i + 1 - SLOTS, lane)", "true"),
     "nobody waits for what is combined": (
-        "well = well && await_all(a, AT_FIRST, base + i + 1 - LAG, lane);",
+        "ok = ok && await_all(a, AT_FIRST, base + i + 1 - LAG, lane);",
         "",
     ),
     "nobody waits for what is collected": (
-        "well = well && await_all(a, AT_SECOND, base + i + 1 - 2 * LAG, lane);",
+        "ok = ok && await_all(a, AT_SECOND, base + i + 1 - 2 * LAG, lane);",
         "",
     ),
     "flags overtake warps": (
@@ -327,7 +327,7 @@ def mutate(monkeypatch, before: str, after: str) -> list[bool]:
 
 @needs_compiler
 def test_a_kernel_that_does_not_await_what_peers_write_to_its_arrays_is_noticed(tmp_path, monkeypatch):
-    await_them = "if (direct && well) await_all(a, AT_SECOND, base + a.steps, lane);"
+    await_them = "if (direct && ok) await_all(a, AT_SECOND, base + a.steps, lane);"
     changed = mutate(monkeypatch, await_them, "")
     host = Host(tmp_path, 3, one_gpu=False)
     host.limit_ns = 40_000
@@ -339,7 +339,7 @@ def test_a_kernel_that_does_not_await_what_peers_write_to_its_arrays_is_noticed(
             first = wanted.calls[-1]  # a second call, in packets, adds up what the first has left there
             grid, chunk = wanted._grid("one_shot", True, first.count, 4)
             wanted.calls.append(
-                replace(first, form="one_shot", packets=True, grid=grid, chunk=chunk, names=None)
+                replace(first, form="one_shot", packets=True, grid=grid, chunk=chunk, handles=None)
             )
             twice = [host.ranks * total for total in wanted.want.pop()]
             wanted.want += [twice, twice]

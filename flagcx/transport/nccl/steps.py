@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from flagcx.kernels.fuse import Chain, Finish, Phase, Place, Work, forward, fuse, overlap
+from flagcx.kernels.fuse import Chain, Finish, Phase, Place, Update, forward, fuse, overlap
 from flagcx.schedule.collectives import COLLECTIVES, ChunkLayout
 from flagcx.schedule.model import Buffer, Copy, RecvReduce, Send, Span, Step
 from flagcx.transport.base import Call
@@ -146,14 +146,14 @@ def _step(step: Step, where: _Map, free: int, pack: int) -> tuple[DeviceStep, in
         if isinstance(transfer, RecvReduce):
             # As far from a multiple of 16 bytes as its destination, so that whole packs are added.
             arrives = free + (at[1] - free) % pack
-            work.append(Work(at, (SCRATCH, arrives), count, reduces=True))
+            work.append(Update(at, (SCRATCH, arrives), count, reduces=True))
             at, free = (SCRATCH, arrives), arrives + count
         if count:
             moves.append(Move(isinstance(transfer, Send), at, count, transfer.peer))
     for local in step.local:
         to, count = where.place(local.dst)
         source, _ = where.place(local.src)
-        work.append(Work(to, source, count, reduces=not isinstance(local, Copy)))
+        work.append(Update(to, source, count, reduces=not isinstance(local, Copy)))
     return DeviceStep(tuple(moves), fuse(work)), free
 
 

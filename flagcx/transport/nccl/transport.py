@@ -25,7 +25,7 @@ from flagcx.config import Config, set_default
 from flagcx.dtypes import DType, ReduceOp
 from flagcx.errors import CommunicationError, CommunicatorError, FlagcxError, OperationError
 from flagcx.kernels.cuda import load_cupy
-from flagcx.kernels.launch import Kernels
+from flagcx.kernels.launch import FusedKernels
 from flagcx.kernels.views import device_array, device_result, empty
 from flagcx.schedule.lower import levels
 from flagcx.transport.base import Call, DeviceTransport, Plan, TransportContext
@@ -88,7 +88,7 @@ class NcclTransport(DeviceTransport):
         unique_id = store.exchange("nccl/id", own, limit)[0]
         self._communicator = NcclCommunicator(cupy, self.rank, self.size, unique_id, limit)
         self.array_class = cupy.ndarray
-        self._kernels = Kernels(cupy, self.device)
+        self._kernels = FusedKernels(cupy, self.device)
         self._order = StreamOrder(cupy, self.device, self.rank)
         self.peers, self.no_peers = connect(cupy, store, self.identities, self._order, config)
         self._scratch = Scratch(cupy)

@@ -92,11 +92,11 @@ class PeerPlan:
         stream = order.enter(self._what)
         if self._blocks:
             self._names.check()
-            args.given, args.result = source, target
+            args.sendbuf, args.recvbuf = source, target
             if self._nbytes:
                 name_of = self._names.name_of
-                args.given_name = name_of(source, self._nbytes)
-                args.result_name = args.given_name if target == source else name_of(target, self._nbytes)
+                args.sendbuf_handle = name_of(source, self._nbytes)
+                args.recvbuf_handle = args.sendbuf_handle if target == source else name_of(target, self._nbytes)
             self._launch(
                 self._function.ptr, self._blocks, 1, 1, self._threads, 1, 1, 0, stream.ptr, self._params, 0
             )

@@ -163,7 +163,7 @@ class PeerMemory:
         args = PeerArgs()
         for q, at in enumerate(self._region.at):
             args.peer[q] = at
-        args.segments, args.words = self._region.table, self._region.words_at
+        args.segments, args.control = self._region.table, self._region.words_at
         args.limit_ns = self._limit_ns
         args.count, args.part, args.chunk, args.steps = call.counts, grid.part, grid.chunk, grid.steps
         args.rank, args.root = self.rank, call.schedule.root or 0

@@ -113,7 +113,7 @@ class Bench:
         cupy, size = self.cupy, self.comm.size
         count = nbytes // self.dtype.numpy.itemsize
         plan = self.plan(way, count, blocks, chunk)
-        if plan is None or (WAYS[way][1] == PEER_PACKETS and plan.way == "chunks"):
+        if plan is None or (WAYS[way][1] == PEER_PACKETS and plan.kernel == "chunks"):
             return None
         make = self.peers.segments.empty if WAYS[way][2] else cupy.empty
         x = make(count, self.dtype.numpy)
@@ -128,7 +128,7 @@ class Bench:
         row = {
             "ranks": size, "gpus": len({i.uuid for i in self.identities}), "nbytes": nbytes, "way": way,
             "dtype": self.dtype.name, "blocks": plan.grid.blocks, "chunk": plan.grid.chunk,
-            "steps": plan.grid.steps, "kernel": plan.way, "time_us": round(quartiles[1] * 1e6, 2),
+            "steps": plan.grid.steps, "kernel": plan.kernel, "time_us": round(quartiles[1] * 1e6, 2),
             "quartiles_us": [round(q * 1e6, 2) for q in (quartiles[0], quartiles[2])],
             "least_us": round(times[0] * 1e6, 2), "calls": calls, "replays": self.replays, "wrong": wrong,
             "copy_gb_per_s": round(copy, 1),

@@ -12,7 +12,7 @@ import numpy as np
 from flagcx.compression.codec import Scratch
 from flagcx.dtypes import dtype_of, resolve_op
 from flagcx.kernels.cuda import import_cupy
-from flagcx.transport.nccl.plans import check_alignment
+from flagcx.transport.device import check_alignment
 
 if TYPE_CHECKING:
     from flagcx.executor.host import Executor

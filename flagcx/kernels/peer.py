@@ -26,6 +26,7 @@ from flagcx.kernels.source import (
 PEER_PACKETS, PEER_MEMORY = "peer_packets", "peer_memory"
 """The protocols by which these kernels move data, as ``Call.protocol`` names them: packets with a flag inside
 each, for small messages, and chunks, for all."""
+PROTOCOLS = (PEER_PACKETS, PEER_MEMORY)
 
 MOST_RANKS = 16
 """Most ranks of a communicator."""

@@ -14,7 +14,7 @@ from flagcx.cost.model import DEVICE_COSTS, Bottleneck, Prediction, model_of
 from flagcx.cost.simulate import Costs, message_nbytes
 from flagcx.dtypes import dtype_of, resolve_op
 from flagcx.errors import ArgumentError
-from flagcx.kernels.peer import MOST_RANKS, PeerLayout, may_be_bare
+from flagcx.kernels.peer import MOST_RANKS, PROTOCOLS, PeerLayout, may_be_bare
 from flagcx.report import Report, Reported
 from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.selection.candidates import Request
@@ -23,7 +23,7 @@ from flagcx.selection.rules import Rules
 from flagcx.topology.graph import LinkKind, Topology
 from flagcx.topology.routes import Routes
 from flagcx.topology.traffic import measure
-from flagcx.transport.peer_memory.resource import PROTOCOLS, protocols_in
+from flagcx.transport.peer_memory.resource import protocols_in
 
 BLOCKS = 128
 """Blocks of threads that a communicator has where each rank has a GPU of its own."""

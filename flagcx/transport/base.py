@@ -71,6 +71,11 @@ class Call:
     in_place: bool
     protocol: str = ""
 
+    def __str__(self) -> str:
+        s = self.schedule
+        op = "" if self.op is None else f", {self.op.name}"
+        return f"{s.collective} ({s.algorithm}) of {self.counts} {self.dtype.name}{op}"
+
     def describe(self) -> str:
         """The call in words that must be the same on every rank."""
         schedule = self.schedule

@@ -1,4 +1,4 @@
-"""Which GPU a rank uses, and who else uses it."""
+"""The GPU of a rank, the other ranks that use it, and the addresses of arrays on it."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from typing import Any
 
 from flagcx.errors import ArrayError, MissingDependencyError, ResourceError
 from flagcx.kernels.cuda import load_cupy
+from flagcx.transport.stream_order import StreamOrder
 
 _DRIVER = "/dev/nvidiactl"
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceIdentity:
-    """A rank's GPU, as the other ranks have to know it.
+    """A rank's GPU, as it describes it to the other ranks.
 
     Attributes:
-        host: Tells hosts apart.
+        host: Name of the host.
         pid: Process of the rank.
         device: The number of the GPU in that process.
-        uuid: Tells the GPUs of the world apart, or the parts of a partitioned one.
-        nccl: Version of NCCL, as it counts: 23007 is 2.30.7.
-        pci_bus_id: Where the GPU is: ``0000:0c:00.0``; "" where unknown.
+        uuid: The unique identifier of the GPU, or of its part if it is partitioned.
+        nccl: Version of NCCL as an integer: 23007 is 2.30.7.
+        pci_bus_id: PCI address of the GPU, such as ``0000:0c:00.0``; "" where unknown.
     """
 
     host: str
@@ -47,12 +48,7 @@ class DeviceIdentity:
 
 
 def choose_device(local_rank: int, visible: int, shared: bool) -> int:
-    """The GPU for a rank of a host: that of its local number, if the process sees so many.
-
-    Args:
-        local_rank: The rank's number among those of its host.
-        visible: GPUs that the process sees.
-        shared: Whether ranks may use one GPU together.
+    """The number of the GPU for a local rank, of ``visible`` ones; ranks may use one together if ``shared``.
 
     Raises:
         ResourceError: There are fewer GPUs than ranks.
@@ -64,7 +60,7 @@ def choose_device(local_rank: int, visible: int, shared: bool) -> int:
     if local_rank < visible:
         return local_rank
     if shared or visible == 1:
-        # A process that sees one GPU may have been given that one; whether it is shared, its uuid tells.
+        # A process may see only the GPU that it was given; ``check_devices`` finds out whether it is shared.
         return local_rank % visible
     raise ResourceError(
         f"local rank {local_rank} needs a GPU of its own, and this process sees {visible} of them; "
@@ -75,18 +71,14 @@ def choose_device(local_rank: int, visible: int, shared: bool) -> int:
 def bind_local_device(local_rank: int, shared: bool) -> int | None:
     """Makes the rank's GPU the current device of this thread, where there is one.
 
-    Ranks with no GPU for them may still work with NumPy arrays, so they are refused only when they come
-    with an array on a GPU; see ``check_devices``.
-
-    Args:
-        local_rank: The rank's number among those of its host.
-        shared: Whether ranks may use one GPU together.
+    A rank without a GPU may still use NumPy arrays, so ``check_devices`` refuses it only when it makes a call
+    with an array on a GPU.
 
     Returns:
         The device's number, or None if there is no GPU for the rank, or no CuPy.
     """
     if local_rank == 0:
-        return 0  # The device that CUDA begins with: no need to load CuPy for it.
+        return 0  # CUDA's initial device: no need to load CuPy for it.
     if not os.path.exists(_DRIVER) or importlib.util.find_spec("cupy") is None:
         return None
     try:
@@ -107,14 +99,10 @@ def identify_device(cupy: Any, device: int, host: str, nccl_version: int) -> Dev
 
 
 def check_devices(identities: Sequence[DeviceIdentity], shared: bool) -> None:
-    """Refuses a set of ranks that NCCL could not connect.
-
-    Args:
-        identities: Those of all ranks, in their order.
-        shared: Whether ranks may use one GPU together.
+    """Refuses a set of ranks that NCCL could not connect; they may use one GPU together if ``shared``.
 
     Raises:
-        ResourceError: Ranks share a GPU without having been told to, or use different versions of NCCL.
+        ResourceError: Ranks share a GPU without ``shared``, or use different versions of NCCL.
     """
     versions = {i.nccl for i in identities}
     if len(versions) > 1:
@@ -134,7 +122,7 @@ def check_devices(identities: Sequence[DeviceIdentity], shared: bool) -> None:
 
 
 def most_on_one_gpu(identities: Sequence[DeviceIdentity]) -> int:
-    """How many ranks use the GPU that most ranks use."""
+    """The largest number of ranks that use one GPU."""
     return max(map(len, _users(identities).values()))
 
 
@@ -146,10 +134,28 @@ def _users(identities: Sequence[DeviceIdentity]) -> dict[tuple[str, str], list[i
     return users
 
 
-def check_home(array_device: int, device: int, rank: int) -> None:
-    """Raises ArrayError if an array does not live on the rank's device."""
-    if array_device != device:
+def address(array: Any, order: StreamOrder) -> int:
+    """Address of an array on the rank's device; 0 for None.
+
+    Raises:
+        ArrayError: The array is on another device.
+    """
+    if array is None:
+        return 0
+    data = array.data
+    if data.device_id != order.device:
         raise ArrayError(
-            f"the array is on device {array_device}, but rank {rank} uses device {device}; allocate it under "
-            f"cupy.cuda.Device({device}), which fc.init() makes the current one"
+            f"the array is on device {data.device_id}, but rank {order.rank} uses device {order.device}; "
+            f"allocate it under cupy.cuda.Device({order.device}), which fc.init() makes the current one"
         )
+    return data.ptr
+
+
+def check_alignment(alignment: int, *addresses: int) -> None:
+    """Raises ArrayError if an address is not a multiple of ``alignment`` bytes."""
+    for at in addresses:
+        if at % alignment:
+            raise ArrayError(
+                f"an array begins at address {at:#x}, and its dtype needs a multiple of {alignment} bytes; "
+                f"pass a copy of it, x.copy()"
+            )

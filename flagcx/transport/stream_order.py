@@ -1,9 +1,9 @@
-"""The order of all that one communicator enqueues on a GPU, over whatever streams the caller uses.
+"""The order of the operations that one communicator enqueues on a GPU, on any streams of the caller.
 
-NCCL wants the operations of a communicator one after the other, and plans share scratch memory. So when a
-call comes on another stream than the last one, the new stream waits on the GPU for the old; the host never
-waits. The order also knows whether all is done, keeps buffers alive until then, and carries the error of a
-communicator that failed.
+NCCL needs the operations of a communicator one after the other, and plans share scratch memory. So when a
+call uses another stream than the call before, the new stream waits on the GPU for the old one; the host never
+waits. The order also knows whether all operations are done, keeps buffers alive until then, and holds the
+error of a communicator that failed.
 """
 
 from __future__ import annotations
@@ -23,20 +23,16 @@ _SLEEP_S = 200e-6
 
 
 class StreamOrder:
-    """What was enqueued by one communicator.
-
-    Args:
-        cupy: The CuPy module.
-        device: Number of the device that everything runs on.
-        rank: This rank, for messages.
+    """The operations that one communicator has enqueued.
 
     Attributes:
+        device: Number of the device.
+        rank: This rank, for messages.
         issued: Operations enqueued so far.
-        what: The last of them: something whose ``str()`` describes it.
+        what: The last operation; its ``str()`` describes it.
         inside: Whether a thread is inside a call into NCCL.
         failure: The error that ended the communicator, or None.
-        heard: Whether somebody got that error, or need not: nothing was under way.
-        device: The device's number.
+        reported: Whether a caller got that error, or no operation was unfinished, so that none has to.
     """
 
     def __init__(self, cupy: Any, device: int, rank: int) -> None:
@@ -46,10 +42,12 @@ class StreamOrder:
         self.issued, self.inside = 0, False
         self.what: object = "nothing yet"
         self.failure: FlagcxError | None = None
-        self.heard = False
+        self.reported = False
         self._last: Any = None
         self._last_ptr = -1
-        self._latest: tuple[Any, int] | None = None  # of a stream that only its own thread can name
+        self._latest: tuple[Any, int] | None = (
+            None  # on a per-thread default stream, whose handle means another one in another thread
+        )
         self._captured: Any = None
         self._marker: tuple[Any, int, float] | None = None
         self._done = 0
@@ -63,7 +61,7 @@ class StreamOrder:
             FlagcxError: The communicator failed before, or the current device is not its own.
         """
         if self.failure is not None:
-            raise self.told()
+            raise self.report()
         current = self._runtime.getDevice()
         if current != self.device:
             raise CommunicatorError(
@@ -78,14 +76,14 @@ class StreamOrder:
         return stream
 
     def leave(self, stream: Any) -> None:
-        """Ends what ``enter`` began: the operation has been enqueued."""
+        """Ends what ``enter`` began, after the operation has been enqueued."""
         if stream.ptr == PER_THREAD and not self.is_capturing(stream):
             self._latest = stream.record(self.event()), self.issued
         if self._marker is None and not self.is_capturing(stream):
             self._mark(stream)
 
     def is_capturing(self, stream: Any) -> bool:
-        """Whether what is enqueued on the stream goes into a graph that is being captured."""
+        """Whether the stream is being captured into a graph."""
         return is_capturing(self._runtime, stream)
 
     def event(self) -> Any:
@@ -95,7 +93,7 @@ class StreamOrder:
     def _follow(self, stream: Any) -> None:
         """Makes a stream wait for the one that was used before it."""
         if self.is_capturing(stream):
-            # A graph cannot wait for what lies outside; its owner orders its launches. Inside it we do.
+            # A graph cannot wait for streams outside it: its owner orders its launches. Inside it we do.
             before = self._last if self._captured is None else self._captured
             if before is not None and before.ptr != stream.ptr and self.is_capturing(before):
                 stream.wait_event(before.record(self.event()))
@@ -107,15 +105,11 @@ class StreamOrder:
         elif before is not None and before.ptr != stream.ptr and not self.is_capturing(before):
             stream.wait_event(before.record(self.event()))
         self._last, self._latest = stream, None
-        # Another thread's default stream has the same handle.
+        # The default stream of another thread has the same handle.
         self._last_ptr = -1 if stream.ptr == PER_THREAD else stream.ptr
 
     def keep(self, stream: Any, *arrays: object) -> Any:
-        """Keeps arrays alive until the stream has done what is enqueued on it now.
-
-        Returns:
-            The event at that point of the stream.
-        """
+        """Keeps arrays alive until the stream reaches the event, recorded now, that this returns."""
         event = stream.record(self.event())
         with self._keeping:
             self._kept.append((event, arrays))
@@ -131,7 +125,7 @@ class StreamOrder:
         """Whether an event has been reached.
 
         Raises:
-            CUDARuntimeError: It never will be: something on the GPU failed. CuPy's ``done`` does not tell.
+            CUDARuntimeError: An operation on the GPU failed, which CuPy's ``done`` hides.
         """
         status = self._runtime.eventQuery(event.ptr)
         if status in (0, _NOT_READY):
@@ -145,10 +139,12 @@ class StreamOrder:
     def pending_since(self) -> float | None:
         """When the oldest operation that is known to be unfinished was seen first; None if all are done.
 
-        Called by the watchdog, which thereby releases arrays too. An operation gets a marker only when the
-        last marker has been reached, so a busy loop of calls pays for no events.
+        The watchdog calls this, which releases arrays too. An operation gets a marker only after the last
+        marker has been reached, so a busy loop of calls records no events.
         """
-        with capture_mode(THREAD_LOCAL):  # A caller may capture a graph by a rule for all threads.
+        with capture_mode(
+            THREAD_LOCAL
+        ):  # A caller may capture a graph in the mode that restricts all threads.
             return self._pending_since()
 
     def _pending_since(self) -> float | None:
@@ -164,7 +160,11 @@ class StreamOrder:
                     return None
                 self._mark(self._last)
         except self._runtime.CUDARuntimeError:
-            self._done, self._marker, marker = self.issued, None, None  # The stream is gone, or was captured.
+            self._done, self._marker, marker = (
+                self.issued,
+                None,
+                None,
+            )  # The stream was destroyed, or captured.
         return None if marker is None else marker[2]
 
     def wait(self, event: Any, timeout_s: float) -> None:
@@ -172,22 +172,22 @@ class StreamOrder:
 
         Raises:
             FlagcxError: The communicator failed meanwhile.
-            CommunicationError: Something on the GPU failed.
+            CommunicationError: An operation on the GPU failed.
             PeerTimeoutError: The event was not reached in time.
         """
         start = time.monotonic()
-        while not self._reached_or_told(event):
+        while not self._reached(event):
             waited = time.monotonic() - start
             if self.failure is not None:
-                raise self.told()
+                raise self.report()
             if waited > timeout_s:
                 raise PeerTimeoutError(f"rank {self.rank}: {self.what} is not done after {timeout_s:g} s")
             if waited > _SPIN_S:
                 time.sleep(_SLEEP_S)
         if self.failure is not None:
-            raise self.told()
+            raise self.report()
 
-    def _reached_or_told(self, event: Any) -> bool:
+    def _reached(self, event: Any) -> bool:
         try:
             return self.reached(event)
         except self._runtime.CUDARuntimeError as error:
@@ -195,14 +195,14 @@ class StreamOrder:
                 f"rank {self.rank}: the GPU failed in or before {self.what}: {error}"
             ) from error
 
-    def told(self) -> FlagcxError:
-        """The failure, for somebody who is to raise it."""
+    def report(self) -> FlagcxError:
+        """A fresh exception of the failure, for the caller to raise."""
         assert self.failure is not None
-        self.heard = True
+        self.reported = True
         return again(self.failure)
 
     def settle(self, limit_s: float) -> None:
-        """Waits on the host until what was enqueued has ended, well or not, but not for long."""
+        """Waits on the host, for at most ``limit_s``, until all operations have ended, done or failed."""
         end = time.monotonic() + limit_s
         with contextlib.suppress(self._runtime.CUDARuntimeError):
             if self._last is None or self.is_capturing(self._last):
@@ -212,20 +212,20 @@ class StreamOrder:
                 time.sleep(_SLEEP_S)
 
     def drain(self, timeout_s: float) -> None:
-        """Waits on the host until everything that was enqueued is done; raises as ``wait`` does."""
+        """Waits on the host until all operations are done; raises as ``wait`` does."""
         if self._last is not None and not self.is_capturing(self._last):
             self.wait(self._last.record(self.event()), timeout_s)
         self._kept.clear()
 
     def close(self) -> None:
-        """Lets go of streams and events, of which each costs memory of the GPU."""
+        """Drops the references to streams and events, each of which costs memory of the GPU."""
         self._last = self._latest = self._captured = self._marker = None
         self._last_ptr = -1
         self._kept.clear()
 
 
 def again(error: FlagcxError) -> FlagcxError:
-    """A fresh exception like ``error``, so that each raise has a traceback of its own."""
+    """A copy of ``error``, so that each raise has a traceback of its own."""
     if isinstance(error, CommunicationError):
         return type(error)(str(error), peer=error.peer)
     return type(error)(str(error))

@@ -99,13 +99,13 @@ def launches() -> list[str]:
     PackKernel.launch = lambda self, *args: (counted.append(1), launch(self, *args))[1]  # type: ignore
     upload = PackKernel.upload
     PackKernel.upload = lambda self, *args: (counted.append("upload"), upload(self, *args))[1]  # type: ignore
-    issued = comm._device.transport.issued
+    issued = comm._device.transport._order.issued
     try:
         comm.allreduce(arrays)
     finally:
         PackKernel.launch, PackKernel.upload = launch, upload  # type: ignore[method-assign]
     faults = [] if counted == [1, 1] else [f"launches of the packing kernel: {counted}, expected two"]
-    issued = comm._device.transport.issued - issued
+    issued = comm._device.transport._order.issued - issued
     if issued != 1:
         faults.append(f"{issued} operations were enqueued, expected one")
     want = comm.size**2

@@ -9,7 +9,8 @@ import numpy as np
 import flagcx as fc
 from flagcx.algorithms import entries
 from flagcx.dtypes import DTYPES, OPS, dtype_of
-from flagcx.kernels.source import has_kernel
+from flagcx.kernels.compile import load_kernel
+from flagcx.kernels.source import NAME, has_kernel, kernel_source
 from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.transport.nccl.native import NATIVE
 from tests.gpu import oracle
@@ -101,10 +102,10 @@ def dtypes_and_ops(algorithms: list[str], counts: list[int]) -> list[str]:
     comm = fc.init(peer_memory=False)
     comm.allreduce(cupy.ones(1))
     kinds = [(d, op) for d in DTYPES.values() for op in OPS.values() if d.kind in op.kinds]
-    kernels = comm._device.transport._kernels
+    device = comm._device.transport.device
     for dtype, op in kinds[comm.rank :: comm.size]:  # the ranks share the compiling
         if has_kernel(dtype, op):
-            kernels._function(dtype, op)
+            load_kernel(cupy, device, kernel_source(dtype, op), NAME)
     comm.barrier()
     faults: list[str] = []
     for dtype, op in kinds:

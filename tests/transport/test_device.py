@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from flagcx.errors import ArrayError, ResourceError
 from flagcx.transport.device import (
     DeviceIdentity,
+    address,
     bind_local_device,
     check_devices,
-    check_home,
     choose_device,
 )
 
@@ -52,9 +54,13 @@ def test_different_versions_of_nccl_are_refused():
 
 
 def test_an_array_on_another_device_is_refused():
-    check_home(1, 1, rank=3)
+    def array(device: int) -> SimpleNamespace:
+        return SimpleNamespace(data=SimpleNamespace(device_id=device, ptr=4096))
+
+    order = SimpleNamespace(device=1, rank=3)
+    assert address(array(1), order) == 4096 and address(None, order) == 0
     with pytest.raises(ArrayError, match=r"the array is on device 0, but rank 3 uses device 1.*Device\(1\)"):
-        check_home(0, 1, rank=3)
+        address(array(0), order)
 
 
 def test_an_identity_survives_its_journey():

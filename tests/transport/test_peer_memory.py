@@ -235,10 +235,10 @@ def test_ranks_see_each_others_memory_and_give_everything_back(stores):
     assert [join[1] for join in joins] == ["", ""]
     assert peers[0]._region.at == peers[1]._region.at, "the fake has one address for all"
     arrays = on_each(lambda r: peers[r].segments.empty(1000, np.float32))
-    names = [peers[r].name_of(arrays[r].pointer.at + 400, 3600) for r in range(2)]
-    assert names[0] == names[1] != 0
-    assert peers[0].name_of(arrays[0].pointer.at + 400, 4000) == 0, "it ends behind the segment"
-    assert peers[0].name_of(12345, 4) == 0
+    handles = [peers[r].segments.handle_of(arrays[r].pointer.at + 400, 3600) for r in range(2)]
+    assert handles[0] == handles[1] != 0
+    assert peers[0].segments.handle_of(arrays[0].pointer.at + 400, 4000) == 0, "it ends behind the segment"
+    assert peers[0].segments.handle_of(12345, 4) == 0
     del arrays
     gc.collect()
     on_each(lambda r: peers[r].close())
@@ -324,7 +324,7 @@ def test_a_part_of_the_ranks_of_a_gpu_leaves_room_for_the_others(stores, monkeyp
 
 def test_who_waits_for_an_operation_after_the_end_reads_no_memory_that_is_gone(stores):
     peers = [join[0] for join in joined(stores, Memory())]
-    peers[0]._region.words[1] = 1
+    peers[0]._region.control[1] = 1
     with pytest.raises(PeerTimeoutError, match=r"rank 0: rank 0 did not come to a call within"):
         peers[0].check()
     on_each(lambda r: peers[r].close())
@@ -358,7 +358,7 @@ def test_an_array_between_elements_is_refused_before_anything_is_enqueued():
     def plan(dtype):
         call = Call(build("allgather", "direct", 2), 0, 8, dtype_of(dtype), None, False)
         order, grid = SimpleNamespace(device=0, rank=0), Grid(1, 64, 4, 1, 4)
-        return PeerPlan(call, "chunks", None, None, grid, PeerArgs(), order, None, 0)
+        return PeerPlan(call, "chunks", None, None, grid, PeerArgs(), order, None, None, 0)
 
     def array(at):
         return SimpleNamespace(data=SimpleNamespace(device_id=0, ptr=at))

@@ -194,7 +194,7 @@ def test_waiting_ends_with_the_event_the_time_or_the_failure(order):
     order.failure = PeerDiedError("rank 1 died", peer=1)
     with pytest.raises(PeerDiedError, match="rank 1 died"):
         order.wait(event, 10.0)
-    assert order.heard
+    assert order.reported
     order.failure, event.done = None, True
     order.wait(event, 10.0)
 

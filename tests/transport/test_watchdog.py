@@ -14,18 +14,15 @@ from flagcx.transport.watchdog import Watchdog
 
 
 class Fake:
-    """A transport that has enqueued an operation which may never end."""
+    """A transport, and its order, that has enqueued an operation which may never end."""
 
     def __init__(self, what: str, issued: int) -> None:
         self.what, self.issued = what, issued
         self.since: float | None = None
-        self.stuck = False
+        self.inside = False
         self.error: FlagcxError | None = None
         self.given_up: CommunicationError | None = None
         self.failed, self.aborted = threading.Event(), threading.Event()
-
-    def describe(self) -> str:
-        return self.what
 
     def pending_since(self) -> float | None:
         return self.since
@@ -40,9 +37,6 @@ class Fake:
     def abort_enqueued(self) -> None:
         self.aborted.set()
 
-    def is_stuck(self) -> bool:
-        return self.stuck
-
 
 @pytest.fixture
 def stores():
@@ -56,7 +50,7 @@ def stores():
 
 def watch(stores, *fakes, timeout_s=0.4, left=None):
     leave = (lambda reason: None) if left is None else left.append
-    return [Watchdog(f, s, timeout_s, leave) for f, s in zip(fakes, stores, strict=True)]
+    return [Watchdog(f, f, s, timeout_s, leave) for f, s in zip(fakes, stores, strict=True)]
 
 
 def test_a_late_operation_names_what_every_rank_does_and_who_is_behind(stores):
@@ -101,7 +95,7 @@ def test_a_rank_that_died_is_noticed_at_once(stores):
 def test_a_rank_that_nccl_does_not_let_go_of_leaves(stores, monkeypatch):
     monkeypatch.setattr("flagcx.transport.watchdog._ABORT_LIMIT_S", 0.2)
     stuck, other, left = Fake("send", 1), Fake("send", 1), []
-    stuck.since, stuck.stuck = time.monotonic(), True
+    stuck.since, stuck.inside = time.monotonic(), True
     dogs = watch(stores, stuck, other, left=left)
     assert stuck.failed.wait(10)
     dogs[0]._thread.join(10)

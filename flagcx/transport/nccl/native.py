@@ -1,4 +1,4 @@
-"""What NCCL's own collectives can carry, as NCCL's numbers: pure tables, without NCCL."""
+"""NCCL's own collectives: which dtypes and operations they take, as NCCL's numbers, without NCCL."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.schedule.model import Program, Schedule
 
 NATIVE = "native"
-"""Name of the algorithm that is NCCL's own."""
+"""Name of the algorithm of NCCL's own collectives."""
 
 UINT8 = 1
-"""NCCL's number of the type in which bytes travel."""
+"""NCCL's number of the type for bytes."""
 
 _TYPES = {
     "int8": 0, "uint8": UINT8, "bool": UINT8, "int32": 2, "uint32": 3, "int64": 4, "uint64": 5,
@@ -27,12 +27,12 @@ _FLOAT8_SINCE = 22400
 
 @dataclass(frozen=True, slots=True)
 class NativeForm:
-    """How NCCL is told of elements and of the operation.
+    """A dtype and operation in NCCL's terms.
 
     Attributes:
-        type: NCCL's number of the type that it sees.
+        type: NCCL's number of the type.
         op: NCCL's number of the operation.
-        per_element: How many of NCCL's elements one element is.
+        per_element: NCCL's elements for each element, such as 2 for a complex number.
     """
 
     type: int
@@ -41,13 +41,9 @@ class NativeForm:
 
 
 def native_form(collective: str, dtype: DType, op: ReduceOp | None, nccl_version: int) -> NativeForm | None:
-    """How NCCL's own collective does this, or None if it cannot.
+    """The form in which NCCL's own collective takes a dtype and operation, or None if it does not.
 
-    Args:
-        collective: Name of the collective.
-        dtype: The element type.
-        op: The operation, or None.
-        nccl_version: As NCCL counts: 23007 is 2.30.7.
+    The version is NCCL's integer: 23007 is 2.30.7.
 
     Example:
         >>> from flagcx.dtypes import OPS, dtype_of
@@ -69,7 +65,7 @@ def native_form(collective: str, dtype: DType, op: ReduceOp | None, nccl_version
 
 
 def native_schedule(collective: str, size: int, root: int | None = None) -> Schedule:
-    """Stands for NCCL's own collective in a ``Call``: NCCL decides the steps, so it has none."""
+    """The schedule of NCCL's own collective in a ``Call``. It has no steps, which NCCL decides."""
     chunks = size if COLLECTIVES[collective].blocks else 1
     return Schedule(collective, NATIVE, size, chunks, _no_steps, root, aligned=True)
 

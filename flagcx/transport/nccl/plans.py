@@ -1,52 +1,40 @@
-"""Plans for GPU arrays: enqueue a schedule or NCCL's own collective; capture what repeats in a graph."""
+"""Plans for GPU arrays: a schedule, captured in CUDA graphs for repeated calls, or NCCL's own collective."""
 
 from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from flagcx.dtypes import DType
-from flagcx.errors import ArrayError
 from flagcx.kernels.launch import Launch, Memories
 from flagcx.memory import DEVICE, PoolStats, track_memory
 from flagcx.transport.base import Call
-from flagcx.transport.device import check_home
+from flagcx.transport.device import address, check_alignment
+from flagcx.transport.nccl.binding import Enqueue, GroupedMessage, NcclCommunicator
+from flagcx.transport.nccl.steps import SendRecv
 from flagcx.transport.stream_order import StreamOrder
 
 CAPTURE_AT = 3
-"""The call with the same arrays that is captured; the first ones also set up NCCL's connections."""
+"""The number of the call with the same arrays that is captured; the first ones set up NCCL's connections."""
 
 URGENT = -5
-"""Priority of streams whose kernels wait for peers, to go before a computation's. A GPU that has no such high
-one takes its highest."""
+"""Priority of streams whose kernels wait for peers, above that of computations. CUDA clamps it to the GPU's
+highest."""
 
 _MAX_GRAPHS = 16
 _MAX_SEEN = 256
 _GRAIN = 2 << 20
 
-GroupedMove = tuple[bool, int, int, int, int]
-"""Whether it sends, the memory's number, offset and length in bytes, and the peer."""
-
-PlanStep = tuple[tuple[GroupedMove, ...], Sequence[Launch]]
-
-
-class Link(Protocol):
-    """What a plan asks of NCCL."""
-
-    def group(self, moves: Sequence[GroupedMove], memories: Memories, stream: int) -> None:
-        """Enqueues sends and receives that run concurrently."""
+PlanStep = tuple[tuple[GroupedMessage, ...], Sequence[Launch]]
 
 
 class Scratch:
-    """Device memory that all plans of a communicator share; it grows, and is never cut.
-
-    Args:
-        cupy: The CuPy module.
+    """Device memory that all plans of a communicator share; it grows and never shrinks.
 
     Attributes:
-        version: Goes up whenever the memory moves.
+        version: Counts how often the memory has moved.
         captures: The stream on which plans capture their graphs.
     """
 
@@ -62,11 +50,11 @@ class Scratch:
 
     @property
     def kind(self) -> str:
-        """The kind of memory, for ``fc.memory_stats``."""
+        """The kind of memory in ``fc.memory_stats``."""
         return DEVICE
 
     def stats(self) -> PoolStats:
-        """The figures of now; memory of the callers' own graphs is not in them."""
+        """The current figures, without memory of the callers' own graphs."""
         nbytes = 0 if self._memory is None else self._memory.mem.size
         blocks = 0 if self._memory is None else 1
         return PoolStats(nbytes, nbytes, self._peak, blocks, self.version, self.version)
@@ -74,8 +62,8 @@ class Scratch:
     def get(self, nbytes: int) -> Any:
         """The memory, with at least ``nbytes`` bytes.
 
-        What it replaces is reused by CuPy's pool for its stream alone, on which nothing else is allocated,
-        so work that is still enqueued may go on using it.
+        CuPy's pool reuses memory that is replaced only for its own stream, on which nothing else is
+        allocated, so operations that are still enqueued may go on using it.
         """
         if self._memory is None or self._memory.mem.size < nbytes:
             self._memory = None
@@ -85,13 +73,13 @@ class Scratch:
         return self._memory
 
     def private(self, nbytes: int) -> Any:
-        """Fresh memory that nobody else is given, for a graph that the caller captures."""
+        """Memory of its own for a graph that the caller captures."""
         with self._stream:
             return self._cupy.cuda.alloc(nbytes)
 
-    def pin(self, *what: object) -> None:
-        """Keeps what a caller's graph uses until the communicator is closed."""
-        self._pinned.append(what)
+    def pin(self, *used: object) -> None:
+        """Keeps objects that a caller's graph uses until the communicator is closed."""
+        self._pinned.append(used)
 
     def close(self) -> None:
         """Gives the memory back."""
@@ -104,13 +92,13 @@ class SchedulePlan:
 
     Args:
         call: The call.
-        steps: What to enqueue.
-        scratch_nbytes: Bytes of the schedule's SCRATCH and of what waits to be reduced.
+        steps: Messages and launches.
+        scratch_nbytes: Bytes of the schedule's SCRATCH and of received data that is still to be reduced.
         scaled_nbytes: Bytes of a scaled copy of INPUT.
         order: The communicator's order.
-        link: The communicator.
+        communicator: NCCL's communicator.
         scratch: The communicator's memory.
-        guard: Wraps the enqueueing: turns faults of NCCL into exceptions of flagcx.
+        guard: Calls a function that enqueues, and turns its exceptions into those of flagcx.
     """
 
     def __init__(
@@ -120,34 +108,33 @@ class SchedulePlan:
         scratch_nbytes: int,
         scaled_nbytes: int,
         order: StreamOrder,
-        link: Link,
+        communicator: NcclCommunicator,
         scratch: Scratch,
         guard: Callable[[Callable[[], None]], None],
     ) -> None:
-        self._what = Description(call)
-        self._steps, self._order, self._link = tuple(steps), order, link
-        self._scratch, self._guard = scratch, guard
-        # Room for a shift of up to 16 bytes of either memory, see _memories.
+        self._call, self._steps, self._order = call, tuple(steps), order
+        self._communicator, self._scratch, self._guard = communicator, scratch, guard
+        # Room for a shift of up to 16 bytes of either memory: see _memories.
         self._scaled_at = -(-scratch_nbytes // 16) * 16 + 16
         self._nbytes = self._scaled_at + scaled_nbytes + 16 if scratch_nbytes or scaled_nbytes else 0
         self._alignment = call.dtype.numpy.alignment
         self._graphs: OrderedDict[tuple[int, int, int], tuple[Any, Any]] = OrderedDict()
         self._seen: dict[tuple[int, int, int], int] = {}
-        # The graph that was launched last, and what it is for: found without a look-up if it comes again.
+        # The graph that was launched last and its arrays: the same call again needs no look-up.
         self._source = self._target = self._version = -1
         self._replay: Callable[[Any], None] = _nothing
 
     @property
     def graphs(self) -> int:
-        """How many CUDA graphs the plan has, one for each set of arrays that came back."""
+        """The number of CUDA graphs, one for each set of arrays that came back."""
         return len(self._graphs)
 
-    def run(self, given: Any, result: Any) -> None:
-        """Enqueues the call on the current stream; see ``Plan.run``."""
+    def run(self, sendbuf: Any, recvbuf: Any) -> None:
+        """Enqueues the call on the current stream."""
         order = self._order
-        source = address(given, order)
-        target = source if result is given else address(result, order)
-        stream = order.enter(self._what)
+        source = address(sendbuf, order)
+        target = source if recvbuf is sendbuf else address(recvbuf, order)
+        stream = order.enter(self._call)
         if order.is_capturing(stream):
             self._run_into_capture(source, target, stream)
             return
@@ -158,7 +145,7 @@ class SchedulePlan:
         order.leave(stream)
 
     def _run_found(self, source: int, target: int, stream: Any) -> None:
-        """Looks for the graph of these arrays, captures it if it is time to, or enqueues step by step."""
+        """Launches the graph of these arrays, perhaps captured now, or enqueues step by step."""
         check_alignment(self._alignment, source, target)
         memory = self._scratch.get(self._nbytes) if self._nbytes else None
         if self._version != self._scratch.version:
@@ -173,13 +160,13 @@ class SchedulePlan:
         self._replay = found[0].launch
 
     def _forget_moved(self, scratch: int) -> None:
-        """Drops the graphs that use memory from before it moved."""
+        """Drops the graphs that use the scratch memory from before it moved."""
         for key in [k for k in self._graphs if k[2] != scratch]:
             del self._graphs[key]
         self._source, self._version, self._replay = -1, self._scratch.version, _nothing
 
     def _run_into_capture(self, source: int, target: int, stream: Any) -> None:
-        """Enqueues into the caller's graph, which may run at any time: with scratch of its own."""
+        """Enqueues into the caller's graph, which may run at any time, with scratch of its own."""
         check_alignment(self._alignment, source, target)
         memory = self._scratch.private(self._nbytes) if self._nbytes else None
         self._scratch.pin(self, memory)
@@ -187,21 +174,22 @@ class SchedulePlan:
         self._guard(lambda: self._enqueue(self._memories(key), stream))
 
     def _memories(self, key: tuple[int, int, int]) -> Memories:
-        """Addresses, with SCRATCH as far from a multiple of 16 as what it is added to: for whole packs."""
-        given, result, scratch = key
+        """Addresses. SCRATCH is as far from a multiple of 16 as its destination, so whole packs are added."""
+        sendbuf, recvbuf, scratch = key
         if not scratch:
-            return given, result, 0, 0
-        return given, result, scratch + (result or given) % 16, scratch + self._scaled_at + given % 16
+            return sendbuf, recvbuf, 0, 0
+        scaled = scratch + self._scaled_at + sendbuf % 16
+        return sendbuf, recvbuf, scratch + (recvbuf or sendbuf) % 16, scaled
 
     def _enqueue(self, memories: Memories, stream: Any) -> None:
-        for moves, launches in self._steps:
-            if moves:
-                self._link.group(moves, memories, stream.ptr)
+        for messages, launches in self._steps:
+            if messages:
+                self._communicator.group(messages, memories, stream.ptr)
             for launch in launches:
                 launch(memories, stream)
 
     def _captured(self, key: tuple[int, int, int], memory: Any) -> tuple[Any, Any] | None:
-        """The graph for arrays that came back, captured now if it is time to; else None."""
+        """The graph of these arrays, captured at their ``CAPTURE_AT``-th call; None before that."""
         seen = self._seen.get(key, 0) + 1
         if len(self._seen) >= _MAX_SEEN:
             self._seen.clear()
@@ -223,7 +211,7 @@ class SchedulePlan:
                 self._guard(lambda: self._enqueue(memories, stream))
             except BaseException:
                 with contextlib.suppress(Exception):
-                    stream.end_capture()  # What is wrong has been said.
+                    stream.end_capture()  # The first error is the one to raise.
                 raise
             return stream.end_capture()
 
@@ -233,7 +221,7 @@ class SchedulePlan:
         self._graphs.clear()
 
     def __repr__(self) -> str:
-        return f"<SchedulePlan {self._what}>"
+        return f"<SchedulePlan {self._call}>"
 
 
 class NativePlan:
@@ -241,83 +229,46 @@ class NativePlan:
 
     Args:
         call: The call.
-        issue: (address of INPUT, address of OUTPUT, stream) -> enqueues it.
+        enqueue: Enqueues it.
         order: The communicator's order.
-        guard: Called with an exception that came out of ``issue``; returns the one to raise.
+        fault: Takes an exception of ``enqueue`` and returns the one to raise.
     """
 
-    __slots__ = ("_guard", "_issue", "_order", "_what")
+    __slots__ = ("_call", "_enqueue", "_fault", "_order")
 
     def __init__(
         self,
         call: Call,
-        issue: Callable[[int, int, int], None],
+        enqueue: Enqueue,
         order: StreamOrder,
-        guard: Callable[[BaseException], BaseException],
+        fault: Callable[[BaseException], BaseException],
     ) -> None:
-        self._what, self._issue, self._order, self._guard = Description(call), issue, order, guard
+        self._call, self._enqueue, self._order, self._fault = call, enqueue, order, fault
 
-    def run(self, given: Any, result: Any) -> None:
-        """Enqueues the call on the current stream; see ``Plan.run``."""
+    def run(self, sendbuf: Any, recvbuf: Any) -> None:
+        """Enqueues the call on the current stream."""
         order = self._order
-        source = address(given, order)
-        target = source if result is given else address(result, order)
-        stream = order.enter(self._what)
+        source = address(sendbuf, order)
+        target = source if recvbuf is sendbuf else address(recvbuf, order)
+        stream = order.enter(self._call)
         order.inside = True
         try:
-            self._issue(source, target, stream.ptr)
+            self._enqueue(source, target, stream.ptr)
         except BaseException as error:
-            raise self._guard(error) from error
+            raise self._fault(error) from error
         finally:
             order.inside = False
         order.leave(stream)
 
-    def close(self) -> None:
-        """Nothing to give back."""
-
     def __repr__(self) -> str:
-        return f"<NativePlan {self._what}>"
-
-
-class Description:
-    """Describes a call; makes the words only when somebody asks."""
-
-    __slots__ = ("_call",)
-
-    def __init__(self, call: Call) -> None:
-        self._call = call
-
-    def __str__(self) -> str:
-        s = self._call.schedule
-        op = "" if self._call.op is None else f", {self._call.op.name}"
-        return f"{s.collective} ({s.algorithm}) of {self._call.counts} {self._call.dtype.name}{op}"
-
-
-def address(array: Any, order: StreamOrder) -> int:
-    """Address of an array of the order's device; 0 for None."""
-    if array is None:
-        return 0
-    data = array.data
-    if data.device_id != order.device:
-        check_home(data.device_id, order.device, order.rank)
-    return data.ptr
-
-
-def check_alignment(alignment: int, *addresses: int) -> None:
-    """Raises ArrayError if an array begins at no multiple of so many bytes."""
-    for at in addresses:
-        if at % alignment:
-            raise ArrayError(
-                f"an array begins at address {at:#x}, and its dtype needs a multiple of {alignment} bytes; "
-                f"pass a copy of it, x.copy()"
-            )
+        return f"<NativePlan {self._call}>"
 
 
 def _nothing(stream: Any) -> None:
-    """Stands for a graph where there is none."""
+    """Replaces the launch of a graph where there is none."""
 
 
-def grouped(moves: Sequence[Any], dtype: DType) -> tuple[GroupedMove, ...]:
-    """Moves of elements as moves of bytes."""
+def grouped(messages: Sequence[SendRecv], dtype: DType) -> tuple[GroupedMessage, ...]:
+    """Messages in bytes instead of elements."""
     size = dtype.numpy.itemsize
-    return tuple((m.sends, m.at[0], m.at[1] * size, m.count * size, m.peer) for m in moves)
+    return tuple((m.sends, m.at[0], m.at[1] * size, m.count * size, m.peer) for m in messages)

@@ -1,6 +1,6 @@
-"""One rank's program in elements of device memory: what is sent and received, then what is computed.
+"""Lowers one rank's program to device memory: for each step, sends and receives, then kernel launches.
 
-Nothing here touches a GPU, so that what is launched can be checked, and run with NumPy, anywhere.
+Nothing here touches a GPU, so a program can be checked, and run with NumPy, on any machine.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from flagcx.schedule.collectives import COLLECTIVES, ChunkLayout
 from flagcx.schedule.model import Buffer, Copy, RecvReduce, Send, Span, Step
 from flagcx.transport.base import Call
 
-GIVEN, RESULT, SCRATCH, SCALED = range(4)
+SENDBUF, RECVBUF, SCRATCH, SCALED = range(4)
 """Memories of a plan: the caller's INPUT and OUTPUT, the plan's SCRATCH and a scaled copy of INPUT.
 
-What arrives and waits to be reduced lies behind the SCRATCH of the schedule, in the same memory.
+Data that was received and is still to be reduced follows the schedule's SCRATCH in the same memory.
 """
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class SendRecv:
     """One send or receive of ``count`` elements, which is not 0."""
 
     sends: bool
@@ -31,9 +31,9 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class DeviceStep:
-    """A group of moves that run concurrently, then launches in order."""
+    """Sends and receives that run concurrently, then phases in order."""
 
-    moves: tuple[Move, ...]
+    messages: tuple[SendRecv, ...]
     phases: tuple[Phase, ...]
 
 
@@ -43,9 +43,9 @@ class DeviceProgram:
 
     Attributes:
         steps: In order; those with nothing to do are left out.
-        scratch_count: Elements of SCRATCH, with those behind it for what arrives.
+        scratch_count: Elements of SCRATCH, including received data that follows it.
         scaled_count: Elements of SCALED.
-        factor: What ``Finish`` multiplies or divides by.
+        factor: The factor or divisor of a ``Finish``.
     """
 
     steps: tuple[DeviceStep, ...]
@@ -55,8 +55,8 @@ class DeviceProgram:
 
 
 @dataclass(frozen=True, slots=True)
-class _Map:
-    """Where the chunks of the schedule's buffers lie in the plan's memories."""
+class _Placement:
+    """The places of the schedule's chunks in the plan's memories."""
 
     layout: ChunkLayout
     starts: tuple[Place, Place, Place]
@@ -68,37 +68,33 @@ class _Map:
 
 
 def device_program(call: Call) -> DeviceProgram:
-    """Works out what one rank enqueues.
-
-    Args:
-        call: The call; its schedule is run as it stands, so lower it before.
-    """
-    steps, where, used = _undivided(call)
-    if call.op is not None and call.op.average and where.layout.count(Buffer.OUTPUT):
-        _divide(steps, call, where)
-    own_copy = where.layout.count(Buffer.INPUT) if where.starts[Buffer.INPUT][0] == SCALED else 0
+    """What one rank enqueues for a call, whose schedule has one level a step (``schedule.lower.levels``)."""
+    steps, placement, used = _undivided(call)
+    if call.op is not None and call.op.average and placement.layout.count(Buffer.OUTPUT):
+        _divide(steps, call, placement)
+    own_copy = placement.layout.count(Buffer.INPUT) if placement.starts[Buffer.INPUT][0] == SCALED else 0
     return DeviceProgram(tuple(steps), used, own_copy, _factor(call))
 
 
-def _undivided(call: Call) -> tuple[list[DeviceStep], _Map, int]:
-    """The steps before a division by the number of ranks, the map, and the elements of SCRATCH."""
+def _undivided(call: Call) -> tuple[list[DeviceStep], _Placement, int]:
+    """The steps before a division by the number of ranks, the placement, and the elements of SCRATCH."""
     program = call.program()
     layout = call.layout(program)
     scales = call.op is not None and call.op.scale is not None and layout.count(Buffer.INPUT) > 0
-    where = _Map(layout, _starts(call, layout, scales))
+    placement = _Placement(layout, _starts(call, layout, scales))
     free = used = layout.count(Buffer.SCRATCH)
     pack = max(1, 16 // call.dtype.numpy.itemsize)
-    steps = [_scaling(where)] if scales else []
+    steps = [_scaling(placement)] if scales else []
     for step in program.steps:
-        done, end = _step(step, where, free, pack)
+        done, end = _step(step, placement, free, pack)
         used = max(used, end)
-        if done.moves or done.phases:
+        if done.messages or done.phases:
             steps.append(done)
-    return _forwarded(steps), where, used
+    return _forwarded(steps), placement, used
 
 
 def _forwarded(steps: list[DeviceStep]) -> list[DeviceStep]:
-    """Sums that are made in SCRATCH and copied once are made where they go to."""
+    """Writes sums that are made in SCRATCH and copied once straight to their destination."""
     read: list[tuple[Place, int]] = []
 
     def is_dead(place: Place, count: int) -> bool:
@@ -107,7 +103,7 @@ def _forwarded(steps: list[DeviceStep]) -> list[DeviceStep]:
     result = []
     for step in reversed(steps):
         phases = forward(step.phases, is_dead)
-        read += [(m.at, m.count) for m in step.moves if m.sends]
+        read += [(m.at, m.count) for m in step.messages if m.sends]
         read += [(source, c.count) for phase in phases for c in phase for source in c.sources]
         result.append(replace(step, phases=phases))
     return result[::-1]
@@ -123,65 +119,65 @@ def _starts(call: Call, layout: ChunkLayout, scales: bool) -> tuple[Place, Place
     s = call.schedule
     shift = COLLECTIVES[s.collective].in_place_shift(call.rank, s.size, s.chunks, s.root)
     if not call.in_place or shift is None:
-        return (SCALED if scales else GIVEN, 0), (RESULT, 0), (SCRATCH, 0)
+        return (SCALED if scales else SENDBUF, 0), (RECVBUF, 0), (SCRATCH, 0)
     apart = layout.bounds[Buffer.OUTPUT][shift[1]] - layout.bounds[Buffer.INPUT][shift[0]]
     if layout.count(Buffer.INPUT) > layout.count(Buffer.OUTPUT):
-        return (GIVEN, 0), (GIVEN, -apart), (SCRATCH, 0)
-    return (RESULT, apart), (RESULT, 0), (SCRATCH, 0)
+        return (SENDBUF, 0), (SENDBUF, -apart), (SCRATCH, 0)
+    return (RECVBUF, apart), (RECVBUF, 0), (SCRATCH, 0)
 
 
-def _scaling(where: _Map) -> DeviceStep:
-    """The contribution times the factor: into memory of the plan's own, or in place."""
-    to = where.starts[Buffer.INPUT]
-    source = (GIVEN, 0) if to[0] == SCALED else to
-    chain = Chain(to, where.layout.count(Buffer.INPUT), (source,), Finish.SCALE)
+def _scaling(placement: _Placement) -> DeviceStep:
+    """Multiplies INPUT by the factor, into the plan's own memory or in place."""
+    to = placement.starts[Buffer.INPUT]
+    source = (SENDBUF, 0) if to[0] == SCALED else to
+    chain = Chain(to, placement.layout.count(Buffer.INPUT), (source,), Finish.SCALE)
     return DeviceStep((), ((chain,),))
 
 
-def _step(step: Step, where: _Map, free: int, pack: int) -> tuple[DeviceStep, int]:
-    """One step, and the end of the memory that it uses; ``free`` is where it may put what arrives."""
-    moves, work = [], []
+def _step(step: Step, placement: _Placement, free: int, pack: int) -> tuple[DeviceStep, int]:
+    """One step, and the end of the SCRATCH that it uses; data to be reduced is received from ``free`` on."""
+    messages, updates = [], []
     for transfer in step.transfers:
-        at, count = where.place(transfer.src if isinstance(transfer, Send) else transfer.dst)
+        at, count = placement.place(transfer.src if isinstance(transfer, Send) else transfer.dst)
         if isinstance(transfer, RecvReduce):
-            # As far from a multiple of 16 bytes as its destination, so that whole packs are added.
+            # As far from a multiple of 16 bytes as its destination, so that the kernel adds whole packs.
             arrives = free + (at[1] - free) % pack
-            work.append(Update(at, (SCRATCH, arrives), count, reduces=True))
+            updates.append(Update(at, (SCRATCH, arrives), count, reduces=True))
             at, free = (SCRATCH, arrives), arrives + count
         if count:
-            moves.append(Move(isinstance(transfer, Send), at, count, transfer.peer))
+            messages.append(SendRecv(isinstance(transfer, Send), at, count, transfer.peer))
     for local in step.local:
-        to, count = where.place(local.dst)
-        source, _ = where.place(local.src)
-        work.append(Update(to, source, count, reduces=not isinstance(local, Copy)))
-    return DeviceStep(tuple(moves), fuse(work)), free
+        to, count = placement.place(local.dst)
+        source, _ = placement.place(local.src)
+        updates.append(Update(to, source, count, reduces=not isinstance(local, Copy)))
+    return DeviceStep(tuple(messages), fuse(updates)), free
 
 
-def _divide(steps: list[DeviceStep], call: Call, where: _Map) -> None:
-    """Adds the division by the number of ranks, to the last launch where that makes the result.
+def _divide(steps: list[DeviceStep], call: Call, placement: _Placement) -> None:
+    """Adds the division by the number of ranks, to the last launch where that writes all of OUTPUT.
 
-    If one rank divided a float32 accumulator and another one what it received, rounded, their results
-    would differ; so with a wider accumulator all ranks must be able to, or none does.
+    If one rank divided a float32 accumulator and another rank a rounded number that it received, their
+    results would differ. So with a wider accumulator the last launch divides only if it can on all ranks.
     """
     everywhere = call.dtype.accumulate is None or all(
         _ends_with_result(*_undivided(replace(call, rank=rank))[:2]) for rank in range(call.schedule.size)
     )
-    if everywhere and _ends_with_result(steps, where):
+    if everywhere and _ends_with_result(steps, placement):
         *before, last = steps[-1].phases
         divided = tuple(replace(c, finish=Finish.DIVIDE) for c in last)
         steps[-1] = replace(steps[-1], phases=(*before, divided))
         return
-    whole = where.starts[Buffer.OUTPUT]
-    chain = Chain(whole, where.layout.count(Buffer.OUTPUT), (whole,), Finish.DIVIDE)
+    whole = placement.starts[Buffer.OUTPUT]
+    chain = Chain(whole, placement.layout.count(Buffer.OUTPUT), (whole,), Finish.DIVIDE)
     steps.append(DeviceStep((), ((chain,),)))
 
 
-def _ends_with_result(steps: list[DeviceStep], where: _Map) -> bool:
-    """Whether the last launch makes all of the rank's OUTPUT, if it has one, and nothing else."""
-    count = where.layout.count(Buffer.OUTPUT)
+def _ends_with_result(steps: list[DeviceStep], placement: _Placement) -> bool:
+    """Whether the last launch writes all of the rank's OUTPUT, if it has one, and nothing else."""
+    count = placement.layout.count(Buffer.OUTPUT)
     if not count:
         return True
     last = steps[-1].phases[-1] if steps and steps[-1].phases else ()
-    memory, start = where.starts[Buffer.OUTPUT]
+    memory, start = placement.starts[Buffer.OUTPUT]
     inside = all(c.to[0] == memory and start <= c.to[1] <= start + count - c.count for c in last)
     return inside and sum(c.count for c in last) == count

@@ -1,10 +1,11 @@
 """GPU arrays over NCCL: any schedule, any dtype, any operation.
 
-A schedule's step becomes one NCCL group of sends and receives and, behind it on the same stream, one launch
-of the fused kernel that adds up all that arrived. Everything is enqueued and nothing waits on the host. A
-plan that comes back with the same arrays is captured into a CUDA graph and then replayed with one launch.
+A schedule's step becomes one NCCL group of sends and receives and, after it on the same stream, one launch of
+the fused kernel that reduces the received data. Calls only enqueue; nothing waits on the host. A plan that
+comes back with the same arrays is captured into a CUDA graph and then replayed with one launch.
 
-Reductions are ours, so NCCL carries bytes, of any dtype. Its own collectives are the algorithm "native".
+The kernels of flagcx reduce, so NCCL carries bytes of any dtype. NCCL's own collectives are the algorithm
+"native".
 """
 
 from __future__ import annotations
@@ -30,10 +31,23 @@ from flagcx.kernels.views import device_array, device_result, empty
 from flagcx.schedule.lower import levels
 from flagcx.transport.base import Call, DeviceTransport, Plan, TransportContext
 from flagcx.transport.compared import Compared
-from flagcx.transport.device import DeviceIdentity, check_devices, identify_device, most_on_one_gpu
-from flagcx.transport.nccl.binding import NcclCommunicator, bounded, hints, load_nccl, make_unique_id, told
+from flagcx.transport.device import (
+    DeviceIdentity,
+    address,
+    check_devices,
+    identify_device,
+    most_on_one_gpu,
+)
+from flagcx.transport.nccl.binding import (
+    NcclCommunicator,
+    bounded,
+    hints,
+    load_nccl,
+    make_unique_id,
+    message_of,
+)
 from flagcx.transport.nccl.native import NATIVE, native_form
-from flagcx.transport.nccl.plans import URGENT, NativePlan, SchedulePlan, Scratch, address, grouped
+from flagcx.transport.nccl.plans import URGENT, NativePlan, SchedulePlan, Scratch, grouped
 from flagcx.transport.nccl.steps import device_program
 from flagcx.transport.peer_memory import PeerPlan, connect
 from flagcx.transport.stream_order import StreamOrder
@@ -47,13 +61,11 @@ _MULTI_RANK_SINCE = 23000
 
 
 class NcclTransport(DeviceTransport):
-    """Carries CuPy arrays between the ranks of one communicator, which is made at once.
-
-    Works on the device that is current when it is made.
+    """Carries CuPy arrays between the ranks of one communicator, on the device that is current now.
 
     Args:
         store: The communicator's part of the store; its ranks are the transport's.
-        config: The settings; ``timeout_s``, ``init_timeout_s`` and ``share_gpu`` matter here.
+        config: The settings; this uses ``timeout_s``, ``init_timeout_s`` and ``share_gpu``.
 
     Raises:
         MissingDependencyError: CuPy, NCCL, a driver or a GPU is missing.
@@ -61,11 +73,9 @@ class NcclTransport(DeviceTransport):
         PeerTimeoutError: A rank did not come within ``init_timeout_s``.
 
     Attributes:
-        device: Number of the device.
         identities: Every rank's process and GPU.
-        nccl_version: As NCCL counts: 23007 is 2.30.7.
-        array_class: The class of CuPy's arrays.
-        peers: The ranks' way through each other's memory, or None.
+        nccl_version: As an integer: 23007 is 2.30.7.
+        peers: The transport through the peers' memory, or None.
         no_peers: Why there is none.
     """
 
@@ -73,7 +83,8 @@ class NcclTransport(DeviceTransport):
 
     def __init__(self, store: Store, config: Config) -> None:
         self._cupy = cupy = load_cupy()
-        # What one rank captures into a graph another may enqueue plainly, and registered buffers would tell.
+        # One rank may capture a call that another one enqueues plainly. NCCL would register buffers only in
+        # the graph, and the ranks would no longer match.
         set_default("NCCL_GRAPH_REGISTER", "0")
         self._config, self._store = config, store
         self.rank, self.size = store.rank, store.size
@@ -95,26 +106,28 @@ class NcclTransport(DeviceTransport):
         self._side = cupy.cuda.Stream(non_blocking=True, priority=URGENT)
         self._plans: weakref.WeakSet[SchedulePlan] = weakref.WeakSet()
         self._closed = self._aborted = False
-        self._watchdog = Watchdog(self, store, config.timeout_s, _leave) if self.size > 1 else None
+        self._watchdog = (
+            Watchdog(self._order, self, store, config.timeout_s, _leave) if self.size > 1 else None
+        )
 
     @classmethod
     def open(cls, context: TransportContext) -> NcclTransport:
-        """See ``Transport.open``."""
+        """Makes the transport from the context's store and settings."""
         assert context.store is not None
         return cls(context.store, context.config)
 
     def _prepare_sharing(self) -> None:
-        """Tells NCCL that ranks share a GPU, if any do, before it looks."""
+        """Prepares NCCL's settings for ranks that share a GPU, before NCCL reads them."""
         crowd = most_on_one_gpu(self.identities)
         if crowd == 1:
             return
         if self.nccl_version >= _MULTI_RANK_SINCE:
             set_default("NCCL_MULTI_RANK_GPU_ENABLE", "1")
         else:
-            # Ranks that seem to be on hosts of their own are allowed; they talk through sockets.
+            # NCCL accepts ranks that seem to be on different hosts, and connects them through sockets.
             set_default("NCCL_HOSTID", f"rank-{self.rank}")
             set_default("NCCL_SOCKET_IFNAME", "lo")
-        # The kernels of all ranks wait for each other, so they must find room on the GPU together.
+        # The kernels of all ranks wait for each other, so they must fit on the GPU together.
         processors = self._cupy.cuda.Device(self.device).attributes["MultiProcessorCount"]
         set_default("NCCL_MAX_CTAS", str(max(1, processors // (2 * crowd))))
 
@@ -142,7 +155,7 @@ class NcclTransport(DeviceTransport):
         return self.peers.protocols(collective, algorithm, nbytes, dtype, op)
 
     def surroundings(self) -> dict[str, dict[str, object]]:
-        """What measured times depend on: ``machine`` (GPU, how many, ranks on each) and ``versions``."""
+        """What measured times depend on: ``machine`` (GPUs, and ranks on each) and ``versions``."""
         users = Counter((identity.host, identity.uuid) for identity in self.identities)
         runtime = self._cupy.cuda.runtime
         name = runtime.getDeviceProperties(self.device)["name"]
@@ -159,13 +172,11 @@ class NcclTransport(DeviceTransport):
         return {"machine": machine, "versions": versions}
 
     def compile(self, call: Call) -> Plan:
-        """Compiles ``call``; see ``Transport.compile``.
-
-        A schedule that is not aligned is lowered to levels, so that each step is one group.
+        """Compiles ``call``; a schedule that is not aligned is lowered to levels, so each step is one group.
 
         Raises:
-            OperationError: NCCL's own collective was asked for, which does not do this dtype or operation,
-                or CuPy has no such ufunc.
+            OperationError: NCCL's own collective does not take the call's dtype or operation, or CuPy has no
+                such ufunc.
         """
         if self._closed:
             raise CommunicatorError(f"the communicator of rank {self.rank} is closed")
@@ -184,7 +195,7 @@ class NcclTransport(DeviceTransport):
         size = call.dtype.numpy.itemsize
         steps = [
             (
-                grouped(step.moves, call.dtype),
+                grouped(step.messages, call.dtype),
                 self._kernels.compile(step.phases, call.dtype, call.op, program.factor, self._side),
             )
             for step in program.steps
@@ -204,7 +215,7 @@ class NcclTransport(DeviceTransport):
                 f"NCCL's own {call.schedule.collective} does not do {call.dtype.name} arrays{op}; expected "
                 f"another algorithm, such as algorithm='ring'"
             )
-        return NativePlan(call, self._communicator.issuer(call, form), self._order, self._fault)
+        return NativePlan(call, self._communicator.native(call, form), self._order, self._fault)
 
     def submit(self, plan: Plan, given: Any, result: Any) -> Any:
         """Enqueues a plan on the communicator's own stream, behind what the current stream has so far.
@@ -217,18 +228,18 @@ class NcclTransport(DeviceTransport):
         with self._side:
             plan.run(given, result)
         if self._order.is_capturing(self._side):
-            return self._side.record(self._order.event())  # Who captures keeps what his graph uses.
+            return self._side.record(self._order.event())  # The capturing rank keeps a graph's arrays.
         return self._order.keep(self._side, given, result)
 
     def beside(self, plan: Plan) -> Plan:
-        """The plan for use beside a computation, to which it leaves most of the GPU.
+        """The plan to run while a computation runs too, to which it leaves most of the GPU.
 
-        All ranks must run it, or all the one that is given.
+        All ranks must run it, or all ``plan``.
         """
         return self.peers.beside(plan) if self.peers is not None and isinstance(plan, PeerPlan) else plan
 
     def order(self, before: Any, after: Any) -> None:
-        """Makes a stream wait for another, unless one of the two goes into a graph alone."""
+        """Makes stream ``after`` wait for ``before``, unless only one of them is being captured."""
         capturing = self._order.is_capturing
         if before.ptr != after.ptr and capturing(before) == capturing(after):
             after.wait_event(before.record(self._order.event()))
@@ -254,28 +265,25 @@ class NcclTransport(DeviceTransport):
             self._order.keep(stream, *arrays)
 
     def transfer(self, sends: Sequence[tuple[Any, int]], receives: Sequence[tuple[Any, int]]) -> None:
-        """Sends arrays to ranks and receives arrays from ranks, all at once; see ``Transport.transfer``."""
-        moves = [(True, 0, address(a, self._order), a.nbytes, peer) for a, peer in sends]
-        moves += [(False, 0, address(a, self._order), a.nbytes, peer) for a, peer in receives]
-        wanted = [m for m in moves if m[3]]
-        stream = self._order.enter(f"send and receive of {sum(m[3] for m in moves)} bytes")
-        if wanted:
-            self._guarded(lambda: self._communicator.group(wanted, (0, 0, 0, 0), stream.ptr))
+        """Sends arrays to ranks and receives arrays from ranks, all at once."""
+        messages = [(True, 0, address(a, self._order), a.nbytes, peer) for a, peer in sends]
+        messages += [(False, 0, address(a, self._order), a.nbytes, peer) for a, peer in receives]
+        sized = [m for m in messages if m[3]]
+        stream = self._order.enter(f"send and receive of {sum(m[3] for m in messages)} bytes")
+        if sized:
+            self._guarded(lambda: self._communicator.group(sized, (0, 0, 0, 0), stream.ptr))
         self._order.leave(stream)
 
     def take(self, array: Any, what: str, writable: bool) -> Any:
-        """Takes a caller's array as a CuPy array, without a copy; see ``Transport.take``."""
+        """Takes a caller's array as a CuPy array, without a copy."""
         return device_array(self._cupy, array, what, writable)
 
     def result(self, out: Any, what: str, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Takes the array of a result, or makes one; see ``Transport.result``."""
+        """Takes the array that a caller gives for a result, or makes one."""
         return device_result(self._cupy, out, what, shape, dtype)
 
     def empty(self, shape: tuple[int, ...] | int, dtype: Any) -> Any:
-        """An uninitialised array on the rank's device that peers reach in place, where they can.
-
-        All ranks make such arrays together, of one size.
-        """
+        """An uninitialised array that peers access in place, where they can; all ranks make it together."""
         if self.peers is None:
             return empty(self._cupy, shape, dtype)
         return self.peers.segments.empty(shape, dtype)
@@ -291,61 +299,48 @@ class NcclTransport(DeviceTransport):
             order.inside = False
 
     def _fault(self, error: BaseException) -> BaseException:
-        """What to raise for an exception that came while an operation was enqueued.
+        """The exception to raise for one that an operation raised while it was enqueued.
 
-        Part of it may be under way, so the communicator is done for, and the other ranks are told.
+        Part of the operation may be under way, so the communicator ends, and the other ranks learn of it.
         """
         if self._order.failure is not None:
-            return self._order.told()
+            return self._order.report()
         failure = CommunicationError(
             f"rank {self.rank}: {self._order.what} could not be enqueued: "
-            f"{told(error) or type(error).__name__}; {hints()}"
+            f"{message_of(error) or type(error).__name__}; {hints()}"
         )
         self._give_up(failure)
         ours = self._cupy.cuda.runtime.CUDARuntimeError, RuntimeError, KeyError
         return failure if isinstance(error, ours) else error
 
     def abort(self, reason: str, culprit: int | None) -> None:
-        """Tells the peers that this rank cannot go on; see ``Transport.abort``."""
+        """Ends the communicator, on all ranks, because of this rank."""
         if self._order.failure is None:
             self._give_up(CommunicationError(f"rank {self.rank} gave up: {reason}", peer=culprit))
 
     def _give_up(self, failure: CommunicationError) -> None:
-        """Ends the communicator for an error that the caller is about to get."""
-        self._order.failure, self._order.heard = failure, True
+        """Ends the communicator with an error that the caller is about to get."""
+        self._order.failure, self._order.reported = failure, True
         if self._watchdog is not None:
-            self._watchdog.tell(failure)
+            self._watchdog.publish(failure)
 
-    # What the watchdog asks; see flagcx.transport.watchdog.Watched.
-
-    @property
-    def issued(self) -> int:
-        """Operations enqueued so far."""
-        return self._order.issued
-
-    def describe(self) -> str:
-        """The last operation that was enqueued."""
-        return str(self._order.what)
-
-    def pending_since(self) -> float | None:
-        """When the oldest operation that is known to be unfinished was seen first."""
-        return self._order.pending_since()
+    # The watchdog calls the next three methods: see flagcx.transport.watchdog.Watched.
 
     def fault(self) -> CommunicationError | None:
-        """The error of a wait that was given up on the GPU, or None."""
+        """The error of a wait that timed out on the GPU, or None."""
         return None if self.peers is None else self.peers.fault()
 
     def fail(self, error: FlagcxError) -> None:
-        """Every later call, and everybody who waits on the host, gets this error.
+        """Ends the communicator with an error, which every later call and every wait on the host raises.
 
-        So does who closes the communicator, if nobody else got it and something may be unfinished.
+        ``close`` raises it too, if no other call has and an operation may be unfinished.
         """
         if self._order.failure is None:
-            self._order.heard = self._order.pending_since() is None and self.fault() is None
+            self._order.reported = self._order.pending_since() is None and self.fault() is None
             self._order.failure = error
 
     def abort_enqueued(self) -> None:
-        """Ends the operations that wait for peers, which frees their streams, once. May take long."""
+        """Ends the operations that wait for peers, which frees their streams. May take long."""
         if self._aborted:
             return
         self._aborted = True
@@ -354,12 +349,8 @@ class NcclTransport(DeviceTransport):
         self._cupy.cuda.runtime.setDevice(self.device)
         self._communicator.abort()
 
-    def is_stuck(self) -> bool:
-        """Whether a thread of the rank is inside a call into NCCL."""
-        return self._order.inside
-
     def synchronize(self) -> None:
-        """Waits on the host until everything that was enqueued is done.
+        """Waits on the host until all operations are done.
 
         Raises:
             CommunicationError: A rank died, gave up or did not come in time.
@@ -367,11 +358,11 @@ class NcclTransport(DeviceTransport):
         self._order.drain(math.inf if self._watchdog is not None else self._config.timeout_s)
 
     def close(self) -> None:
-        """Waits for what was enqueued and gives everything back. Idempotent; collective.
+        """Waits for all operations and gives everything back, on all ranks together.
 
         Raises:
-            CommunicationError: A rank died, gave up or did not come in time, and no call has said so yet:
-                what was enqueued last may not have been done.
+            CommunicationError: A rank died, gave up or did not come in time, and no call has raised that yet:
+                the last operations may not have been done.
         """
         if self._closed:
             return
@@ -389,16 +380,16 @@ class NcclTransport(DeviceTransport):
             self._scratch.close()
             if self.peers is not None:
                 self.peers.close(together=self._order.failure is None)
-            # Whoever still refers to the transport keeps no stream of it.
+            # A remaining reference to the transport keeps no stream alive.
             self._order.close()
             self._side = None
         if self._order.failure is None:
             self._communicator.destroy()
-        elif not self._order.heard:
-            raise self._order.told()
+        elif not self._order.reported:
+            raise self._order.report()
 
     def _end_enqueued(self) -> None:
-        """Ends what waits for peers, if the watchdog has not: memory that kernels use must not be freed."""
+        """Ends operations that wait for peers: memory that kernels still use must not be freed."""
         with contextlib.suppress(CommunicationError):
             bounded(self.abort_enqueued, _ABORT_LIMIT_S, f"rank {self.rank} could not end what it enqueued")
         self._order.settle(_ABORT_LIMIT_S)
@@ -415,6 +406,6 @@ class NcclTransport(DeviceTransport):
 
 
 def _leave(reason: str) -> None:
-    """Ends a process that NCCL does not let go of."""
+    """Ends a process that is stuck inside NCCL."""
     logger.critical("%s; the process ends", reason)
     os._exit(_STUCK_EXIT_CODE)

@@ -1,15 +1,16 @@
-"""GPU arrays through the peers' own memory (CUDA IPC): a call is one kernel, and NCCL has no part in it.
+"""GPU arrays through the peers' memory (CUDA IPC): a call is one kernel, without NCCL.
 
 ========================  =====================================================================
-``region.PeerRegion``     the memory that a rank shares with its peers, exchanged once and tried
+``resource.PeerMemory``   compiles calls, and says which calls it can carry
+``region.PeerRegion``     the memory that a rank shares with its peers, exchanged once and tested
 ``segments.Segments``     arrays of ``comm.empty()``, which the peers read and write in place
 ``grids``                 the shape of a launch
-``plans.PeerPlan``        a compiled call: one launch with arguments that are ready
+``plans.PeerPlan``        a compiled call: one launch with prepared arguments
 ``flagcx.kernels.peer``   the kernels
 ========================  =====================================================================
 
-Two protocols, by the names that ``Call.protocol`` takes: ``peer_packets`` for small messages, in which data
-carries its own flags, and ``peer_memory`` for all others.
+``Call.protocol`` names one of two protocols: ``peer_packets`` for small messages, in packets with a flag
+inside each, and ``peer_memory`` for all others, in chunks.
 """
 
 from __future__ import annotations

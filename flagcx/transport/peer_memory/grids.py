@@ -1,4 +1,4 @@
-"""How many blocks of threads carry a call, and how much each takes at a time; the same on every rank."""
+"""The shape of a launch: how many blocks of threads, and how much each processes; the same on every rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flagcx.kernels.peer import MOST_PACKETS, PACKET_THREADS, WARP, PeerLayout
 _MOST_BLOCKS = 128
 _PACK_NBYTES = 16
 _MOST_SENT_TOGETHER = 3072
-"""Packs that a block may send in a hop of two where ranks share a GPU, and few blocks; chunks are faster."""
+"""Most packs that a block sends in each hop of two where ranks share a GPU; beyond, chunks are faster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +19,8 @@ class Grid:
     Attributes:
         blocks: Blocks of threads.
         threads: Threads of a block.
-        chunk: Packs of 16 bytes that a block takes at a time; for packets, in all.
-        part: Packs of what one rank deals with.
+        chunk: Packs of 16 bytes of a block's chunk; for packets, of the whole block.
+        part: Packs that one rank processes.
         steps: Chunks of each block.
     """
 
@@ -31,16 +31,16 @@ class Grid:
     steps: int
 
 
-NOTHING = Grid(0, 0, 0, 0, 0)
-"""The launch of a call that has nothing to do."""
+EMPTY = Grid(0, 0, 0, 0, 0)
+"""The grid of a call with no elements, which launches nothing."""
 
 
 def most_blocks(processors: int, sharing: int, taken: int) -> int:
-    """How many blocks of threads a communicator may launch, so that those of all ranks find room together.
+    """How many blocks of threads a communicator may launch, so that those of all ranks are resident together.
 
-    Threads that wait for a peer's must not keep these off the GPU, also where several communicators are at
-    work at once. Two blocks fit on a multiprocessor; but processes that share a GPU never run on one at the
-    same time, so there a block may cost a whole one. Each communicator gets three quarters of what is left.
+    Blocks that wait for a peer must not keep the peer's blocks off the GPU, even if several communicators are
+    active. Two blocks fit on a multiprocessor; but processes that share a GPU never use one multiprocessor at
+    the same time, so a block may need a whole one there. Each communicator gets three quarters of the rest.
 
     Args:
         processors: Multiprocessors of a GPU, the fewest of all ranks' GPUs.
@@ -48,7 +48,7 @@ def most_blocks(processors: int, sharing: int, taken: int) -> int:
         taken: Blocks that a rank's other communicators may launch, the most of any rank.
 
     Returns:
-        The number, at most 128; 0 if nothing is left.
+        The number, at most 128; 0 if there is no room.
 
     Example:
         >>> most_blocks(132, 8, 0), most_blocks(132, 8, 12), most_blocks(132, 1, 0)
@@ -59,10 +59,10 @@ def most_blocks(processors: int, sharing: int, taken: int) -> int:
 
 
 def blocks_beside(layout: PeerLayout) -> int:
-    """How many blocks a launch has that runs beside a computation; the same on every rank.
+    """The blocks of a launch that runs while a computation does too; the same on every rank.
 
-    Measured with two ranks on one and on two H200, as the time of a step that overlaps: more keep the
-    computation off the GPU, and fewer are slow while it uses the memory. Sharing ranks take a quarter of the
+    Chosen by the time of a step with overlap, of two ranks on one and on two H200: more blocks slow the
+    computation, and fewer are slow while it uses the memory. Ranks that share a GPU use a quarter of its
     multiprocessors together.
 
     Example:
@@ -73,7 +73,7 @@ def blocks_beside(layout: PeerLayout) -> int:
 
 
 def parts_of(form: str, count: int, itemsize: int, ranks: int) -> int:
-    """Packs that one rank deals with: a part of the message, or the whole message or block."""
+    """Packs that one rank processes: a part of the message, or the whole message or block."""
     packs = -(-count // (_PACK_NBYTES // itemsize))
     return -(-packs // ranks) if form in ("two_shot", "broadcast") else packs
 
@@ -81,21 +81,15 @@ def parts_of(form: str, count: int, itemsize: int, ranks: int) -> int:
 def packet_grid(
     form: str, count: int, itemsize: int, layout: PeerLayout, bare: bool = False, blocks: int = 0
 ) -> Grid | None:
-    """The launch of ``flagcx_packets``; None if the message is too large for packets.
+    """The grid of ``flagcx_packets``; None if the message is too large for packets.
 
-    Args:
-        form: What is done.
-        count: Elements of the message or of a block.
-        itemsize: Bytes of an element.
-        layout: The memory.
-        bare: Whether the packets are bare.
-        blocks: The number of blocks to use, if another than the rule's.
+    ``count`` is in elements of the message, or of a block; ``blocks`` overrides the rule if not 0.
     """
     part = parts_of(form, count, itemsize, layout.ranks)
     wanted = blocks or _packet_blocks(form, part)
     chunk = -(-part // max(1, min(wanted, layout.blocks)))
     if part == 0:
-        return NOTHING
+        return EMPTY
     if chunk > most_packets(form, layout, bare):
         return None
     threads = min(-(-chunk // WARP) * WARP, PACKET_THREADS)
@@ -103,16 +97,16 @@ def packet_grid(
 
 
 def most_packets(form: str, layout: PeerLayout, bare: bool) -> int:
-    """Packs that a block may send to each peer in a hop: as many as a slot holds, and as pay."""
+    """Most packs that a block sends to each peer in a hop: limited by the slots, and by speed."""
     slot = layout.most_bare if bare else MOST_PACKETS
     if form != "two_shot":
         return slot
-    half = slot // 2  # Each hop has a part of the slots of its own.
+    half = slot // 2  # Each hop has its own half of a slot.
     return min(half, _MOST_SENT_TOGETHER // (layout.ranks - 1)) if layout.one_gpu else half
 
 
 def _packet_blocks(form: str, part: int) -> int:
-    """Blocks that were quickest on two and four H200; one that sends twice has more to do for each pack."""
+    """The fastest number of blocks on two and four H200; two-shot has more work for each pack."""
     if form == "two_shot":
         return max(-(-part // 512), min(-(-part // 128), 32))
     return -(-part // 256)
@@ -121,19 +115,10 @@ def _packet_blocks(form: str, part: int) -> int:
 def chunk_grid(
     form: str, count: int, itemsize: int, layout: PeerLayout, blocks: int = 0, chunk: int = 0
 ) -> Grid:
-    """The launch of ``flagcx_exchange``.
-
-    Args:
-        form: What is done.
-        count: Elements of the message or of a block.
-        itemsize: Bytes of an element.
-        layout: The memory.
-        blocks: The number of blocks to use, if another than the rule's.
-        chunk: The packs of a chunk, if others than the rule's.
-    """
+    """The grid of ``flagcx_exchange``; ``blocks`` and ``chunk`` override the rule if not 0."""
     part = parts_of(form, count, itemsize, layout.ranks)
     if part == 0:
-        return NOTHING
+        return EMPTY
     most = min(blocks or layout.blocks, layout.blocks)
     work = layout.shape.work
     chunk = min(layout.most_chunk, chunk or max(-(-part // (most * 4 * work)), 1) * work)

@@ -1,7 +1,6 @@
-"""The memory that a rank shares with its peers: allocated, exchanged, opened, and tried.
+"""The memory that a rank shares with its peers: allocated, exchanged, opened and tested.
 
-All ranks come to the same end: either everybody sees everybody's memory, or nobody keeps any, and the reason
-is the same on all.
+Either every rank sees every other's memory, or no rank keeps any, for a reason that is the same on all.
 """
 
 from __future__ import annotations
@@ -21,54 +20,51 @@ from flagcx.transport.device import DeviceIdentity
 from flagcx.transport.peer_memory.grids import most_blocks
 from flagcx.transport.peer_memory.segments import table_nbytes
 
-_WORDS_NBYTES = 64
+_CONTROL_NBYTES = 64
 _CLOSE_LIMIT_S = 5.0
 _PROBE_NBYTES = 16
 _LEAST_MAJOR = 7
 
 
 class Unavailable(Exception):
-    """Why peers' memory cannot be used, the same on every rank."""
+    """The peers' memory cannot be used; the message is the same on every rank."""
 
 
 @lru_cache(maxsize=1)
 def _taken() -> Counter[int]:
-    """Blocks of threads that this process's communicators may launch on each device."""
+    """Blocks of threads that all communicators of this process may launch, by device."""
     return Counter()
 
 
 @lru_cache(maxsize=1)
 def _most_sharing() -> Counter[int]:
-    """The most ranks that any of this process's communicators had on each device."""
+    """The most ranks that any communicator of this process has had, by device."""
     return Counter()
 
 
-def _no_words() -> Any:
-    """Words that say nothing, where there is no GPU to write others."""
-    return (ctypes.c_uint32 * (_WORDS_NBYTES // 4))()
+_Words = ctypes.c_uint32 * (_CONTROL_NBYTES // 4)
 
 
 class PeerRegion:
-    """One rank's shared memory and its view of everybody's.
+    """One rank's shared memory, and the addresses of every rank's in this process.
 
     Args:
         cupy: The CuPy module.
         store: The communicator's part of the store.
         identities: Every rank's process and GPU.
         limit_s: How long to wait for the other ranks, in seconds.
-        wanted: Whether this rank wants it.
+        enabled: Whether this rank's settings allow it.
 
     Raises:
-        Unavailable: Some rank cannot see some other's memory.
+        Unavailable: A rank cannot see the memory of another.
 
     Attributes:
-        layout: What lies where.
+        layout: The layout of the memory.
         device: Number of this rank's device.
-        at: Where this process sees each rank's memory.
-        words: Words that host and GPU share: whether to stop, whether time ran out, and for whom.
-        words_at: Their address.
+        at: Address of each rank's memory in this process.
+        control: Words that host and GPU share: stop, whether a wait timed out, and for which peer.
+        control_at: Their address.
         table: Address of zeros for ``Segments``.
-        one_gpu: Whether all ranks use one GPU.
     """
 
     def __init__(
@@ -77,20 +73,19 @@ class PeerRegion:
         store: Store,
         identities: Sequence[DeviceIdentity],
         limit_s: float,
-        wanted: bool = True,
+        enabled: bool = True,
     ) -> None:
         self._cupy, self._runtime, self._store = cupy, cupy.cuda.runtime, store
         self._limit_s = limit_s
         self.rank, self.size = store.rank, store.size
         self._identities = identities
         self.device = identities[self.rank].device
-        self._own = self.words_at = self.table = self._blocks = 0
-        self.words: Any = _no_words()
+        self._own = self.control_at = self.table = self._blocks = 0
+        self.control: Any = _Words()  # not yet those that the GPU sees
         self._opened: list[int] = []
         self._handle = b""
         self.at: tuple[int, ...] = ()
-        self.one_gpu = len({i.uuid for i in identities}) == 1
-        self._agree("able", self._obstacle() if wanted else "it is switched off (FLAGCX_PEER_MEMORY=0)")
+        self._agree("able", self._obstacle() if enabled else "it is switched off (FLAGCX_PEER_MEMORY=0)")
         try:
             self._agree_on_layout()
             self._agree("allocated", self._tried(self._allocate))
@@ -100,7 +95,7 @@ class PeerRegion:
         except BaseException:
             self.close()
             raise
-        self.words = (ctypes.c_uint32 * (_WORDS_NBYTES // 4)).from_address(self.words_at)
+        self.control = _Words.from_address(self.control_at)
 
     def _exchange(self, name: str, value: bytes) -> list[bytes]:
         return self._store.exchange(f"peer/{name}", bytes(value), self._limit_s)
@@ -119,7 +114,7 @@ class PeerRegion:
         return ""
 
     def _obstacle(self) -> str:
-        """What this rank knows to be in the way before anything is tried."""
+        """The reason why this rank cannot use peers' memory, as far as it shows without a test, or ""."""
         own = self._identities[self.rank]
         if self.size > MOST_RANKS:
             return f"there are {self.size} ranks, and the kernels are made for up to {MOST_RANKS}"
@@ -144,7 +139,7 @@ class PeerRegion:
 
     def _agree_on_layout(self) -> None:
         attributes = self._cupy.cuda.Device(self.device).attributes
-        # The ranks of a communicator that was split share the GPU with those of the other parts.
+        # After a split the ranks of a communicator share the GPU with those of the other parts.
         sharing = max(Counter(i.uuid for i in self._identities).values(), default=1)
         sharing = _most_sharing()[self.device] = max(sharing, _most_sharing()[self.device])
         ours = json.dumps([attributes["MultiProcessorCount"], _taken()[self.device], sharing]).encode()
@@ -156,7 +151,7 @@ class PeerRegion:
                 f"{sharing} ranks share a GPU of {fewest} multiprocessors, and other communicators have "
                 f"{taken} blocks of threads of each: no room is left for threads that wait for each other"
             )
-        self.layout = PeerLayout(self.size, blocks, self.one_gpu)
+        self.layout = PeerLayout(self.size, blocks, len({i.uuid for i in self._identities}) == 1)
         self._blocks = blocks
         _taken()[self.device] += blocks
 
@@ -166,8 +161,9 @@ class PeerRegion:
         cleared = self.layout.cleared_nbytes
         runtime.memset(self._own, 0, cleared)
         runtime.memset(self._own + cleared, 0xFF, self.layout.nbytes - cleared)
-        self.words_at = runtime.hostAlloc(_WORDS_NBYTES, runtime.hostAllocMapped | runtime.hostAllocPortable)
-        ctypes.memset(self.words_at, 0, _WORDS_NBYTES)
+        flags = runtime.hostAllocMapped | runtime.hostAllocPortable
+        self.control_at = runtime.hostAlloc(_CONTROL_NBYTES, flags)
+        ctypes.memset(self.control_at, 0, _CONTROL_NBYTES)
         self.table = runtime.malloc(table_nbytes(self.size))
         runtime.memset(self.table, 0, table_nbytes(self.size))
         runtime.deviceSynchronize()
@@ -184,7 +180,7 @@ class PeerRegion:
         self.at = tuple(at)
 
     def _probe(self) -> None:
-        """Every rank writes to and reads from every other's memory."""
+        """Tests that every rank can write and read every other's memory."""
         place = self.layout.places["AT_INBOX"]
         slot = place + self.rank * _PROBE_NBYTES
         mark = bytes([self.rank + 1] * _PROBE_NBYTES)
@@ -215,27 +211,27 @@ class PeerRegion:
         return buffer.raw
 
     def detach(self) -> None:
-        """Lets go of the peers' memory. Idempotent."""
+        """Closes the views of the peers' memory."""
         opened, self._opened = self._opened, []
         for at in opened:
             self._quietly(self._runtime.ipcCloseMemHandle, at)
 
     def part(self) -> None:
-        """Waits, not for long, until no peer looks at this rank's memory any more."""
+        """Waits, with a limit, until all peers have closed their views of this rank's memory."""
         with contextlib.suppress(FlagcxError):
             self._store.exchange("peer/closed", b"", _CLOSE_LIMIT_S)
 
     def close(self) -> None:
-        """Gives everything back. Idempotent."""
+        """Gives everything back."""
         self.detach()
         _taken()[self.device] -= self._blocks
-        self._blocks, self.words = 0, _no_words()
+        self._blocks, self.control = 0, _Words()
         for memory in (self._own, self.table):
             if memory:
                 self._quietly(self._runtime.free, memory)
-        if self.words_at:
-            self._quietly(self._runtime.freeHost, self.words_at)
-        self._own = self.table = self.words_at = 0
+        if self.control_at:
+            self._quietly(self._runtime.freeHost, self.control_at)
+        self._own = self.table = self.control_at = 0
 
     def _quietly(self, function: Callable[..., Any], *args: Any) -> None:
         with contextlib.suppress(self._runtime.CUDARuntimeError):

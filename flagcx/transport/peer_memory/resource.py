@@ -1,4 +1,4 @@
-"""One communicator's use of its peers' memory: compiles calls, and says which it can carry."""
+"""Compiles the calls of one communicator through the peers' memory, and says which ones it can carry."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from flagcx.kernels.peer import (
     PACKET_FORMS,
     PEER_MEMORY,
     PEER_PACKETS,
+    PROTOCOLS,
     REDUCING,
     PeerArgs,
     PeerKernel,
@@ -31,9 +32,8 @@ from flagcx.transport.peer_memory.region import PeerRegion, Unavailable
 from flagcx.transport.peer_memory.segments import Segments
 from flagcx.transport.stream_order import StreamOrder
 
-PROTOCOLS = (PEER_PACKETS, PEER_MEMORY)
 _DIRECT = "direct"
-# What a rank may push in one hop to all peers together as packets; beyond, chunks are faster.
+# Bytes that a rank may push as packets to all peers together in one hop; beyond, chunks are faster.
 _FLAGGED_NBYTES = 1 << 20
 _BARE_NBYTES = 16 << 20
 
@@ -45,17 +45,17 @@ def connect(
     order: StreamOrder,
     config: Config,
 ) -> tuple[PeerMemory | None, str]:
-    """Lets the ranks see each other's memory, if they can; all ranks call it.
+    """Gives the ranks access to each other's memory, where that is possible; all ranks call it together.
 
     Args:
         cupy: The CuPy module.
         store: The communicator's part of the store.
         identities: Every rank's process and GPU.
-        order: The order of what the communicator enqueues.
-        config: The settings; ``peer_memory``, ``timeout_s`` and ``init_timeout_s`` matter here.
+        order: The communicator's order.
+        config: The settings; this uses ``peer_memory``, ``timeout_s`` and ``init_timeout_s``.
 
     Returns:
-        The resource, or None; and why it is None, in the same words on every rank.
+        The resource, or None; and the reason for None, in the same words on every rank.
     """
     if store.size == 1:
         return None, "there is one rank"
@@ -67,13 +67,13 @@ def connect(
 
 
 class PeerMemory:
-    """Carries calls by kernels that work in the peers' memory.
+    """Carries calls by kernels that access the peers' memory.
 
     Args:
         cupy: The CuPy module.
         store: The communicator's part of the store.
         region: The shared memory.
-        order: The order of what the communicator enqueues.
+        order: The communicator's order.
         timeout_s: How long a kernel waits for a peer, in seconds.
         limit_s: How long to wait for the other ranks when an array is made, in seconds.
 
@@ -95,7 +95,6 @@ class PeerMemory:
         self.blocks = region.layout.blocks
         self._limit_ns = int(min(timeout_s, 1e9) * 1e9)
         self._launch = cupy.cuda.driver.launchKernel
-        self._functions: dict[PeerKernel, Any] = {}
         self.segments = Segments(cupy, store, limit_s, region.table)
         self.rank, self.size = region.rank, region.size
         self._closed = False
@@ -103,42 +102,34 @@ class PeerMemory:
     def protocols(
         self, collective: str, algorithm: str, nbytes: int, dtype: DType, op: ReduceOp | None
     ) -> frozenset[str]:
-        """Which of ``PROTOCOLS`` can carry a call; the same on all ranks.
-
-        Args:
-            collective: Name of the collective.
-            algorithm: Name of the algorithm.
-            nbytes: Bytes of the message, or of a block where there is one a rank.
-            dtype: The element type.
-            op: The operation, or None.
-        """
+        """The protocols that can carry a call, the same on all ranks; see ``Transport.protocols``."""
         return protocols_in(self._region.layout, collective, algorithm, nbytes, dtype, op)
 
     def carries(self, call: Call) -> bool:
-        """Whether the call's protocol, algorithm, dtype and operation are such that this can carry it."""
+        """Whether there is a kernel for the call's protocol, algorithm, dtype and operation."""
         form = form_of(call.schedule.collective, call.schedule.algorithm)
         fits = form is not None and has_peer_kernel(form, call.dtype, call.op)
         return fits and call.protocol in PROTOCOLS and isinstance(call.counts, int)
 
     def beside(self, plan: PeerPlan) -> PeerPlan:
-        """A plan of the same call that leaves most of the GPU to a computation at the same time.
+        """A plan of the same call to run while a computation does too, to which it leaves most of the GPU.
 
-        It has fewer blocks, and reads arrays that all ranks see in place.
+        It has fewer blocks, and reads arrays in place where all ranks see them.
         """
         most = blocks_beside(self._region.layout)
         return self.compile(plan.call, most, pull=True) if plan.grid.blocks > most else plan
 
     def compile(self, call: Call, blocks: int = 0, chunk: int = 0, pull: bool = False) -> PeerPlan:
-        """Compiles a call that this ``carries``. What is no case for packets goes in chunks.
+        """Compiles a call that this ``carries``; a message that is too large for packets moves in chunks.
 
         Args:
             call: The call.
-            blocks: Blocks of threads to use, if others than the rule's.
-            chunk: Packs of a chunk to use, if others than the rule's.
-            pull: Whether to read arrays that all ranks see in place, even where pushing is faster.
+            blocks: Overrides the rule's blocks of threads if not 0.
+            chunk: Overrides the rule's packs of a chunk if not 0.
+            pull: Whether to read arrays in place where all ranks see them, even where pushing is faster.
 
         Raises:
-            ArgumentError: No kernel carries such a call.
+            ArgumentError: There is no kernel for the call.
         """
         form = form_of(call.schedule.collective, call.schedule.algorithm)
         if form is None or not self.carries(call):
@@ -146,24 +137,28 @@ class PeerMemory:
         assert isinstance(call.counts, int)
         count, itemsize, layout = call.counts, call.dtype.numpy.itemsize, self._region.layout
         bare = may_be_bare(form, call.dtype)
-        packets = call.protocol == PEER_PACKETS
-        grid = _packet_grid(form, count, call.dtype, layout, bare, blocks) if packets else None
-        way = "chunks" if grid is None else "bare packets" if bare else "flagged packets"
-        kernel = PeerKernel(
-            form, grid is not None, call.dtype, _reduced(form, call.op), layout, bare and grid is not None
-        )
+        grid = None
+        if call.protocol == PEER_PACKETS:
+            grid = _packet_grid(form, count, call.dtype, layout, bare, blocks)
+        packets = grid is not None
+        name = "chunks" if not packets else "bare packets" if bare else "flagged packets"
+        kernel = PeerKernel(form, packets, call.dtype, _reduction(form, call.op), layout, bare and packets)
         grid = grid or chunk_grid(form, count, itemsize, layout, blocks, chunk)
-        named = count * itemsize if form == "two_shot" and way == "chunks" else 0
-        function = self._function(kernel) if grid.blocks else None
+        function = None
+        if grid.blocks:
+            function = load_kernel(self._cupy, self._region.device, kernel.source(), kernel.name)
         args = self._args(call, grid)
         args.pull = pull
-        return PeerPlan(call, way, self._launch, function, grid, args, self._order, self, named)
+        return PeerPlan(
+            call, name, self._launch, function, grid, args, self._order, self.check, self.segments.handle_of,
+            count * itemsize if form == "two_shot" and not packets else 0,
+        )  # fmt: skip
 
     def _args(self, call: Call, grid: Grid) -> PeerArgs:
         args = PeerArgs()
         for q, at in enumerate(self._region.at):
             args.peer[q] = at
-        args.segments, args.control = self._region.table, self._region.words_at
+        args.segments, args.control = self._region.table, self._region.control_at
         args.limit_ns = self._limit_ns
         args.count, args.part, args.chunk, args.steps = call.counts, grid.part, grid.chunk, grid.steps
         args.rank, args.root = self.rank, call.schedule.root or 0
@@ -172,29 +167,19 @@ class PeerMemory:
             args.finish, args.factor = int(Finish.DIVIDE), float(self.size)
         return args
 
-    def _function(self, kernel: PeerKernel) -> Any:
-        if kernel not in self._functions:
-            device = self._region.device
-            self._functions[kernel] = load_kernel(self._cupy, device, kernel.source(), kernel.name)
-        return self._functions[kernel]
-
-    def name_of(self, at: int, nbytes: int) -> int:
-        """What the kernels call an array that peers see; 0 for any other."""
-        return self.segments.name_of(at, nbytes)
-
     def check(self) -> None:
-        """Raises what a kernel that gave up waiting has left behind."""
-        if self._region.words[1]:
+        """Raises an error if a wait of a kernel has timed out."""
+        if self._region.control[1]:
             error = self.fault()
             if error is not None:
                 raise error
 
     def fault(self) -> CommunicationError | None:
-        """The error that a kernel has left behind, or None."""
-        words = self._region.words
-        if not words[1]:
+        """The error of a wait of a kernel that has timed out, or None."""
+        control = self._region.control
+        if not control[1]:
             return None
-        peer = int(words[2])
+        peer = int(control[2])
         return PeerTimeoutError(
             f"rank {self.rank}: rank {peer} did not come to {self._order.what} within "
             f"{self._limit_ns / 1e9:g} s (seen on the GPU); every rank must make the same calls, and "
@@ -204,13 +189,14 @@ class PeerMemory:
 
     def stop(self) -> None:
         """Makes all kernels that wait for a peer end. May be called from any thread."""
-        self._region.words[0] = 1
+        self._region.control[0] = 1
 
     def close(self, together: bool = True) -> None:
-        """Gives everything back. Idempotent; nothing may be under way any more.
+        """Gives everything back, after all operations have ended.
 
         Args:
-            together: Whether the peers close theirs too, so that nobody frees what another still sees.
+            together: Whether all ranks close at the same time and wait for each other, so that none frees
+                memory that another still sees.
         """
         if self._closed:
             return
@@ -226,7 +212,7 @@ class PeerMemory:
 def protocols_in(
     layout: PeerLayout, collective: str, algorithm: str, nbytes: int, dtype: DType, op: ReduceOp | None
 ) -> frozenset[str]:
-    """Which of ``PROTOCOLS`` can carry a call in memory that is laid out so; see ``PeerMemory.protocols``.
+    """The protocols that can carry a call in memory of this layout; see ``PeerMemory.protocols``.
 
     Example:
         >>> from flagcx.dtypes import dtype_of
@@ -242,7 +228,7 @@ def protocols_in(
     pays = messages * (layout.ranks - 1) * nbytes <= (_BARE_NBYTES if bare else _FLAGGED_NBYTES) * hops
     count = max(nbytes // dtype.numpy.itemsize, 1)
     small = pays and _packet_grid(form, count, dtype, layout, bare) is not None
-    return frozenset(PROTOCOLS if small else PROTOCOLS[1:])
+    return frozenset(PROTOCOLS if small else (PEER_MEMORY,))
 
 
 def _packet_grid(
@@ -261,8 +247,8 @@ def form_of(collective: str, algorithm: str) -> str | None:
     return collective if known and algorithm == _DIRECT else None
 
 
-def _reduced(form: str, op: ReduceOp | None) -> ReduceOp | None:
-    """The operation, as far as it makes another kernel."""
+def _reduction(form: str, op: ReduceOp | None) -> ReduceOp | None:
+    """The operation of the kernel, which operations that differ only in the last step share."""
     if form not in REDUCING or op is None:
         return None
     return OPS[base_name(op)]

@@ -1,7 +1,7 @@
-"""Arrays that peers read and write in place: each in a piece of memory of its own, exchanged when it is made.
+"""Arrays that peers read and write in place: each in a segment of memory that the ranks exchange.
 
-All ranks make them together, so a piece has the same number on every rank. What was freed on all ranks is
-closed or used again when the next array is made.
+All ranks make an array together, so its segment has the same number on every rank. Segments whose arrays are
+gone on all ranks are used again or closed when the next array is made.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MOST = 1024
 
 
 def table_nbytes(size: int) -> int:
-    """Bytes of a table of all segments of so many ranks."""
+    """Bytes of the table of all segments of ``size`` ranks."""
     return _MOST * size * 8
 
 
@@ -34,8 +34,8 @@ class Segments:
         cupy: The CuPy module.
         store: The communicator's part of the store.
         limit_s: How long to wait for the other ranks, in seconds.
-        table: Address of ``table_nbytes`` zeros on the GPU, for where this process sees each segment of each
-            rank.
+        table: Address of ``table_nbytes`` zeros on the GPU, for the address in this process of each segment
+            of each rank.
     """
 
     def __init__(self, cupy: Any, store: Store, limit_s: float, table: int) -> None:
@@ -64,19 +64,18 @@ class Segments:
         return self._cupy.ndarray(shape, dtype, self._cupy.cuda.MemoryPointer(memory, 0))
 
     def _take(self, nbytes: int) -> int:
-        told = self._exchange("want", json.dumps([nbytes, sorted(self._idle)]).encode())
-        wants = [json.loads(t) for t in told]
-        sizes = [want[0] for want in wants]
+        ours = json.dumps([nbytes, sorted(self._idle)]).encode()
+        sizes, idle = zip(*map(json.loads, self._exchange("want", ours)), strict=True)
         if len(set(sizes)) > 1:
             raise ArgumentError(
                 f"all ranks must make an array of comm.empty(device='gpu') together and of one size, got "
                 f"{', '.join(f'rank {r}: {s} bytes' for r, s in enumerate(sizes))}"
             )
-        free = sorted(set.intersection(*(set(want[1]) for want in wants)))
+        free = sorted(set.intersection(*map(set, idle)))
         fitting = [n for n in free if self._sizes[n] == nbytes]
         if fitting:
             self._idle.discard(fitting[0])
-            self._runtime.deviceSynchronize()  # What is under way may still use it.
+            self._runtime.deviceSynchronize()  # Enqueued operations may still use it.
             return fitting[0]
         for number in free:
             self._idle.discard(number)
@@ -84,7 +83,7 @@ class Segments:
         return self._make(nbytes)
 
     def _make(self, nbytes: int) -> int:
-        """A new segment: all ranks get one, or all raise the same."""
+        """Makes a segment on all ranks, or raises the same error on all."""
         at, problem = [0] * self.size, ""
         try:
             if len(self._sizes) >= _MOST:
@@ -100,10 +99,10 @@ class Segments:
                     at[rank] = self._runtime.ipcOpenMemHandle(other)
         except self._runtime.CUDARuntimeError as error:
             problem = problem or str(error)
-        problems = [told.decode() for told in self._exchange("made", problem.encode())]
+        problems = [reason.decode() for reason in self._exchange("made", problem.encode())]
         if any(problems):
             self._undo(at)
-            rank = next(r for r, told in enumerate(problems) if told)
+            rank = next(r for r, reason in enumerate(problems) if reason)
             raise ResourceError(
                 f"an array of {nbytes} bytes that peers see cannot be made, rank {rank}: {problems[rank]}; "
                 f"use cupy.empty, whose arrays travel through a copy"
@@ -119,22 +118,22 @@ class Segments:
             self._quietly(self._runtime.free, at[self.rank])
 
     def _enter(self, nbytes: int, at: list[int]) -> int:
-        """Gives a segment its number, the same on all ranks, and lets the kernels know it."""
+        """Gives a segment its number, the same on all ranks, and enters it in the kernels' table."""
         number = next(n for n in range(_MOST) if n not in self._sizes)
         self._sizes[number], self._at[number] = nbytes, at
         insort(self._starts, (at[self.rank], number))
         row = np.array(at, np.uint64)
         place = self._table + number * self.size * 8
         self._runtime.memcpy(place, row.ctypes.data, row.nbytes, self._runtime.memcpyHostToDevice)
-        # No rank may use it before all know it.
+        # No rank may use the segment before all have entered it.
         self._exchange("known", b"")
         return number
 
     def _exchange(self, name: str, value: bytes) -> list[bytes]:
         return self._store.exchange(f"peer/segments/{name}", value, self._limit_s)
 
-    def name_of(self, at: int, nbytes: int) -> int:
-        """What the kernels call the array at an address; 0 if it does not lie in a segment."""
+    def handle_of(self, at: int, nbytes: int) -> int:
+        """The kernels' handle of the array at an address; 0 if it does not lie in a segment."""
         starts = self._starts
         if not starts:
             return 0
@@ -146,7 +145,7 @@ class Segments:
         return (number + 1) << OFFSET_BITS | offset if offset + nbytes <= self._sizes[number] else 0
 
     def release(self, number: int, at: int) -> None:
-        """Notes that this rank's array of a segment is gone; frees it if the communicator is gone too."""
+        """Notes that this rank's array of a segment is gone; frees the memory after ``close``."""
         if self._open:
             self._idle.add(number)
         else:
@@ -156,7 +155,7 @@ class Segments:
         """Closes segments that no rank uses any more."""
         if not numbers:
             return
-        self._runtime.deviceSynchronize()  # What is under way may still use them.
+        self._runtime.deviceSynchronize()  # Enqueued operations may still use them.
         for number in numbers:
             self._close_views(number)
         self._exchange("closed", b"")
@@ -176,7 +175,7 @@ class Segments:
             function(*args)
 
     def detach(self) -> None:
-        """Lets go of the peers' memory. Idempotent."""
+        """Closes the views of the peers' memory."""
         if self._attached:
             self._attached = False
             self._starts.clear()
@@ -184,7 +183,7 @@ class Segments:
                 self._close_views(number)
 
     def close(self) -> None:
-        """Gives the own memory back, but for arrays that are still in use, which keep theirs. Idempotent."""
+        """Frees this rank's memory, except that of arrays that still exist."""
         if not self._open:
             return
         self._open = False
@@ -193,7 +192,7 @@ class Segments:
 
 
 class _Use:
-    """Keeps a segment while an array lives in it."""
+    """Owned by an array; releases its segment when the array is gone."""
 
     def __init__(self, segments: Segments, number: int, at: int) -> None:
         self._segments, self._number, self._at = segments, number, at

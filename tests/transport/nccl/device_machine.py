@@ -9,7 +9,7 @@ import numpy as np
 from flagcx.kernels.fuse import Finish
 from flagcx.schedule.model import Buffer
 from flagcx.transport.base import Call
-from flagcx.transport.nccl.steps import GIVEN, RESULT, SCALED, SCRATCH, DeviceProgram, device_program
+from flagcx.transport.nccl.steps import RECVBUF, SCALED, SCRATCH, SENDBUF, DeviceProgram, device_program
 
 
 def run_all(calls: list[Call], given: list, results: list) -> None:
@@ -40,8 +40,8 @@ def _memories(call: Call, program: DeviceProgram, given, result) -> dict:
     dtype = call.dtype.numpy
     poison = np.frombuffer(b"\x5b" * dtype.itemsize, dtype)[0]
     return {
-        GIVEN: given,
-        RESULT: result,
+        SENDBUF: given,
+        RECVBUF: result,
         SCRATCH: np.full(program.scratch_count, poison, dtype),
         SCALED: np.full(program.scaled_count, poison, dtype),
     }
@@ -50,13 +50,13 @@ def _memories(call: Call, program: DeviceProgram, given, result) -> dict:
 def _advance(rank, program, memories, call, mail, at, sent) -> None:
     step = program.steps[at[rank]]
     if not sent[rank]:
-        for m in step.moves:
+        for m in step.messages:
             if m.sends:
                 data = memories[m.at[0]][m.at[1] : m.at[1] + m.count].copy()
                 assert len(data) == m.count, f"rank {rank} sends beyond its memory: {m}"
                 mail.setdefault((rank, m.peer), deque()).append(data)
         sent[rank] = True
-    receives = [m for m in step.moves if not m.sends]
+    receives = [m for m in step.messages if not m.sends]
     for peer in {m.peer for m in receives}:
         if len(mail.get((peer, rank), ())) < sum(m.peer == peer for m in receives):
             return

@@ -10,7 +10,7 @@ import pytest
 
 from flagcx.errors import CommunicationError, MissingDependencyError, PeerTimeoutError
 from flagcx.transport.nccl import binding
-from flagcx.transport.nccl.binding import NcclCommunicator, bounded, load_nccl, make_unique_id, told
+from flagcx.transport.nccl.binding import NcclCommunicator, bounded, load_nccl, make_unique_id, message_of
 
 RIGHT = (True, 0, 0, 64, 1)
 
@@ -118,8 +118,8 @@ def test_a_call_that_fails_says_why():
 
 
 def test_errors_of_the_binding_in_words():
-    assert told(KeyError(8)) == "NCCL's result code 8"
-    assert told(RuntimeError("NCCL_ERROR_SYSTEM_ERROR: x")) == "NCCL_ERROR_SYSTEM_ERROR: x"
+    assert message_of(KeyError(8)) == "NCCL's result code 8"
+    assert message_of(RuntimeError("NCCL_ERROR_SYSTEM_ERROR: x")) == "NCCL_ERROR_SYSTEM_ERROR: x"
 
 
 def test_no_nccl_gives_the_command_for_cupys_cuda(monkeypatch):

@@ -59,7 +59,7 @@ class FakeGpu(FakeCuda):
         self.next += 1 << 24
         return SimpleNamespace(ptr=self.next, mem=SimpleNamespace(size=nbytes))
 
-    def group(self, moves, memories, stream) -> None:
+    def group(self, messages, memories, stream) -> None:
         (self.done if self.graph is None else self.graph).append(("group", memories))
 
 
@@ -71,7 +71,7 @@ def gpu() -> FakeGpu:
 def plan_for(gpu: FakeGpu, scratch: Scratch | None = None, count: int = 64) -> SchedulePlan:
     call = Call(build("allreduce", "ring", 4), 1, count, dtype_of("float32"), OPS["sum"], True)
     program = device_program(call)
-    steps = [(grouped(step.moves, call.dtype), ()) for step in program.steps]
+    steps = [(grouped(step.messages, call.dtype), ()) for step in program.steps]
     order, nbytes = StreamOrder(gpu, 0, 1), program.scratch_count * 4
     memory = scratch or Scratch(gpu)
     return SchedulePlan(call, steps, nbytes, 0, order, gpu, memory, lambda enqueue: enqueue())

@@ -177,7 +177,7 @@ def test_a_scaled_sum_scales_what_is_given_first(in_place):
 def test_a_direct_step_is_one_group_and_one_launch_of_one_chain():
     call = Call(schedule_of("allreduce-one_shot", 8), 5, 1 << 20, dtype_of("float32"), OPS["sum"], False)
     (step,) = device_program(call).steps
-    assert len(step.moves) == 14
+    assert len(step.messages) == 14
     ((chain,),) = step.phases
     assert len(chain.sources) == 8
     assert chain.count == 1 << 20

@@ -53,8 +53,8 @@ def test_after_a_fault_of_its_own_what_waits_for_peers_is_ended_before_memory_go
     enqueue(transport).done = True
     transport.abort("out of memory", None)
     transport._order._last = None
-    transport.close()  # who was told by the fault is not told again
-    assert transport.below.asked == ["tell", "close", "stop", "abort", "close", "close"]
+    transport.close()  # the caller has got the error already
+    assert transport.below.asked == ["publish", "close", "stop", "abort", "close", "close"]
 
 
 def test_what_the_watchdog_has_ended_is_not_ended_again(transport):

@@ -4,11 +4,11 @@
     python bench/topology_table.py FOLDER [FOLDER ...]          # and every topology file below some folders
     python bench/topology_table.py FOLDER --markdown --json table.jsonl
 
-Columns: ``plan`` and ``bound`` in GB/s of algorithm bandwidth (message bytes over time of a large
-all-reduce), ``ratio`` = plan / bound, ``rings`` = what the rings alone have over the bound, ``gain`` = plan
-over one ring in the order 0 .. n-1, ``reach`` = the bound on the hardware's routes over the bound,
-``cross`` = hops of the planned order between NUMA nodes and over PCIe, ``time`` = seconds to plan. Files
-that are no topology are listed with the reason. The exit status is 1 where an NVLink machine's plan is
+Columns: ``by`` = the ``algorithm=`` that the plan names, ``plan`` and ``bound`` in GB/s of algorithm
+bandwidth (message bytes over time of a large all-reduce), ``ratio`` = plan / bound, ``gain`` = plan over one
+ring in the order 0 .. n-1, ``nccl`` = what NCCL's own all-reduce is taken to reach over the bound, ``cross``
+= hops of the planned order between NUMA nodes and over PCIe, ``time`` = seconds to plan. Files that are no
+topology are listed with the reason. The exit status is 1 where the plan of a machine with NVSwitches is
 under 0.9 of its bound.
 """
 
@@ -24,6 +24,7 @@ from pathlib import Path
 
 from flagcx.errors import TopologyError
 from flagcx.topology import (
+    DeviceKind,
     LinkKind,
     Topology,
     cluster,
@@ -33,18 +34,18 @@ from flagcx.topology import (
     preset_names,
     read,
 )
+from flagcx.topology.nccl_bandwidth import nccl_bandwidth
 from flagcx.topology.plan import crossings
 
 _HEADER = (
     "machine",
     "GPUs",
-    "method",
+    "by",
     "plan",
     "bound",
     "ratio",
-    "rings",
     "gain",
-    "reach",
+    "nccl",
     "cross",
     "time",
     "why",
@@ -57,14 +58,11 @@ class Row:
 
     machine: str
     gpus: int
-    fabric: str
+    switched: bool
     method: str
-    rings: int
-    trees: int
     plan_gb_per_s: float
     bound_gb_per_s: float
-    reachable_gb_per_s: float
-    rings_gb_per_s: float
+    nccl_gb_per_s: float
     plain_order_gb_per_s: float
     numa_crossings: int
     pcie_hops: int
@@ -78,17 +76,15 @@ class Row:
 
     def cells(self) -> tuple[str, ...]:
         """The line's cells as text."""
-        parts = f"{self.method} ({self.trees if self.method == 'trees' else self.rings})"
         return (
             self.machine,
             str(self.gpus),
-            parts if self.method != "hierarchy" else self.method,
+            self.method,
             f"{self.plan_gb_per_s:.2f}",
             f"{self.bound_gb_per_s:.2f}",
             f"{self.ratio:.3f}",
-            f"{self.rings_gb_per_s / self.bound_gb_per_s:.3f}",
             f"{self.plan_gb_per_s / self.plain_order_gb_per_s:.2f}",
-            f"{self.reachable_gb_per_s / self.bound_gb_per_s:.3f}",
+            f"{self.nccl_gb_per_s / self.bound_gb_per_s:.3f}",
             f"{self.numa_crossings} / {self.pcie_hops}",
             f"{self.seconds:.2f}",
             self.why,
@@ -106,23 +102,18 @@ def measure(name: str, machine: Topology) -> Row:
     start = time.perf_counter()
     plan = make_plan(machine)
     took = time.perf_counter() - start
-    kinds = {link.kind for link in machine.links}
-    fabric = next((kind.value for kind in (LinkKind.NVLINK, LinkKind.XGMI) if kind in kinds), "pcie")
-    order = plan.rings[0].order
+    nccl = nccl_bandwidth(machine)
     return Row(
         name,
         len(machine.gpus),
-        fabric,
+        bool(machine.devices(DeviceKind.NVSWITCH)) and len(machine.hosts) == 1,
         plan.method,
-        len(plan.rings),
-        len(plan.forest),
         plan.bandwidth_gb_per_s,
         plan.bound_gb_per_s,
-        plan.reachable_gb_per_s,
-        plan.rings_gb_per_s,
+        max(nccl.rings_gb_per_s, nccl.levels_gb_per_s),
         order_bandwidth(machine, sorted(plan.gpus)),
-        crossings(machine, order, LinkKind.SOCKET),
-        crossings(machine, order, LinkKind.PCIE),
+        crossings(machine, plan.order, LinkKind.SOCKET),
+        crossings(machine, plan.order, LinkKind.PCIE),
         took,
         plan.why,
     )
@@ -184,9 +175,9 @@ def main() -> int:
         print("\nNot planned:\n" + "\n".join(f"- {line}" for line in refused))
     if arguments.json:
         arguments.json.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows), encoding="utf-8")
-    poor = [row.machine for row in rows if row.fabric == "nvlink" and row.gpus <= 16 and row.ratio < 0.9]
+    poor = [row.machine for row in rows if row.switched and row.ratio < 0.9]
     if poor:
-        print(f"\nUnder 0.9 of the bound with NVLink: {', '.join(poor)}")
+        print(f"\nUnder 0.9 of the bound with NVSwitches: {', '.join(poor)}")
     return 1 if poor else 0
 
 

@@ -15,7 +15,7 @@ from flagcx.cost.network import Network, over
 from flagcx.cost.simulate import Costs, Timed, Timing, lay
 from flagcx.errors import TopologyError
 from flagcx.schedule.traffic import Rounds, rounds_of, staggered
-from flagcx.topology.graph import Topology
+from flagcx.topology import Topology
 
 #: Grouped send and receive through NCCL, and one kernel for a step's local work, replayed as a CUDA graph.
 #: On two and four H200 behind NVSwitches a group took 5.8 us with the links' latency, and 0.2 us more for

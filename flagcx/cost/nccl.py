@@ -29,8 +29,8 @@ import numpy as np
 from flagcx.cost import peer_memory
 from flagcx.cost.model import Prediction
 from flagcx.cost.peer_memory import NATIVE, GpuLinks
-from flagcx.topology.graph import DeviceKind, LinkKind, Topology
-from flagcx.topology.plan import make_plan
+from flagcx.topology import DeviceKind, LinkKind, Topology, best_order
+from flagcx.topology.nccl_bandwidth import nccl_bandwidth
 from flagcx.topology.routes import Routes
 
 #: What is known before any fit: NCCL's constants for the latencies (us), a usual round trip of TCP, and plans
@@ -126,13 +126,12 @@ def nccl_algorithms(
         hosts.setdefault(topology.gpu(gpu).host, []).append(gpu)
     first = next(iter(hosts.values()))
     kind = _kind(topology, first) if len(first) > 1 else ("network" if rdma else "tcp")
-    plan = make_plan(topology, chosen)
-    narrow = plan.rings[0].bottleneck
-    narrowest = _key(narrow.kind) if narrow else kind
+    reached = nccl_bandwidth(topology, chosen)
+    narrowest = _key(reached.rings_limit) if reached.rings_limit else kind
     far = len(hosts) if len(hosts) > 1 else 0
     hop = "network" if rdma else "tcp"
     in_ring = ((kind, 2.0 * (size - 1 - far)), (hop, 2.0 * far)) if far else ((kind, 2.0 * (size - 1)),)
-    found = [NcclAlgorithm("ring", in_ring, ((narrowest, plan.rings_gb_per_s),))]
+    found = [NcclAlgorithm("ring", in_ring, ((narrowest, reached.rings_gb_per_s),))]
     if not far:
         port = _port(topology, first) if nvls else 0.0
         if port and size > 4:
@@ -140,12 +139,11 @@ def nccl_algorithms(
                 NcclAlgorithm("nvls", (("nvlink", _NVLS_STEPS),), (("nvls", port / (1 + 1 / size)),))
             )
         return tuple(found)
-    if plan.hierarchy is None:
+    if reached.levels_limit is None:
         return tuple(found)
     across = (hop, 2.0 * ceil(log2(far)))
-    limit = plan.hierarchy.bottleneck
     within = ((kind, 2.0 * (len(first) - 1)), across)
-    found.append(NcclAlgorithm("levels", within, ((_key(limit.kind), plan.hierarchy.bandwidth_gb_per_s),)))
+    found.append(NcclAlgorithm("levels", within, ((_key(reached.levels_limit), reached.levels_gb_per_s),)))
     port = _port(topology, first) if nvls else 0.0
     if port:
         network = _nics_gb_per_s(topology, first) * far / (2 * (far - 1))
@@ -219,7 +217,7 @@ def predict(
 
 def _kind(topology: Topology, gpus: Sequence[int]) -> str:
     """What the slowest hop between neighbours of the planned order goes over."""
-    order = make_plan(topology, gpus).order
+    order = best_order(topology, gpus)
     routes = Routes(topology)
     kinds = set()
     for a, b in zip(order, [*order[1:], order[0]], strict=True):

@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 
 from flagcx.errors import ArgumentError, TopologyError
-from flagcx.topology.graph import DeviceKind, LinkKind, Topology
+from flagcx.topology import DeviceKind, LinkKind, Topology
 from flagcx.topology.routes import Edge, Routes
 
 

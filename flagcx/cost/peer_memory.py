@@ -330,15 +330,15 @@ def links_over(topology: Topology, gpus: Sequence[int], sharing: int = 1) -> Gpu
         >>> round(links_over(preset("dgx-a100"), range(8)).push_gb_per_s)
         240
     """
-    from flagcx.topology import make_plan
+    from flagcx.topology.loads import pair_loads
+    from flagcx.topology.nccl_bandwidth import nccl_bandwidth
     from flagcx.topology.routes import Routes
-    from flagcx.topology.traffic import measure
 
     others = len(gpus) - 1
     try:
-        traffic = measure(topology, gpus, Routes(topology))
-        plan = make_plan(topology, gpus)
+        pairs = pair_loads(topology, gpus, Routes(topology))
+        rings = nccl_bandwidth(topology, gpus).rings_gb_per_s
     except TopologyError:
         return GpuLinks(False, sharing)
-    push = others / float((traffic.load.sum(axis=(0, 1)) / traffic.capacity).max())
-    return GpuLinks(False, sharing, push, plan.rings_gb_per_s * 2 * others / len(gpus))
+    push = others / float((pairs.load.sum(axis=(0, 1)) / pairs.capacity).max())
+    return GpuLinks(False, sharing, push, rings * 2 * others / len(gpus))

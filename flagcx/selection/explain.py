@@ -20,9 +20,9 @@ from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.selection.candidates import Request
 from flagcx.selection.predicted import compare
 from flagcx.selection.rules import Rules
-from flagcx.topology.graph import LinkKind, Topology
+from flagcx.topology import LinkKind, Topology
+from flagcx.topology.loads import pair_loads
 from flagcx.topology.routes import Routes
-from flagcx.topology.traffic import measure
 from flagcx.transport.peer_memory.resource import protocols_in
 
 BLOCKS = 128
@@ -309,12 +309,12 @@ def _peers(request: Request, topology: Topology, gpus: Sequence[int]) -> Iterato
 
 def _narrowest(topology: Topology, gpus: Sequence[int]) -> tuple[Bottleneck, bool]:
     """The link that is busy longest if every rank sends a byte to every other, and whether all is NVLink."""
-    traffic = measure(topology, gpus, Routes(topology))
-    load = traffic.load.sum(axis=(0, 1))
-    worst = int((load / traffic.capacity).argmax())
-    kinds = [topology.links_of(a)[b].kind for a, b in traffic.edges]
-    bandwidth, nbytes = float(traffic.capacity[worst]), float(load[worst])
-    narrow = Bottleneck(*traffic.edges[worst], kinds[worst].value, bandwidth, nbytes, 0.0)
+    pairs = pair_loads(topology, gpus, Routes(topology))
+    load = pairs.load.sum(axis=(0, 1))
+    worst = int((load / pairs.capacity).argmax())
+    kinds = [topology.links_of(a)[b].kind for a, b in pairs.edges]
+    bandwidth, nbytes = float(pairs.capacity[worst]), float(load[worst])
+    narrow = Bottleneck(*pairs.edges[worst], kinds[worst].value, bandwidth, nbytes, 0.0)
     return narrow, set(kinds) == {LinkKind.NVLINK}
 
 

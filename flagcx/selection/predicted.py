@@ -16,7 +16,7 @@ from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.selection.candidates import Request, candidates, schedules, split_messages
 from flagcx.selection.placement import MOST_PLANNED
 from flagcx.selection.table import Fit, Point, Table
-from flagcx.topology.graph import Topology
+from flagcx.topology import Topology
 
 PREDICTED = ("allreduce", "reduce", "reduce_scatter")
 """The collectives that reduce: those that NCCL's own may not do, for want of the dtype or operation."""

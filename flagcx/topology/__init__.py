@@ -6,37 +6,27 @@ Example:
     >>> machine["nvlink_peers"][0]
     [3, 4, 1, 2]
     >>> topology.make_plan(machine).method
-    'rings'
+    'ring|ring'
 """
 
 from __future__ import annotations
 
+from flagcx.topology.bounds import Bound, bound
 from flagcx.topology.detect import detect
 from flagcx.topology.draw import plot_topology
 from flagcx.topology.files import read
-from flagcx.topology.graph import Device, DeviceKind, Link, LinkKind, Port, Topology
+from flagcx.topology.graph import Device, DeviceKind, Link, LinkKind, Port
 from flagcx.topology.join import join
+from flagcx.topology.orders import best_order, order_bandwidth
 from flagcx.topology.paths import Path, matrix, nearest_nic, numa_node, path_class, shortest, widest
-from flagcx.topology.plan import (
-    Bound,
-    Hierarchy,
-    Plan,
-    Ring,
-    Tree,
-    best_order,
-    bound,
-    make_plan,
-    order_bandwidth,
-    plan_rings,
-    plan_trees,
-)
+from flagcx.topology.plan import Plan, Ring, make_plan, plan_rings
 from flagcx.topology.presets import cluster, preset, preset_names
+from flagcx.topology.topology import Topology
 
 __all__ = [
     "Bound",
     "Device",
     "DeviceKind",
-    "Hierarchy",
     "Link",
     "LinkKind",
     "Path",
@@ -44,7 +34,6 @@ __all__ = [
     "Port",
     "Ring",
     "Topology",
-    "Tree",
     "best_order",
     "bound",
     "cluster",
@@ -57,7 +46,6 @@ __all__ = [
     "order_bandwidth",
     "path_class",
     "plan_rings",
-    "plan_trees",
     "plot_topology",
     "preset",
     "preset_names",

@@ -24,15 +24,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
+from types import MappingProxyType
 
-from flagcx.topology.graph import DeviceKind, LinkKind, Topology
-from flagcx.topology.maxflow import FlowNetwork
+from flagcx.topology.graph import DeviceKind, Graph, LinkKind
 from flagcx.topology.routes import Routes
 
 #: Up to so many GPUs the least partition is found; above, natural ones (GPUs, hosts, leaves) are tried.
 EXACT_UP_TO = 32
 _TOLERANCE = 1e-9
-_INFINITE = 1e15
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +50,7 @@ class Bound:
     exact: bool
 
 
-def bound(topology: Topology, gpus: Sequence[int] | None = None, *, routes: Routes | None = None) -> Bound:
+def bound(topology: Graph, gpus: Sequence[int] | None = None, *, routes: Routes | None = None) -> Bound:
     """The best algorithm bandwidth of a large all-reduce over some GPUs.
 
     Args:
@@ -82,7 +81,7 @@ def bound(topology: Topology, gpus: Sequence[int] | None = None, *, routes: Rout
     return Bound(value, tuple(tuple(sorted(names[id] for id in group)) for group in groups), True)
 
 
-def usable_links(topology: Topology, gpus: Sequence[int], routes: Routes) -> dict[frozenset[str], float]:
+def usable_links(topology: Graph, gpus: Sequence[int], routes: Routes) -> dict[frozenset[str], float]:
     """The links that messages between the GPUs can take at all, with their bandwidth."""
     return {
         frozenset(edge): topology.links_of(edge[0])[edge[1]].bandwidth_gb_per_s
@@ -115,17 +114,6 @@ def least_partition(
         value, groups = better, candidate
 
 
-def least_cut(links: Mapping[frozenset[str], float], terminals: Sequence[str]) -> tuple[float, list[str]]:
-    """The least bandwidth between two complementary groups of terminals, and one of the groups.
-
-    No set of rings has hops of more than that in all: each ring crosses the cut in both directions.
-    """
-    network = _network(links, 1.0)
-    cuts = [network.min_cut(terminals[0], other) for other in terminals[1:]]
-    value, side = min(cuts, key=lambda cut: cut[0])
-    return value, [terminal for terminal in terminals if terminal in side]
-
-
 def _value(
     links: Mapping[frozenset[str], float], terminals: Sequence[str], groups: Sequence[Sequence[str]]
 ) -> float:
@@ -133,12 +121,11 @@ def _value(
 
 
 def _cut(links: Mapping[frozenset[str], float], terminals: Sequence[str], group: Sequence[str]) -> float:
-    network = _network(links, 1.0)
-    inside = set(group)
-    for terminal in terminals:
-        ends = ("source", terminal) if terminal in inside else (terminal, "sink")
-        network.add(*ends, _INFINITE)
-    return network.min_cut("source", "sink")[0]
+    """The least bandwidth between a group and the other terminals."""
+    outside = set(terminals).difference(group)
+    return _min_cut(links, 1.0, [("source", name) for name in group] + [("sink", name) for name in outside])[
+        0
+    ]
 
 
 def _most_negative(
@@ -148,14 +135,9 @@ def _most_negative(
     reward: dict[str, float] = {}
     groups: list[list[str]] = []
     for position, terminal in enumerate(terminals):
-        network = _network(links, 0.5)
-        network.add("source", terminal, _INFINITE)
-        for other in terminals[position + 1 :]:
-            network.add(other, "sink", _INFINITE)
-        for other, gain in reward.items():
-            network.add(*(("source", other, gain) if gain > 0 else (other, "sink", -gain)))
-        network.add("source", "sink", 0.0)
-        value, side = network.min_cut("source", "sink")
+        fixed = [("source", terminal), *(("sink", other) for other in terminals[position + 1 :])]
+        priced = {("source" if gain > 0 else "sink", other): abs(gain) for other, gain in reward.items()}
+        value, side = _min_cut(links, 0.5, fixed, priced)
         reward[terminal] = value - sum(gain for gain in reward.values() if gain > 0) - price
         touched = [group for group in groups if side.intersection(group)]
         groups = [group for group in groups if group not in touched]
@@ -163,18 +145,37 @@ def _most_negative(
     return groups
 
 
-def _network(links: Mapping[frozenset[str], float], factor: float) -> FlowNetwork:
-    network = FlowNetwork()
+def _min_cut(
+    links: Mapping[frozenset[str], float],
+    factor: float,
+    fixed: Sequence[tuple[str, str]],
+    priced: Mapping[tuple[str, str], float] = MappingProxyType({}),
+) -> tuple[float, set[str]]:
+    """The least cut between ``source`` and ``sink``, and the nodes on the source's side.
+
+    Args:
+        links: Bandwidth of each undirected link, each counted ``factor`` times.
+        factor: See ``links``.
+        fixed: Edges that are never cut.
+        priced: Further edges with what it costs to cut them.
+    """
+    import networkx  # takes longer to import than the rest of the package
+
+    graph = networkx.Graph()
+    graph.add_nodes_from(("source", "sink"))
     for ends, bandwidth in links.items():
-        a, b = sorted(ends)
-        network.add(a, b, bandwidth * factor, bandwidth * factor)
-    return network
+        graph.add_edge(*sorted(ends), capacity=bandwidth * factor)
+    graph.add_edges_from(fixed)
+    for (terminal, node), cost in priced.items():
+        graph.add_edge(terminal, node, capacity=cost)
+    value, (side, _) = networkx.minimum_cut(graph, "source", "sink")
+    return value, side
 
 
 # -- large clusters
 
 
-def _natural(topology: Topology, gpus: Sequence[int], routes: Routes) -> Bound:
+def _natural(topology: Graph, gpus: Sequence[int], routes: Routes) -> Bound:
     """The best of the natural partitions.
 
     They are: every GPU alone, the groups of each host's own least partition, every host alone, and the hosts
@@ -185,8 +186,8 @@ def _natural(topology: Topology, gpus: Sequence[int], routes: Routes) -> Bound:
         by_host.setdefault(topology.gpu(gpu).host, []).append(gpu)
     shapes: dict[tuple, list[tuple[list[list[int]], float]]] = {}
     kinds: list[list[tuple[list[list[int]], float]]] = []
-    for host, members in by_host.items():
-        key = (id(routes.shape(host)), routes.positions(members))
+    for members in by_host.values():
+        key = routes.shape_key(members)
         if key not in shapes:
             shapes[key] = _host_splits(topology, members, routes, len(by_host) > 1)
         kinds.append(shapes[key])
@@ -205,7 +206,7 @@ def _natural(topology: Topology, gpus: Sequence[int], routes: Routes) -> Bound:
 
 
 def _host_splits(
-    topology: Topology, members: Sequence[int], routes: Routes, outside: bool
+    topology: Graph, members: Sequence[int], routes: Routes, outside: bool
 ) -> list[tuple[list[list[int]], float]]:
     """Ways to split one host's GPUs (by place in ``members``), each with the sum of its groups' cuts."""
     links = usable_links(topology, members, routes)
@@ -227,7 +228,7 @@ def _host_splits(
     ]
 
 
-def _outside_links(topology: Topology, members: Sequence[int], routes: Routes) -> dict[frozenset[str], float]:
+def _outside_links(topology: Graph, members: Sequence[int], routes: Routes) -> dict[frozenset[str], float]:
     """From each GPU to its NIC, and from the NICs to everything beyond the host."""
     links: dict[frozenset[str], float] = {}
     for gpu in members:
@@ -243,7 +244,7 @@ def _outside_links(topology: Topology, members: Sequence[int], routes: Routes) -
 
 
 def _leaf_partition(
-    topology: Topology, by_host: Mapping[int, Sequence[int]], routes: Routes
+    topology: Graph, by_host: Mapping[int, Sequence[int]], routes: Routes
 ) -> list[tuple[list[tuple[int, ...]], float]]:
     """The hosts below each set of leaf switches as one group, where there are several such sets."""
     groups: dict[tuple[str, ...], list[int]] = {}

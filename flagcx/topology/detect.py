@@ -11,10 +11,11 @@ from typing import Any
 
 from flagcx.topology import nvml as driver
 from flagcx.topology import speeds, sysfs
-from flagcx.topology.graph import Device, DeviceKind, Link, LinkKind, Topology
+from flagcx.topology.graph import Device, DeviceKind, Link, LinkKind
 from flagcx.topology.nccl_links import HIDDEN_SWITCH
 from flagcx.topology.nvml import DriverGpu
 from flagcx.topology.sysfs import PciFunction
+from flagcx.topology.topology import Topology
 
 _UNBOUND_GB_PER_S = 1000.0
 _NVIDIA, _AMD = "0x10de", "0x1002"

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from flagcx.errors import ArgumentError, MissingDependencyError, TopologyError
-from flagcx.topology.graph import Device, DeviceKind, Link, LinkKind, Topology
+from flagcx.topology.drawing import ROW, Drawing
+from flagcx.topology.graph import Device, DeviceKind, Link, LinkKind
 from flagcx.topology.plan import Plan, make_plan
 from flagcx.topology.presets import preset
-from flagcx.topology.scene import ROW, Scene
+from flagcx.topology.topology import Topology
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -103,17 +104,17 @@ def plot_topology(
     matplotlib = _matplotlib()
     if plan is None and topology.gpus:
         plan = make_plan(topology)
-    scene = Scene(topology, plan)
-    if not scene.place:
+    drawing = Drawing(topology, plan)
+    if not drawing.place:
         raise TopologyError(f"{topology!r} has no device that can be drawn")
     if ax is None:
         figure = _shown_figure(matplotlib)(
-            figsize=(max(6.0, 0.78 * scene.width + 1.2), 6.6), layout="constrained"
+            figsize=(max(6.0, 0.78 * drawing.width + 1.2), 6.6), layout="constrained"
         )
         ax = figure.subplots()
     else:
         figure = cast("Figure", ax.figure)
-    _paint(ax, scene)
+    _paint(ax, drawing)
     if path is not None:
         try:
             figure.savefig(path, dpi=130)
@@ -133,25 +134,25 @@ def _matplotlib() -> Any:
     return matplotlib
 
 
-def _paint(ax: Axes, scene: Scene) -> None:
-    links = [link for link in scene.topology.links if link.a in scene.place and link.b in scene.place]
+def _paint(ax: Axes, drawing: Drawing) -> None:
+    links = [link for link in drawing.topology.links if link.a in drawing.place and link.b in drawing.place]
     for link in links:
-        _paint_link(ax, scene, link)
-    for left, right, text in scene.bars:
-        _paint_bar(ax, scene, left, right, text)
-    _paint_ring(ax, scene)
-    for id, (x, y) in scene.place.items():
-        _paint_device(ax, scene.topology.device(id), x, y)
+        _paint_link(ax, drawing, link)
+    for left, right, text in drawing.bars:
+        _paint_bar(ax, drawing, left, right, text)
+    _paint_ring(ax, drawing)
+    for id, (x, y) in drawing.place.items():
+        _paint_device(ax, drawing.topology.device(id), x, y)
     mesh = any(link.kind.is_gpu_fabric for link in links)
-    xs = [x for x, _ in scene.place.values()]
-    low = min(min(y for _, y in scene.place.values()), -0.6 if scene.bars else 0.6)
-    if len(scene.topology.gpus) > 1:
-        low = min(low, 0.6 - 0.1 * (max(xs) - min(xs)) - 0.25) if mesh or not scene.bars else low
+    xs = [x for x, _ in drawing.place.values()]
+    low = min(min(y for _, y in drawing.place.values()), -0.6 if drawing.bars else 0.6)
+    if len(drawing.topology.gpus) > 1:
+        low = min(low, 0.6 - 0.1 * (max(xs) - min(xs)) - 0.25) if mesh or not drawing.bars else low
     ax.set_xlim(min(xs) - 1.0, max(xs) + 1.0)
-    ax.set_ylim(low - 0.35, max(y for _, y in scene.place.values()) + 0.75)
+    ax.set_ylim(low - 0.35, max(y for _, y in drawing.place.values()) + 0.75)
     ax.axis("off")
-    ax.set_title(_title(scene), fontsize=11, loc="left")
-    _legend(ax, scene, links)
+    ax.set_title(_title(drawing), fontsize=11, loc="left")
+    _legend(ax, drawing, links)
 
 
 def _curve(ax: Axes, a: tuple[float, float], b: tuple[float, float], depth: float, **style: Any) -> None:
@@ -163,8 +164,8 @@ def _curve(ax: Axes, a: tuple[float, float], b: tuple[float, float], depth: floa
     ax.add_patch(patches.FancyArrowPatch(path=Curve([a, middle, b], [1, 3, 3]), **style))
 
 
-def _paint_link(ax: Axes, scene: Scene, link: Link) -> None:
-    a, b = scene.place[link.a], scene.place[link.b]
+def _paint_link(ax: Axes, drawing: Drawing, link: Link) -> None:
+    a, b = drawing.place[link.a], drawing.place[link.b]
     span = abs(a[0] - b[0])
     direct = link.kind.is_gpu_fabric and a[1] == b[1]
     depth = 0.0
@@ -186,7 +187,7 @@ def _paint_link(ax: Axes, scene: Scene, link: Link) -> None:
     )
 
 
-def _paint_bar(ax: Axes, scene: Scene, left: float, right: float, text: str) -> None:
+def _paint_bar(ax: Axes, drawing: Drawing, left: float, right: float, text: str) -> None:
     import matplotlib.patches as patches
 
     y = ROW[DeviceKind.NVSWITCH]
@@ -202,25 +203,25 @@ def _paint_bar(ax: Axes, scene: Scene, left: float, right: float, text: str) -> 
     )
     ax.add_patch(box)
     ax.text((left + right) / 2, y, text, ha="center", va="center", fontsize=8, zorder=5)
-    for x, height in scene.place.values():
+    for x, height in drawing.place.values():
         if height == ROW[DeviceKind.GPU] and left - 1e-9 <= x <= right + 1e-9:
             ax.plot(
                 [x, x], [height, y + 0.15], color=_STROKE[LinkKind.NVLINK], linewidth=2.4, alpha=0.7, zorder=1
             )
 
 
-def _paint_ring(ax: Axes, scene: Scene) -> None:
+def _paint_ring(ax: Axes, drawing: Drawing) -> None:
     """The first planned ring: straight to the right neighbour, and under the row for all else."""
-    ring = scene.plan.rings[0].order if scene.plan else ()
-    order = [id for gpu in ring if (id := scene.topology.gpu(gpu).id) in scene.place]
+    ring = drawing.plan.rings[0].order if drawing.plan else ()
+    order = [id for gpu in ring if (id := drawing.topology.gpu(gpu).id) in drawing.place]
     if len(order) < 2:
         return
-    row = sorted(order, key=lambda id: scene.place[id][0])
+    row = sorted(order, key=lambda id: drawing.place[id][0])
     rank = {id: position for position, id in enumerate(row)}
     for a, b in zip(order, [*order[1:], order[0]], strict=True):
-        (x1, y1), (x2, y2) = scene.place[a], scene.place[b]
+        (x1, y1), (x2, y2) = drawing.place[a], drawing.place[b]
         near = rank[b] == rank[a] + 1
-        depth = 0.0 if near else 0.18 + 0.1 * abs(x2 - x1) if scene.bars == [] else 0.25
+        depth = 0.0 if near else 0.18 + 0.1 * abs(x2 - x1) if drawing.bars == [] else 0.25
         _curve(
             ax,
             (x1 + 0.3, y1) if near else (x1, y1 - 0.14),
@@ -270,7 +271,7 @@ def _label(device: Device) -> str:
     return device.id
 
 
-def _legend(ax: Axes, scene: Scene, links: Sequence[Link]) -> None:
+def _legend(ax: Axes, drawing: Drawing, links: Sequence[Link]) -> None:
     import matplotlib.lines as lines
 
     handles = []
@@ -282,7 +283,7 @@ def _legend(ax: Axes, scene: Scene, links: Sequence[Link]) -> None:
             assumed = " (dashed: assumed)" if any(link.assumed for link in own) else ""
             text = f"{_WORD[kind]}, {span} GB/s each way{assumed}"
             handles.append(lines.Line2D([], [], color=_STROKE[kind], linewidth=1.8, label=text))
-    rings = scene.plan.rings if scene.plan and len(scene.plan.gpus) > 1 else ()
+    rings = drawing.plan.rings if drawing.plan and len(drawing.plan.gpus) > 1 else ()
     for number, ring in enumerate(rings[: _MOST_LISTED + 1]):
         shown = [str(gpu) for gpu in ring.order[:16]] + (["..."] if len(ring.order) > 16 else [])
         text = f"ring {number + 1}: {' '.join(shown)}, {ring.bandwidth_gb_per_s:.1f} GB/s"
@@ -292,7 +293,7 @@ def _legend(ax: Axes, scene: Scene, links: Sequence[Link]) -> None:
         more = f"and {len(rings) - _MOST_LISTED - 1} more rings"
         handles.append(lines.Line2D([], [], color="none", label=more))
     if handles:
-        columns = 2 if scene.width > 6 else 1
+        columns = 2 if drawing.width > 6 else 1
         ax.legend(
             handles=handles,
             loc="upper center",
@@ -303,15 +304,15 @@ def _legend(ax: Axes, scene: Scene, links: Sequence[Link]) -> None:
         )
 
 
-def _title(scene: Scene) -> str:
-    name = scene.topology.name or "machine"
+def _title(drawing: Drawing) -> str:
+    name = drawing.topology.name or "machine"
     parts = [name]
-    plan = scene.plan
+    plan = drawing.plan
     if plan is not None and len(plan.gpus) > 1:
         parts.append(
             f"all-reduce {plan.bandwidth_gb_per_s:.1f} GB/s by {plan.method}, {100 * plan.ratio:.0f}% "
             "of the bound"
         )
-    if scene.hidden:
-        parts.append(f"not drawn: {', '.join(scene.hidden)}")
+    if drawing.hidden:
+        parts.append(f"not drawn: {', '.join(drawing.hidden)}")
     return "\n".join(parts)

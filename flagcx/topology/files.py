@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from flagcx.topology import markup, nccl_xml, nvidia_smi
-from flagcx.topology.graph import Topology
+from flagcx.topology.topology import Topology
 
 
 def read(path: str | Path) -> Topology:

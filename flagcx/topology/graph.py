@@ -1,13 +1,13 @@
-"""A machine or a cluster as a graph: devices, the links between them, and the questions asked of both."""
+"""A machine or a cluster as a graph: its devices and the links between them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from functools import cached_property, partial
+from typing import TYPE_CHECKING
 
 from flagcx.errors import TopologyError
 
@@ -122,36 +122,8 @@ class Link:
         return self.b if end == self.a else self.a
 
 
-class UnknownGpuError(TopologyError, KeyError):
-    """A topology was asked about a GPU that it lacks. A ``KeyError`` too, since a mapping was asked."""
-
-    __str__ = Exception.__str__  # KeyError's shows the message in quotes
-
-
-class _ByGpu(dict):
-    """Facts by GPU index. For a GPU that isn't there it says which there are.
-
-    Args:
-        facts: The facts by index.
-        machine: The topology, as it is shown.
-    """
-
-    def __init__(self, facts: Mapping[int, Any], machine: str) -> None:
-        super().__init__(facts)
-        self._machine = machine
-
-    def __missing__(self, index: object) -> Any:
-        raise UnknownGpuError(_no_gpu(index, list(self), self._machine))
-
-
-class Topology(Mapping):
-    """A machine, or a cluster of machines: read-only, and a mapping with the article's keys.
-
-    Keys: ``gpus``, ``nics``, ``numa_nodes`` (lists of ids or indices), ``nvlink_peers`` and ``pcie_peers``
-    (GPU index to the GPUs of its host that it reaches by that link, nearest first), ``nearest_nic``,
-    ``numa_node`` (GPU index to NIC name and NUMA node), ``links`` and ``matrix``. To ask about a GPU that
-    isn't there, such as any on a machine without GPUs, is a ``TopologyError`` that is a ``KeyError`` too;
-    ``topology["nvlink_peers"].get(0, [])`` takes that for a GPU without peers.
+class Graph:
+    """Devices and the links between them: read-only data, with look-ups and nothing else.
 
     Args:
         devices: All nodes; ids are unique.
@@ -161,12 +133,6 @@ class Topology(Mapping):
 
     Raises:
         TopologyError: The parts do not make a graph.
-
-    Example:
-        >>> import flagcx.topology as topology
-        >>> machine = topology.preset("8xa100-pcie")
-        >>> machine["nvlink_peers"][0]
-        [1]
     """
 
     def __init__(
@@ -261,7 +227,7 @@ class Topology(Mapping):
         try:
             return self._gpu_by_index[index]
         except KeyError:
-            raise TopologyError(_no_gpu(index, list(self._gpu_by_index), repr(self))) from None
+            raise TopologyError(no_gpu(index, list(self._gpu_by_index), repr(self))) from None
 
     @cached_property
     def hosts(self) -> tuple[int, ...]:
@@ -302,53 +268,23 @@ class Topology(Mapping):
             )
         return networkx.freeze(graph)
 
-    # -- the mapping
-
-    @cached_property
-    def _views(self) -> dict[str, Any]:
-        from flagcx.topology import paths
-
-        return {
-            "gpus": lambda: [device.index for device in self.gpus],
-            "nics": lambda: [device.name or device.id for device in self.devices(DeviceKind.NIC)],
-            "numa_nodes": lambda: [device.id for device in self.devices(DeviceKind.CPU)],
-            "nvlink_peers": lambda: _ByGpu(paths.peers(self, fabric=True), repr(self)),
-            "pcie_peers": lambda: _ByGpu(paths.peers(self, fabric=False), repr(self)),
-            "nearest_nic": lambda: self._named(paths.nearest_nic),
-            "numa_node": lambda: self._named(paths.numa_node),
-            "links": lambda: list(self.links),
-            "matrix": lambda: paths.matrix(self),
-        }
-
-    def _named(self, find: Callable[[Topology, int], Device | None]) -> _ByGpu:
-        """The name of what ``find`` finds for each GPU."""
-        return _ByGpu({gpu.index: _name(find(self, gpu.index)) for gpu in self.gpus}, repr(self))
-
-    def __getitem__(self, key: str) -> Any:
-        try:
-            view = self._views[key]
-        except (KeyError, TypeError):
-            raise KeyError(f"{key!r} is not known; the keys are {', '.join(self._views)}") from None
-        return view()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._views)
-
-    def __len__(self) -> int:
-        return len(self._views)
-
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Topology):
+        if not isinstance(other, Graph):
             return NotImplemented
-        return self._devices == other._devices and _undirected(self) == _undirected(other)
-
-    def __reduce__(self) -> tuple:
-        return _remade, (tuple(self._devices.values()), self.links, self.name, self.notes)
+        return self._devices == other._devices and set(self._undirected()) == set(other._undirected())
 
     def __hash__(self) -> int:
-        return hash((frozenset(self._devices.values()), frozenset(_undirected(self).items())))
+        return hash((frozenset(self._devices.values()), frozenset(self._undirected())))
 
-    # -- for people
+    def _undirected(self) -> Iterator[Link]:
+        """The links, each with its ends in one order."""
+        for link in self.links:
+            a, b = sorted((link.a, link.b))
+            yield replace(link, a=a, b=b)
+
+    def __reduce__(self) -> tuple:
+        make = partial(type(self), name=self.name, notes=self.notes)
+        return make, (tuple(self._devices.values()), self.links)
 
     def __repr__(self) -> str:
         kinds = (
@@ -365,44 +301,12 @@ class Topology(Mapping):
         )
         return f"<Topology {self.name + ': ' if self.name else ''}{counts or 'empty'}>"
 
-    def __rich__(self) -> Any:
-        from flagcx.topology import render
 
-        return render.rich_table(self)
-
-    def _repr_html_(self) -> str:
-        from flagcx.topology import render
-
-        return render.html_table(self)
-
-
-def _remade(
-    devices: tuple[Device, ...], links: tuple[Link, ...], name: str, notes: tuple[str, ...]
-) -> Topology:
-    return Topology(devices, links, name=name, notes=notes)
-
-
-def _no_gpu(index: object, known: list[int], machine: str) -> str:
+def no_gpu(index: object, known: Sequence[int], machine: str) -> str:
+    """The message of an error about a GPU that a machine lacks."""
     if not known:
         return (
             f"no GPU {index!r} in {machine}, which has no GPU at all; fc.preset('dgx-a100') is one that has"
         )
-    shown = f"{known[:16]}{' and more' if len(known) > 16 else ''}"
+    shown = f"{list(known[:16])}{' and more' if len(known) > 16 else ''}"
     return f"no GPU {index!r} in {machine}; its GPUs are {shown}"
-
-
-def _name(device: Device | None) -> str | None:
-    return None if device is None else device.name or device.id
-
-
-def _undirected(topology: Topology) -> dict[frozenset[str], tuple]:
-    return {
-        frozenset((link.a, link.b)): (
-            link.kind,
-            link.bandwidth_gb_per_s,
-            link.latency_us,
-            link.count,
-            link.assumed,
-        )
-        for link in topology.links
-    }

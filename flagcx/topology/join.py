@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from flagcx.errors import TopologyError
 from flagcx.topology import speeds
-from flagcx.topology.graph import Device, DeviceKind, Link, LinkKind, Topology
+from flagcx.topology.graph import Device, DeviceKind, Link, LinkKind
+from flagcx.topology.topology import Topology
 
 #: Assumed for a NIC whose speed is not known, as NCCL does: 10 Gbit/s.
 _DEFAULT_NIC_GB_PER_S = 1.25

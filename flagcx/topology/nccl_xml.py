@@ -16,8 +16,9 @@ from pathlib import Path
 
 from flagcx.errors import TopologyError
 from flagcx.topology import markup, nccl_links, speeds
-from flagcx.topology.graph import Device, DeviceKind, Link, LinkKind, Port, Topology
+from flagcx.topology.graph import Device, DeviceKind, Link, LinkKind, Port
 from flagcx.topology.markup import Element
+from flagcx.topology.topology import Topology
 
 _WHAT = "NCCL's topology XML"
 _IDLE_GT = (2.5, 5.0)

@@ -11,7 +11,7 @@ from xml.sax.saxutils import quoteattr
 
 from flagcx.errors import TopologyError
 from flagcx.topology import speeds
-from flagcx.topology.graph import Device, DeviceKind, Link, LinkKind, Topology
+from flagcx.topology.graph import Device, DeviceKind, Graph, Link, LinkKind
 from flagcx.topology.nccl_links import HIDDEN_SWITCH
 
 _CLASS = {
@@ -22,7 +22,7 @@ _CLASS = {
 _SWITCH_CLASS = "0x068000"
 
 
-def write(topology: Topology, path: str | Path) -> None:
+def write(topology: Graph, path: str | Path) -> None:
     """Writes a topology file for ``NCCL_TOPO_FILE``.
 
     Args:
@@ -39,7 +39,7 @@ def write(topology: Topology, path: str | Path) -> None:
         raise TopologyError(f"{path}: cannot be written: {error.strerror or error}") from None
 
 
-def format_xml(topology: Topology) -> str:
+def format_xml(topology: Graph) -> str:
     """A topology as NCCL's XML text; see ``write``. ``nccl_xml.parse`` reads it back.
 
     Raises:
@@ -66,7 +66,7 @@ def format_xml(topology: Topology) -> str:
 class _Writer:
     """Walks the PCIe trees below the NUMA nodes."""
 
-    def __init__(self, topology: Topology) -> None:
+    def __init__(self, topology: Graph) -> None:
         self.topology = topology
         self.written: set[str] = set()
         self.order = {device.id: position for position, device in enumerate(topology.devices())}

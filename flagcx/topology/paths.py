@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from flagcx.errors import TopologyError
-from flagcx.topology.graph import Device, DeviceKind, Link, LinkKind, Topology
+from flagcx.topology.graph import Device, DeviceKind, Graph, Link, LinkKind
 
 #: Rank of a class; smaller is nearer.
 CLASS_ORDER = ("X", "NV", "NVB", "PIX", "PXB", "PHB", "NODE", "SYS", "NET", "DIS")
@@ -47,7 +47,7 @@ def class_rank(path_class: str) -> int:
     return CLASS_ORDER.index(word)
 
 
-def path_class(topology: Topology, a: str, b: str, *, through_gpus: bool = False) -> str:
+def path_class(topology: Graph, a: str, b: str, *, through_gpus: bool = False) -> str:
     """The class of the connection of two devices, in nvidia-smi's words.
 
     Args:
@@ -80,7 +80,7 @@ def path_class(topology: Topology, a: str, b: str, *, through_gpus: bool = False
     return "DIS" if way is None else _pcie_class(topology, way)
 
 
-def fabric_links(topology: Topology, a: str, b: str) -> list[tuple[Link, ...]]:
+def fabric_links(topology: Graph, a: str, b: str) -> list[tuple[Link, ...]]:
     """The NVLink (or xGMI) ways of two devices: the direct link, or one through each shared NVSwitch."""
     direct = topology.link(a, b)
     if direct is not None and direct.kind.is_gpu_fabric:
@@ -95,7 +95,7 @@ def fabric_links(topology: Topology, a: str, b: str) -> list[tuple[Link, ...]]:
     ]
 
 
-def pcie_path(topology: Topology, a: str, b: str) -> list[str] | None:
+def pcie_path(topology: Graph, a: str, b: str) -> list[str] | None:
     """The way of data between two devices of one host without NVLink: PCIe, its roots, the sockets."""
     return _search(
         topology,
@@ -106,7 +106,7 @@ def pcie_path(topology: Topology, a: str, b: str) -> list[str] | None:
     )
 
 
-def shortest(topology: Topology, a: str, b: str) -> Path:
+def shortest(topology: Graph, a: str, b: str) -> Path:
     """The path of least latency through anything that forwards: switches, roots, sockets, NICs, the network.
 
     Raises:
@@ -116,7 +116,7 @@ def shortest(topology: Topology, a: str, b: str) -> Path:
     return _path(topology, a, b, way)
 
 
-def widest(topology: Topology, a: str, b: str, *, through_gpus: bool = False) -> Path:
+def widest(topology: Graph, a: str, b: str, *, through_gpus: bool = False) -> Path:
     """The path whose narrowest link is widest; among equals that of least latency.
 
     Args:
@@ -146,7 +146,7 @@ def widest(topology: Topology, a: str, b: str, *, through_gpus: bool = False) ->
     return _path(topology, a, b, [a] if a == b else best)
 
 
-def peers(topology: Topology, *, fabric: bool) -> dict[int, list[int]]:
+def peers(topology: Graph, *, fabric: bool) -> dict[int, list[int]]:
     """For each GPU the other GPUs of its host that it reaches by NVLink, or else by PCIe; nearest first.
 
     Args:
@@ -169,7 +169,7 @@ def peers(topology: Topology, *, fabric: bool) -> dict[int, list[int]]:
     return result
 
 
-def nearest(topology: Topology, id: str, kind: DeviceKind) -> list[Device]:
+def nearest(topology: Graph, id: str, kind: DeviceKind) -> list[Device]:
     """The devices of a kind in the same host, nearest (by class, bandwidth, latency, index) first."""
     here = topology.device(id)
     found = []
@@ -181,7 +181,7 @@ def nearest(topology: Topology, id: str, kind: DeviceKind) -> list[Device]:
     return [entry[-1] for entry in sorted(found, key=lambda entry: entry[:-1])]
 
 
-def nearest_nic(topology: Topology, gpu: int) -> Device | None:
+def nearest_nic(topology: Graph, gpu: int) -> Device | None:
     """The NIC that a GPU should use, or None on a host without one.
 
     GPUs that are equally near to several NICs are spread over them by their order, so that they do not all
@@ -209,13 +209,13 @@ def nearest_nic(topology: Topology, gpu: int) -> Device | None:
     return nics[alike.index(gpu) % len(nics)]
 
 
-def numa_node(topology: Topology, gpu: int) -> Device | None:
+def numa_node(topology: Graph, gpu: int) -> Device | None:
     """The NUMA node a GPU hangs below, or None where it is unknown."""
     found = nearest(topology, topology.gpu(gpu).id, DeviceKind.CPU)
     return found[0] if found else None
 
 
-def matrix(topology: Topology) -> dict[str, dict[str, str]]:
+def matrix(topology: Graph) -> dict[str, dict[str, str]]:
     """The classes between all GPUs and NICs, as ``nvidia-smi topo -m`` has them.
 
     Returns:
@@ -230,7 +230,7 @@ def matrix(topology: Topology) -> dict[str, dict[str, str]]:
     return {row: {column: table[row][column] for column, _ in devices} for row, _ in devices}
 
 
-def network_path(topology: Topology, a: str, b: str) -> list[str] | None:
+def network_path(topology: Graph, a: str, b: str) -> list[str] | None:
     """The way between two NICs or switches of the network, over its switches alone."""
     return _search(
         topology,
@@ -244,7 +244,7 @@ def network_path(topology: Topology, a: str, b: str) -> list[str] | None:
 # -- inside
 
 
-def _pcie_class(topology: Topology, way: Sequence[str]) -> str:
+def _pcie_class(topology: Graph, way: Sequence[str]) -> str:
     kinds = [topology.device(id).kind for id in way]
     inner = kinds[1:-1]
     cpus = kinds.count(DeviceKind.CPU)
@@ -258,7 +258,7 @@ def _pcie_class(topology: Topology, way: Sequence[str]) -> str:
     return "PIX" if inner.count(DeviceKind.PCIE_SWITCH) <= 1 else "PXB"
 
 
-def _common_gpu(topology: Topology, a: str, b: str) -> str | None:
+def _common_gpu(topology: Graph, a: str, b: str) -> str | None:
     def gpus(id: str) -> set[str]:
         around = topology.links_of(id).items()
         return {
@@ -270,7 +270,7 @@ def _common_gpu(topology: Topology, a: str, b: str) -> str | None:
     return min(gpus(a) & gpus(b), default=None)
 
 
-def _path(topology: Topology, a: str, b: str, way: Sequence[str] | None) -> Path:
+def _path(topology: Graph, a: str, b: str, way: Sequence[str] | None) -> Path:
     if way is None:
         raise TopologyError(f"no path from {a} to {b} in {topology!r}")
     links = [topology.links_of(here)[there] for here, there in itertools.pairwise(way)]
@@ -294,7 +294,7 @@ def _hops(link: Link) -> tuple[float, float]:
 
 
 def _search(
-    topology: Topology,
+    topology: Graph,
     a: str,
     b: str,
     cost: Callable[[Link], tuple[float, float] | None],

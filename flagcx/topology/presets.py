@@ -8,8 +8,9 @@ from itertools import combinations
 
 from flagcx.errors import TopologyError
 from flagcx.topology import speeds
-from flagcx.topology.graph import Device, DeviceKind, Link, LinkKind, Port, Topology
+from flagcx.topology.graph import Device, DeviceKind, Link, LinkKind, Port
 from flagcx.topology.join import nic_speed, place_host
+from flagcx.topology.topology import Topology
 
 #: GB/s in one direction of InfiniBand HDR (200 Gbit/s), NDR (400) and EDR (100).
 HDR, NDR, EDR = 25.0, 50.0, 12.5

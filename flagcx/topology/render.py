@@ -4,23 +4,37 @@ from __future__ import annotations
 
 import html
 import math
+import re
+from collections.abc import Iterable
 from typing import Any
 
-from flagcx.topology import nvidia_smi, paths
-from flagcx.topology.graph import DeviceKind, Topology
+from flagcx.topology import paths
+from flagcx.topology.graph import DeviceKind, Graph
 from flagcx.topology.plan import Plan
 
 #: Most GPUs and NICs whose matrix is shown; its size is the square of their number.
 MOST_IN_MATRIX = 96
-_MOST_ROWS = 32
+_MOST_SHOWN = 32
+#: Columns after the matrix, in nvidia-smi's order.
+_FURTHER = ("CPU Affinity", "NUMA Affinity", "GPU NUMA ID")
+LEGEND = """\
+Legend:
+
+  X    = Self
+  SYS  = Path over PCIe and the interconnect between NUMA nodes (QPI, UPI, Infinity Fabric)
+  NODE = Path over PCIe and between PCIe roots of one NUMA node
+  PHB  = Path over PCIe and one PCIe root (as a rule the CPU)
+  PXB  = Path over several PCIe switches, and no PCIe root
+  PIX  = Path over one PCIe switch at most
+  NV#  = # bonded NVLinks"""
 
 
-def has_matrix(topology: Topology) -> bool:
+def has_matrix(topology: Graph) -> bool:
     """Whether the matrix is small enough to show."""
     return len(topology.gpus) + len(topology.devices(DeviceKind.NIC)) <= MOST_IN_MATRIX
 
 
-def text_report(topology: Topology, plan: Plan | None, *, legend: bool = True) -> str:
+def text_report(topology: Graph, plan: Plan | None, *, legend: bool = True) -> str:
     """What ``flagcx topo`` prints: the matrix as nvidia-smi has it, then the plan, then what was assumed.
 
     Args:
@@ -30,7 +44,7 @@ def text_report(topology: Topology, plan: Plan | None, *, legend: bool = True) -
     """
     parts = [repr(topology)[1:-1]]
     if has_matrix(topology):
-        parts.append(nvidia_smi.format_matrix(topology, legend=legend))
+        parts.append(format_matrix(topology, legend=legend))
     else:
         parts.append(f"The matrix of over {MOST_IN_MATRIX} devices is left out.")
     if plan is not None:
@@ -48,33 +62,83 @@ def plan_text(plan: Plan) -> str:
         f"Plan for {len(plan.gpus)} GPUs: all-reduce {plan.bandwidth_gb_per_s:.2f} GB/s by {plan.method}, "
         f"{100 * plan.ratio:.1f}% of the bound of {plan.bound_gb_per_s:.2f} GB/s"
     ]
-    for number, ring in enumerate(plan.rings[:_MOST_ROWS]):
+    for number, ring in enumerate(plan.rings[:_MOST_SHOWN]):
         lines.append(
             f"  ring {number + 1}: {_order(ring.order)}  {ring.bandwidth_gb_per_s:.2f} GB/s, "
             f"{100 * ring.share:.0f}% of the message, bottleneck {ring.bottleneck}"
         )
-    for number, tree in enumerate(plan.forest[:_MOST_ROWS]):
-        lines.append(
-            f"  tree {number + 1}: root {tree.root}, depth {tree.depth}, {_tree(tree.parents)}  "
-            f"{tree.bandwidth_gb_per_s:.2f} GB/s, {100 * tree.share:.0f}% of the message, bottleneck "
-            f"{tree.bottleneck}"
-        )
-    if plan.hierarchy is not None:
-        levels = plan.hierarchy
-        lines.append(
-            f"  hierarchy: {len(levels.hosts)} hosts, {len(levels.rails)} rails, {levels.local} within "
-            f"hosts  {levels.bandwidth_gb_per_s:.2f} GB/s, bottleneck {levels.bottleneck}"
-        )
     if plan.why:
-        lines.append(f"  rings have {plan.rings_gb_per_s:.2f} GB/s: {plan.why}")
-    if plan.reachable_gb_per_s < 0.999 * plan.bound_gb_per_s:
-        lines.append(
-            f"  on the routes that the hardware takes, the bound is {plan.reachable_gb_per_s:.2f} GB/s"
-        )
+        lines.append(f"  below the bound: {plan.why}")
     return "\n".join(lines)
 
 
-def as_dict(topology: Topology, plan: Plan | None) -> dict[str, Any]:
+def format_matrix(topology: Graph, *, legend: bool = True) -> str:
+    """The matrix as ``nvidia-smi topo -m`` prints it, of any topology.
+
+    Args:
+        topology: The machine.
+        legend: Whether to explain the classes and name the NICs below.
+    """
+    matrix = paths.matrix(topology)
+    header = ["", *matrix, *_FURTHER]
+    rows = [header]
+    for gpu in topology.gpus:
+        numa = paths.numa_node(topology, gpu.index)
+        affinity = cpu_ranges(numa.attribute("affinity")) if numa else "N/A"
+        number = str(numa.index) if numa else "N/A"
+        rows.append(
+            [f"GPU{gpu.index}", *matrix[f"GPU{gpu.index}"].values(), affinity or "N/A", number, "N/A"]
+        )
+    nics = topology.devices(DeviceKind.NIC)
+    rows += [[f"NIC{nic.index}", *matrix[f"NIC{nic.index}"].values()] for nic in nics]
+    text = _aligned(rows)
+    if not legend:
+        return text
+    names = "".join(f"\n  NIC{nic.index}: {nic.name or nic.id}" for nic in nics)
+    return text + "\n\n" + LEGEND + (f"\n\nNIC Legend:\n{names}" if names else "")
+
+
+def cpu_ranges(mask: str) -> str:
+    """CPU numbers as ranges, from NCCL's mask in hexadecimal words; "" where it is no mask.
+
+    Example:
+        >>> cpu_ranges("00000001,0000000f")
+        '0-3,32'
+    """
+    words = mask.split(",")
+    if len(words) > 256 or not all(re.fullmatch(r"[0-9a-fA-F]{1,8}", word) for word in words):
+        return ""
+    bits = 0
+    for word in words:
+        bits = bits << 32 | int(word, 16)
+    return _ranges(number for number in range(bits.bit_length()) if bits >> number & 1)
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and spans[-1][1] == number - 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ",".join(f"{a}-{b}" if b > a else f"{a}" for a, b in spans)
+
+
+def _aligned(rows: list[list[str]]) -> str:
+    widths = [
+        max(len(row[column]) for row in rows if column < len(row)) + 2 for column in range(len(rows[0]))
+    ]
+    lines = []
+    for row in rows:
+        cells = [
+            text.center(width) if text == "X" else text.ljust(width)
+            for text, width in zip(row, widths, strict=False)
+        ]
+        lines.append("".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def as_dict(topology: Graph, plan: Plan | None) -> dict[str, Any]:
     """A topology and its plan as plain values for JSON. What is infinite (one GPU's bandwidth) is None."""
     gpus = []
     for gpu in topology.gpus:
@@ -116,7 +180,7 @@ def as_dict(topology: Topology, plan: Plan | None) -> dict[str, Any]:
 
 def _plan_dict(plan: Plan | None) -> dict[str, Any]:
     if plan is None:
-        return {"rings": [], "trees": [], "method": None, "plan_gb_per_s": None, "bound_gb_per_s": None}
+        return {"rings": [], "method": None, "plan_gb_per_s": None, "bound_gb_per_s": None}
     return {
         "rings": [
             {
@@ -127,19 +191,9 @@ def _plan_dict(plan: Plan | None) -> dict[str, Any]:
             }
             for ring in plan.rings
         ],
-        "trees": [
-            {
-                "root": tree.root,
-                "parents": [list(pair) for pair in tree.parents],
-                "bandwidth_gb_per_s": tree.bandwidth_gb_per_s,
-                "share": tree.share,
-            }
-            for tree in plan.forest
-        ],
         "method": plan.method,
         "plan_gb_per_s": _finite(plan.bandwidth_gb_per_s),
         "bound_gb_per_s": _finite(plan.bound_gb_per_s),
-        "reachable_gb_per_s": _finite(plan.reachable_gb_per_s),
         "why": plan.why,
     }
 
@@ -148,7 +202,7 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def rich_table(topology: Topology) -> Any:
+def rich_table(topology: Graph) -> Any:
     """The matrix as a table of the rich package, coloured by class."""
     from rich.table import Table
 
@@ -161,7 +215,7 @@ def rich_table(topology: Topology) -> Any:
     return table
 
 
-def html_table(topology: Topology) -> str:
+def html_table(topology: Graph) -> str:
     """The matrix as an HTML table for a notebook."""
     header, rows = _cells(topology)
     head = "".join(f"<th>{html.escape(name)}</th>" for name in header)
@@ -177,7 +231,7 @@ def html_table(topology: Topology) -> str:
     return f"<p><b>{title}</b></p>{table}<p>{caption}</p>"
 
 
-def _cells(topology: Topology) -> tuple[list[str], list[list[str]]]:
+def _cells(topology: Graph) -> tuple[list[str], list[list[str]]]:
     if not has_matrix(topology):
         counts = [
             [kind.value, str(len(topology.devices(kind)))] for kind in DeviceKind if topology.devices(kind)
@@ -192,7 +246,7 @@ def _cells(topology: Topology) -> tuple[list[str], list[list[str]]]:
     return header, rows
 
 
-def _caption(topology: Topology) -> str | None:
+def _caption(topology: Graph) -> str | None:
     return "; ".join(topology.notes) or None
 
 
@@ -218,9 +272,5 @@ def _colour(cell: str) -> str:
 
 
 def _order(order: tuple[int, ...]) -> str:
-    shown = [str(gpu) for gpu in order[:_MOST_ROWS]]
-    return " ".join(shown) + (" ..." if len(order) > _MOST_ROWS else "")
-
-
-def _tree(parents: tuple[tuple[int, int], ...]) -> str:
-    return " ".join(f"{child}>{parent}" for child, parent in parents[:_MOST_ROWS])
+    shown = [str(gpu) for gpu in order[:_MOST_SHOWN]]
+    return " ".join(shown) + (" ..." if len(order) > _MOST_SHOWN else "")

@@ -8,12 +8,11 @@ network to the receiver's. A planner chooses who sends to whom; this module says
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 from flagcx.errors import TopologyError
 from flagcx.topology import paths
-from flagcx.topology.graph import Device, DeviceKind, LinkKind, Topology
+from flagcx.topology.graph import Device, DeviceKind, Graph, LinkKind
 
 #: A directed use of a link: (id it leaves, id it enters).
 Edge = tuple[str, str]
@@ -33,7 +32,7 @@ class Routes:
         ((('gpu0', 'gpu1'), 1.0),)
     """
 
-    def __init__(self, topology: Topology) -> None:
+    def __init__(self, topology: Graph) -> None:
         self.topology = topology
         self._members: dict[int, list[Device]] = {}
         for device in topology.devices():
@@ -106,6 +105,10 @@ class Routes:
             )
             self._shape_of[host] = found
         return found
+
+    def shape_key(self, gpus: Sequence[int]) -> tuple:
+        """Equal for GPUs of one host and the corresponding GPUs of an equal host."""
+        return id(self.shape(self.topology.gpu(gpus[0]).host)), *self.positions(gpus)
 
     def positions(self, gpus: Sequence[int]) -> tuple[int, ...]:
         """Where GPUs stand in their host's list of devices: equal for corresponding GPUs of equal hosts."""
@@ -199,7 +202,7 @@ class _Shape:
         return self._nics[gpu]
 
 
-def _local_route(topology: Topology, a: str, b: str) -> Route | None:
+def _local_route(topology: Graph, a: str, b: str) -> Route | None:
     ways = paths.fabric_links(topology, a, b)
     if ways:
         widths = [min(link.bandwidth_gb_per_s for link in way) for way in ways]
@@ -214,7 +217,7 @@ def _local_route(topology: Topology, a: str, b: str) -> Route | None:
     return None if path is None else tuple(((u, v), 1.0) for u, v in itertools.pairwise(path))
 
 
-def _fingerprint(topology: Topology, members: Sequence[Device], position: Mapping[str, int]) -> tuple:
+def _fingerprint(topology: Graph, members: Sequence[Device], position: Mapping[str, int]) -> tuple:
     """Equal for hosts of one build: devices and links, by position."""
     parts: list[object] = []
     for place, device in enumerate(members):
@@ -227,45 +230,3 @@ def _fingerprint(topology: Topology, members: Sequence[Device], position: Mappin
         )
         parts.append((device.kind, outside > 0, inside))
     return tuple(parts)
-
-
-# -- what many messages at once load
-
-
-@dataclass(frozen=True, slots=True)
-class Bottleneck:
-    """The link that a plan waits for.
-
-    Attributes:
-        a: Id it leaves.
-        b: Id it enters.
-        kind: What link it is.
-        bandwidth_gb_per_s: Its bandwidth.
-        load: How many times the message (or a ring's hop) goes over it.
-    """
-
-    a: str
-    b: str
-    kind: LinkKind
-    bandwidth_gb_per_s: float
-    load: float
-
-    def __str__(self) -> str:
-        link = f"{self.kind.value}, {self.bandwidth_gb_per_s:g} GB/s, loaded {self.load:.3g} x"
-        return f"{self.a} -> {self.b} ({link})"
-
-
-def add_loads(
-    loads: dict[Edge, float], routes: Routes, hops: Iterable[tuple[int, int]], weight: float = 1.0
-) -> None:
-    """Adds what messages of ``weight`` over the given hops load, to ``loads``."""
-    for a, b in hops:
-        for edge, share in routes.route(a, b):
-            loads[edge] = loads.get(edge, 0.0) + weight * share
-
-
-def bottleneck(topology: Topology, loads: Mapping[Edge, float]) -> Bottleneck:
-    """The edge whose bandwidth over load is least; the first of equals."""
-    edge = min(loads, key=lambda edge: topology.links_of(edge[0])[edge[1]].bandwidth_gb_per_s / loads[edge])
-    link = topology.links_of(edge[0])[edge[1]]
-    return Bottleneck(*edge, link.kind, link.bandwidth_gb_per_s, loads[edge])

@@ -9,15 +9,14 @@ rest.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import TYPE_CHECKING
 
 from flagcx.topology import speeds
-from flagcx.topology.graph import Device, DeviceKind, Link, LinkKind, Port, Topology
-
-if TYPE_CHECKING:
-    from flagcx.topology.nvidia_smi import Table
+from flagcx.topology.graph import Device, DeviceKind, Link, LinkKind, Port
+from flagcx.topology.smi_matrix import Matrix
+from flagcx.topology.topology import Topology
 
 _LEVELS = ("PIX", "PXB", "PHB", "NODE")
 _MOST_LINKS = 18
@@ -26,20 +25,20 @@ _UNBOUND_GB_PER_S = 1000.0
 _BY_LINKS = {2: (75, 8.0), 4: (86, 16.0), 6: (70, 8.0), 12: (80, 16.0), 18: (90, 32.0)}
 
 
-def build(table: Table, name: str, sm: int | None) -> Topology:
-    """The machine of a table.
+def build(matrix: Matrix, name: str, sm: int | None) -> Topology:
+    """The machine of a matrix.
 
     Args:
-        table: The cells.
+        matrix: The cells.
         name: The topology's name.
         sm: Compute capability times ten, or None to guess it from the number of NVLinks.
     """
-    return _Builder(table, sm).build(name)
+    return _Builder(matrix, sm).build(name)
 
 
 @dataclass(slots=True)
 class _Builder:
-    table: Table
+    matrix: Matrix
     sm: int | None
     gt: float = speeds.DEFAULT_PCIE_GT
     devices: dict[str, Device] = field(default_factory=dict)
@@ -71,15 +70,15 @@ class _Builder:
 
     def nvlinks(self) -> dict[tuple[str, str], int]:
         """NVLinks by pair; settles which GPU this is taken for."""
-        cells = self.table.cells
+        cells = self.matrix.cells
         numbers = {
             (a, b): int(cells[a, b][2:])
-            for a, b in combinations(self.table.gpus, 2)
+            for a, b in combinations(self.matrix.gpus, 2)
             if cells[a, b].startswith("NV")
         }
         numbers = {pair: count for pair, count in numbers.items() if count > 0}
         if numbers:
-            totals = [sum(c for pair, c in numbers.items() if gpu in pair) for gpu in self.table.gpus]
+            totals = [sum(c for pair, c in numbers.items() if gpu in pair) for gpu in self.matrix.gpus]
             most = max(totals) if max(totals) <= _MOST_LINKS else max(numbers.values())
             guess = _BY_LINKS.get(most)
             if guess is not None:
@@ -96,7 +95,7 @@ class _Builder:
     def fabric(self, numbers: dict[tuple[str, str], int]) -> None:
         """Direct links where a GPU has that many, or a switch where it could not."""
         rate = speeds.nvlink_gb_per_s(self.sm) or speeds.DEFAULT_NVLINK_GB_PER_S
-        groups = _components(self.table.gpus, numbers)
+        groups = _components(self.matrix.gpus, numbers)
         switches = 0
         for group in groups:
             inside = {pair: count for pair, count in numbers.items() if pair[0] in group}
@@ -127,15 +126,15 @@ class _Builder:
     def partitions(self) -> dict[str, list[list[str]]]:
         """For each level, the groups of devices that are at most so far apart."""
         parts: dict[str, list[list[str]]] = {}
-        names = self.table.names
+        names = self.matrix.names
         for level, last in enumerate(_LEVELS):
             words = _LEVELS[: level + 1]
-            near = [pair for pair in combinations(names, 2) if self.table.cells[pair] in words]
+            near = [pair for pair in combinations(names, 2) if self.matrix.cells[pair] in words]
             parts[last] = _components(names, near)
         parts["NODE"] = self.same_numa(parts["NODE"])
         hidden = sum(
-            self.table.cells[a, b].startswith("NV") and not any(a in p and b in p for p in parts["PHB"])
-            for a, b in combinations(self.table.gpus, 2)
+            self.matrix.cells[a, b].startswith("NV") and not any(a in p and b in p for p in parts["PHB"])
+            for a, b in combinations(self.matrix.gpus, 2)
         )
         if hidden:
             self.notes.append(
@@ -154,7 +153,7 @@ class _Builder:
                     for other in merged
                     if self.home(other) is not None
                     and self.home(other) == self.home(part)
-                    and not any(self.table.cells[a, b] == "SYS" for a in part for b in other)
+                    and not any(self.matrix.cells[a, b] == "SYS" for a in part for b in other)
                 ),
                 None,
             )
@@ -162,12 +161,12 @@ class _Builder:
                 merged.append(list(part))
             else:
                 home.extend(part)
-        order = {name: position for position, name in enumerate(self.table.names)}
+        order = {name: position for position, name in enumerate(self.matrix.names)}
         return [sorted(part, key=order.__getitem__) for part in merged]
 
     def home(self, part: list[str]) -> tuple[str, str] | None:
         for name in part:
-            affinity, numa = self.table.affinity.get(name, "N/A"), self.table.numa.get(name, "N/A")
+            affinity, numa = self.matrix.affinity.get(name, "N/A"), self.matrix.numa.get(name, "N/A")
             if (affinity, numa) != ("N/A", "N/A"):
                 return affinity, numa
         return None
@@ -203,22 +202,22 @@ class _Builder:
 
     def ends(self) -> None:
         nics = 0
-        for name in self.table.names:
+        for name in self.matrix.names:
             id = self.id(name)
-            if name in self.table.gpus:
+            if name in self.matrix.gpus:
                 attributes = (("gpu.sm", str(self.sm)),) if self.sm else ()
                 self.devices[id] = Device(id, DeviceKind.GPU, int(name[3:]), attributes=attributes)
             else:
-                interface = self.table.legend.get(name, name)
+                interface = self.matrix.legend.get(name, name)
                 self.devices[id] = Device(
                     id, DeviceKind.NIC, nics, name=interface, ports=(Port(interface, 0.0),)
                 )
                 nics += 1
 
     def id(self, name: str) -> str:
-        if name in self.table.gpus:
+        if name in self.matrix.gpus:
             return f"gpu{int(name[3:])}"
-        others = [other for other in self.table.names if other not in self.table.gpus]
+        others = [other for other in self.matrix.names if other not in self.matrix.gpus]
         return f"nic{others.index(name)}"
 
     def fresh(self, kind: DeviceKind, word: str) -> str:
@@ -235,14 +234,13 @@ class _Builder:
         self.links.append(Link(a, b, kind, bandwidth, latency, count, True))
 
 
-def _components(names: list[str], pairs: object) -> list[list[str]]:
+def _components(names: Sequence[str], pairs: Iterable[tuple[str, str]]) -> list[list[str]]:
     """Connected groups, each in the order of ``names``."""
-    group = {name: [name] for name in names}
-    for a, b in pairs:  # type: ignore[attr-defined]
-        if group[a] is not group[b]:
-            joined = group[a] + group[b]
-            for name in joined:
-                group[name] = joined
+    import networkx  # takes longer to import than the rest of the package
+
+    graph = networkx.Graph()
+    graph.add_nodes_from(names)
+    graph.add_edges_from(pairs)
     order = {name: position for position, name in enumerate(names)}
-    unique = {id(part): sorted(part, key=order.__getitem__) for part in group.values()}
-    return sorted(unique.values(), key=lambda part: order[part[0]])
+    parts = [sorted(part, key=order.__getitem__) for part in networkx.connected_components(graph)]
+    return sorted(parts, key=lambda part: order[part[0]])

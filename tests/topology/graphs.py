@@ -9,6 +9,8 @@ from itertools import combinations, pairwise
 import networkx
 
 from flagcx.topology import Device, DeviceKind, Link, LinkKind, Topology
+from flagcx.topology.loads import PairLoads, pair_loads
+from flagcx.topology.routes import Routes
 
 
 def random_machine(seed: int, gpus: int, *, mesh: float = 0.4) -> Topology:
@@ -83,3 +85,8 @@ def slow_bound(links: dict[frozenset[str], float], terminals: list[str]) -> floa
             cuts = [min_cut(links, group, [t for t in terminals if t not in group]) for group in groups]
             best = min(best, sum(cuts) / (2 * (len(groups) - 1)))
     return best
+
+
+def pair_loads_of(machine: Topology) -> PairLoads:
+    """The loads between all GPUs of a machine."""
+    return pair_loads(machine, machine["gpus"], Routes(machine))

@@ -5,7 +5,16 @@ from itertools import combinations
 import pytest
 
 from flagcx.errors import TopologyError
-from flagcx.topology import DeviceKind, matrix, nccl_xml, nvidia_smi, preset, preset_names
+from flagcx.topology import (
+    DeviceKind,
+    matrix,
+    nccl_xml,
+    nvidia_smi,
+    preset,
+    preset_names,
+    render,
+    smi_matrix,
+)
 from tests.topology.machines import FIXTURES, SHARED, shared_files
 
 TEXTS = sorted(FIXTURES.glob("*.txt"))
@@ -20,7 +29,7 @@ BOTH = [
 
 
 def cells_of(path):
-    table = nvidia_smi.parse_table(path.read_text())
+    table = smi_matrix.parse_matrix(path.read_text())
     order = [*table.gpus, *(name for name in table.names if name not in table.gpus)]
     return [[table.cells[a, b] for b in order] for a in order]
 
@@ -91,27 +100,27 @@ def test_what_is_no_matrix_is_refused_with_file_place_and_reason(text, message):
 @pytest.mark.parametrize("name", preset_names())
 def test_what_is_printed_reads_back_to_the_same_matrix(name):
     machine = preset(name)
-    again = nvidia_smi.parse(nvidia_smi.format_matrix(machine))
+    again = nvidia_smi.parse(render.format_matrix(machine))
     assert matrix(again) == matrix(machine)
 
 
 def test_the_print_has_affinities_and_the_legend():
     machine = nccl_xml.read(FIXTURES / "switched_4.xml")
-    text = nvidia_smi.format_matrix(machine)
+    text = render.format_matrix(machine)
     rows = text.splitlines()
     assert rows[0].split()[:5] == ["GPU0", "GPU1", "GPU2", "GPU3", "NIC0"]
     assert rows[3].split() == ["GPU2", "NV18", "NV18", "X", "NV18", "SYS", "PHB", "16-31", "1", "N/A"]
     assert "NV#  =" in text and "NIC0: mlx5_0+mlx5_1" in text
-    assert "Legend" not in nvidia_smi.format_matrix(machine, legend=False)
+    assert "Legend" not in render.format_matrix(machine, legend=False)
 
 
 def test_masks_and_ranges():
-    assert nvidia_smi.cpu_ranges("00000000,ff0000ff") == "0-7,24-31"
-    assert nvidia_smi.cpu_ranges("not a mask") == ""
+    assert render.cpu_ranges("00000000,ff0000ff") == "0-7,24-31"
+    assert render.cpu_ranges("not a mask") == ""
     from flagcx.topology.speeds import cpu_mask
 
     for ranges in ("0", "0-31,64-95", "5,7-9,130"):
-        assert nvidia_smi.cpu_ranges(cpu_mask(ranges)) == ranges
+        assert render.cpu_ranges(cpu_mask(ranges)) == ranges
 
 
 @pytest.mark.parametrize(("xml", "text"), BOTH)

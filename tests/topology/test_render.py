@@ -28,7 +28,7 @@ def test_json_has_the_promised_keys_and_survives_json():
     assert {"gpus", "links", "matrix", "rings", "plan_gb_per_s", "bound_gb_per_s"} <= values.keys()
     assert [gpu["index"] for gpu in values["gpus"]] == list(range(8))
     assert values["matrix"]["GPU0"]["GPU3"] == "NV2"
-    assert len(values["rings"]) == 6 and sorted(values["rings"][0]["order"]) == list(range(8))
+    assert len(values["rings"]) == 2 and sorted(values["rings"][0]["order"]) == list(range(8))
     assert sum(ring["bandwidth_gb_per_s"] for ring in values["rings"]) == pytest.approx(
         values["plan_gb_per_s"]
     )
@@ -55,11 +55,11 @@ def test_the_report_has_matrix_plan_and_notes():
     machine = preset("8xa100-pcie")
     text = render.text_report(machine, make_plan(machine))
     assert "GPU0    X   NV12" in text
-    assert "all-reduce 16.00 GB/s by trees, 100.0% of the bound of 16.00 GB/s" in text
+    assert "all-reduce 9.14 GB/s by ring, 57.1% of the bound of 16.00 GB/s" in text
     assert "ring 1: 0 1 2 3 4 5 6 7  9.14 GB/s, 100% of the message, bottleneck" in text
-    assert "rings have 9.14 GB/s: every ring crosses" in text
-    pair = cluster(preset("dgx-a100"), 2)
-    assert "hierarchy: 2 hosts, 8 rails, rings within hosts" in render.plan_text(make_plan(pair))
+    assert "below the bound: each hop of a ring carries 1.75" in text
+    both = render.plan_text(make_plan(preset("dgx-1v")))
+    assert "45.71 GB/s by ring|ring, 60.6% of the bound" in both and "ring 2: 0 4 7 6 5 1 2 3  22.86" in both
     assert render.plan_text(make_plan(machine, [1])) == "Plan: one GPU, nothing to send."
     noted = nccl_xml.read(FIXTURES / "static_8.xml")
     assert "Notes:\n  - " in render.text_report(noted, make_plan(noted))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from flagcx.topology import paths
-from flagcx.topology.graph import Device, DeviceKind, LinkKind, Topology
+from flagcx.topology.graph import Device, DeviceKind, Graph, LinkKind
 from flagcx.topology.plan import Plan
 
 _MOST_GPUS = 32
@@ -25,10 +25,10 @@ ROW = {
 
 
 @dataclass(slots=True)
-class Scene:
+class Drawing:
     """Where every device goes: GPUs in ring order from the left, each with what hangs near it."""
 
-    topology: Topology
+    topology: Graph
     plan: Plan | None
     place: dict[str, tuple[float, float]] = field(default_factory=dict)
     width: float = 0.0

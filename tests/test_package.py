@@ -76,7 +76,7 @@ OPTIONAL = {
     "cupy": {"transport", "kernels", "_launch", "cli", "bootstrap", "arguments", "executor", "fusion"},
     "mpi4py": {"bootstrap", "cli", "transport"},
     "torch": {"interop"},
-    "networkx": {"topology", "schedule"},
+    "networkx": {"topology"},
     "matplotlib": {"topology", "schedule", "profiler"},
     "typer": {"cli"},
     "rich": {"cli", "topology", "profiler", "selection", "report", "gradients"},

@@ -18,79 +18,40 @@ VERIFIED_RANKS = 64
 """A user's algorithm is verified at every new number of ranks up to this one."""
 
 
-class Registry:
-    """The entries by collective and name, with a cache of built schedules.
+class _Registry:
+    """The entries by collective and name, and the schedules made so far.
 
     This is state of the process that ``register`` and ``unregister`` change; a lock guards it.
     """
 
-    def __init__(self, entries: Iterable[AlgorithmEntry]) -> None:
-        self._lock = threading.Lock()
-        self._entries = {(entry.collective, str(entry.algorithm)): entry for entry in entries}
-        self.build = lru_cache(maxsize=1024)(self._build)
-
-    def all(self) -> tuple[AlgorithmEntry, ...]:
-        """Every entry."""
-        with self._lock:
-            return tuple(self._entries.values())
-
-    def of(self, collective: str) -> tuple[AlgorithmEntry, ...]:
-        """The entries that serve a collective."""
-        if collective not in COLLECTIVES:
-            known = ", ".join(COLLECTIVES)
-            raise ArgumentError(f"collective={collective!r} is not known; expected one of {known}")
-        return tuple(entry for entry in self.all() if entry.collective == collective)
-
-    def entry(self, collective: str, algorithm: str) -> AlgorithmEntry:
-        """The entry of an algorithm."""
-        found = self._entries.get((collective, str(algorithm)))
-        if found is None:
-            names = ", ".join(str(entry.algorithm) for entry in self.of(collective))
-            hint = " (it is the library's own, and has no schedule)" if algorithm == Algorithm.NATIVE else ""
-            raise ArgumentError(
-                f"algorithm={str(algorithm)!r} does not serve {collective}{hint}; expected one of {names}"
-            )
-        return found
-
-    def add(self, entry: AlgorithmEntry) -> None:
-        """Adds an entry under a name that is still free for its collective."""
-        key = (entry.collective, str(entry.algorithm))
-        with self._lock:
-            if key in self._entries:
-                raise ArgumentError(
-                    f"{entry.collective} has an algorithm {key[1]!r} already; give another name"
-                )
-            self._entries[key] = entry
-
-    def remove(self, collective: str, name: str) -> None:
-        """Removes an entry that ``add`` added, and forgets its schedules."""
-        entry = self.entry(collective, name)
-        if entry.trusted:
-            raise ArgumentError(f"algorithm {name!r} of {collective} comes with flagcx and cannot be removed")
-        with self._lock:
-            self._entries.pop((collective, str(name)), None)
-        self.build.cache_clear()
-
-    def _build(self, collective: str, algorithm: str, size: int, root, pieces: int, groups) -> Schedule:
-        entry = self.entry(collective, algorithm)
-        schedule = entry.make(size, root, pieces, groups)
-        if entry.trusted:
-            return schedule
-        schedule = _matching(entry, schedule, size, root)
-        if size <= VERIFIED_RANKS:
-            verify(schedule, uneven=entry.uneven)
-        return schedule
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.entries = {(e.collective, str(e.algorithm)): e for e in builtin_entries()}
+        self.build = lru_cache(maxsize=1024)(_build)
 
 
 @lru_cache(maxsize=1)
-def _registry() -> Registry:
-    """The one registry of the process, made when first asked for."""
-    return Registry(builtin_entries())
+def _registry() -> _Registry:
+    """The one registry of the process, made when first needed."""
+    return _Registry()
+
+
+def _build(collective: str, algorithm: str, size: int, root, pieces: int, groups) -> Schedule:
+    known = entry(collective, algorithm)
+    schedule = known.make(size, root, pieces, groups)
+    if known.trusted:
+        return schedule
+    schedule = _checked(known, schedule, size, root)
+    if size <= VERIFIED_RANKS:
+        verify(schedule, uneven=known.uneven)
+    return schedule
 
 
 def catalogue() -> tuple[AlgorithmEntry, ...]:
     """Every algorithm for every collective, those registered by the user last."""
-    return _registry().all()
+    registry = _registry()
+    with registry.lock:
+        return tuple(registry.entries.values())
 
 
 def entries(collective: str) -> tuple[AlgorithmEntry, ...]:
@@ -103,7 +64,10 @@ def entries(collective: str) -> tuple[AlgorithmEntry, ...]:
         >>> [str(entry.algorithm) for entry in entries("scatter")]
         ['binomial', 'direct']
     """
-    return _registry().of(collective)
+    if collective not in COLLECTIVES:
+        known = ", ".join(COLLECTIVES)
+        raise ArgumentError(f"collective={collective!r} is not known; expected one of {known}")
+    return tuple(found for found in catalogue() if found.collective == collective)
 
 
 def entry(collective: str, algorithm: str | Algorithm) -> AlgorithmEntry:
@@ -113,10 +77,17 @@ def entry(collective: str, algorithm: str | Algorithm) -> AlgorithmEntry:
         ArgumentError: There is none of that name; the message lists those there are.
 
     Example:
-        >>> entry("allreduce", "ring").steps(8, 1)
+        >>> entry("allreduce", "ring").steps(8)
         14
     """
-    return _registry().entry(collective, algorithm)
+    found = _registry().entries.get((collective, str(algorithm)))
+    if found is None:
+        names = ", ".join(str(known.algorithm) for known in entries(collective))
+        hint = " (it is the library's own, and has no schedule)" if algorithm == Algorithm.NATIVE else ""
+        raise ArgumentError(
+            f"algorithm={str(algorithm)!r} does not serve {collective}{hint}; expected one of {names}"
+        )
+    return found
 
 
 def build(
@@ -139,7 +110,7 @@ def build(
         groups: For hierarchical: the ranks of each group (host); None for equal groups of consecutive ranks.
 
     Raises:
-        ArgumentError: There is no such algorithm, or it does not take what is given.
+        ArgumentError: There is no such algorithm, or it does not take one of the arguments.
         RankError: The root is not one of the ranks.
         ScheduleError: An algorithm of the user's own is wrong for this number of ranks.
 
@@ -185,19 +156,22 @@ def register(
         'star'
         >>> unregister("star", "allreduce")
     """
-    registry = _registry()
-    registry.of(collective)
+    entries(collective)
     _check_function(build, name, collective)
     made = AlgorithmEntry(str(name), collective, build, pipelined=takes(build, "pieces"), uneven=uneven)
     for size in sizes:
         for root in range(size) if made.rooted else (None,):
             for pieces in (1, 2) if made.pipelined else (1,):
-                verify(_matching(made, made.make(size, root, pieces), size, root), uneven=uneven)
-    registry.add(made)
+                verify(_checked(made, made.make(size, root, pieces), size, root), uneven=uneven)
+    registry, key = _registry(), (collective, str(name))
+    with registry.lock:
+        if key in registry.entries:
+            raise ArgumentError(f"{collective} has an algorithm {key[1]!r} already; give another name")
+        registry.entries[key] = made
 
 
 def _check_function(build: Callable[..., Schedule], name: str, collective: str) -> None:
-    """Looks whether a user's function can be called as an algorithm is."""
+    """Refuses a user's function that cannot be called as an algorithm is."""
     root = {"root": 0} if COLLECTIVES[collective].rooted else {}
     wanted = "build(size, root=...)" if root else "build(size)"
     try:
@@ -209,11 +183,11 @@ def _check_function(build: Callable[..., Schedule], name: str, collective: str) 
         ) from None
 
 
-def _matching(entry: AlgorithmEntry, schedule: Schedule, size: int, root: int | None) -> Schedule:
+def _checked(entry: AlgorithmEntry, schedule: Schedule, size: int, root: int | None) -> Schedule:
     if not isinstance(schedule, Schedule):
         raise ArgumentError(
             f"the function of algorithm {entry.algorithm!r} returned {schedule!r} for size={size}; it must "
-            f"return a Schedule (see flagcx.schedule.model and flagcx.schedule.compose), or raise "
+            f"return a Schedule (see flagcx.schedule.compose and flagcx.schedule.model), or raise "
             f"ArgumentError for a number of ranks that it cannot serve"
         )
     got = (schedule.collective, schedule.size, schedule.root)
@@ -231,4 +205,9 @@ def unregister(name: str, collective: str) -> None:
     Raises:
         ArgumentError: There is none of that name, or it comes with flagcx.
     """
-    _registry().remove(collective, name)
+    if entry(collective, name).trusted:
+        raise ArgumentError(f"algorithm {name!r} of {collective} comes with flagcx and cannot be removed")
+    registry = _registry()
+    with registry.lock:
+        registry.entries.pop((collective, str(name)), None)
+    registry.build.cache_clear()

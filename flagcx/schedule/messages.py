@@ -180,31 +180,27 @@ def completion_order(matching: Matching) -> list[tuple[int, int]]:
 
 
 def _deadlock(matching: Matching, current: list[int]) -> ScheduleError:
-    import networkx
-
-    graph = networkx.DiGraph()
-    for rank, step in enumerate(current):
-        if step == len(matching.programs[rank].steps):
-            continue
-        for number in matching.sent[rank][step]:
-            m = matching.messages[number]
-            if current[m.target] < m.recv_step:
-                graph.add_edge(rank, m.target, message=m, sending=True)
-        for number in matching.received[rank][step]:
-            m = matching.messages[number]
-            if current[m.source] < m.send_step:
-                graph.add_edge(rank, m.source, message=m, sending=False)
-    cycle = networkx.find_cycle(graph)
-    waits = []
-    for rank, peer in cycle:
-        edge = graph.edges[rank, peer]
-        m = edge["message"]
-        if edge["sending"]:
-            what = f"sends {m.src} to rank {peer}, which receives it in its step {m.recv_step}"
-        else:
-            what = f"receives {m.dst} from rank {peer}, which sends it in its step {m.send_step}"
-        waits.append(f"rank {rank} in step {current[rank]} {what} and is in step {current[peer]}")
-    rank, peer = cycle[0]
-    first = graph.edges[rank, peer]
-    span = first["message"].src if first["sending"] else first["message"].dst
-    return fault("deadlock: " + "; ".join(waits), rank, current[rank], span)
+    """Follows the ranks from one to the first that it waits for, until a rank comes again."""
+    waits: dict[int, tuple[Message, bool]] = {}
+    rank = next(p.rank for p in matching.programs if current[p.rank] < len(p.steps))
+    while rank not in waits:
+        step = current[rank]
+        sent = [matching.messages[n] for n in matching.sent[rank][step]]
+        received = [matching.messages[n] for n in matching.received[rank][step]]
+        pending = [(m, True) for m in sent if current[m.target] < m.recv_step]
+        pending += [(m, False) for m in received if current[m.source] < m.send_step]
+        waits[rank] = message, sends = pending[0]
+        rank = message.target if sends else message.source
+    ring = list(waits)[list(waits).index(rank) :]
+    texts = []
+    for rank in ring:
+        m, sends = waits[rank]
+        peer = m.target if sends else m.source
+        does = f"sends {m.src} to" if sends else f"receives {m.dst} from"
+        there = f"receives it in its step {m.recv_step}" if sends else f"sends it in its step {m.send_step}"
+        texts.append(
+            f"rank {rank} in step {current[rank]} {does} rank {peer}, which {there} and is in step {current[peer]}"
+        )
+    message, sends = waits[ring[0]]
+    span = message.src if sends else message.dst
+    return fault("deadlock: " + "; ".join(texts), ring[0], current[ring[0]], span)

@@ -102,7 +102,7 @@ def test_levels_put_aside_what_comes_too_early():
 
 
 def test_levels_heed_the_order_of_reductions():
-    """The first of the two in the list comes last: the other waits for it rather than overtake."""
+    """The first of the two in the list comes last: the other waits in SCRATCH rather than overtake."""
     copy = Step(local=(Copy(IN(0), OUT(0)),))
     reduce = made(
         [copy, Step((RecvReduce(OUT(0), 1), RecvReduce(OUT(0), 2)))],
@@ -112,8 +112,10 @@ def test_levels_heed_the_order_of_reductions():
     )
     schedule = right(replace(reduce, collective="reduce", root=0))
     lowered = right(levels(schedule))
-    order = [t.peer for step in lowered.program(0).steps for t in step.transfers]
-    assert order == [1, 2]
+    received = {t.dst: t.peer for step in lowered.program(0).steps for t in step.transfers}
+    assert list(received.values()) == [2, 1]
+    work = [w for step in lowered.program(0).steps for w in step.local if isinstance(w, Reduce)]
+    assert [received[w.src] for w in work] == [1, 2]
 
 
 def test_levels_refuse_a_deadlock():

@@ -10,12 +10,13 @@ from tests.ranks import end_ranks
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="run the tests marked exhaustive too")
+    parser.addoption("--all", action="store_true", help="run what is marked exhaustive too")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out exhaustive tests unless ``--all``, ``-m`` or the name of a single test asks for them."""
-    if config.option.all or config.option.markexpr or any("::" in argument for argument in config.args):
+    """Leaves out exhaustive tests unless ``--all``, ``-m exhaustive`` or the name of a test asks for them."""
+    by_mark, by_name = "exhaustive" in config.option.markexpr, any("::" in name for name in config.args)
+    if config.option.all or by_mark or by_name:
         return
     left_out = [item for item in items if item.get_closest_marker("exhaustive")]
     if left_out:

@@ -11,6 +11,7 @@ from flagcx.algorithms import build, catalogue, entry
 from flagcx.schedule.model import Program, Step
 from flagcx.schedule.traffic import rounds_of
 from tests.algorithms.test_verified import names
+from tests.ranges import exhaustive
 
 
 def counted(schedule):
@@ -19,10 +20,11 @@ def counted(schedule):
     return rounds.steps, Fraction(int(rounds.sent_chunks().max()), schedule.chunks)
 
 
+@pytest.mark.parametrize("sizes", [(*range(1, 10), 17), *exhaustive([(*range(10, 17), 31, 32, 33)])])
 @pytest.mark.parametrize("entry", catalogue(), ids=names)
-def test_closed_forms(entry):
+def test_closed_forms(entry, sizes):
     root = 0 if entry.rooted else None
-    for size in (*range(1, 18), 31, 32, 33):
+    for size in sizes:
         for pieces in (1, 2, 3, 7) if entry.pipelined and size <= 12 else (1,):
             schedule = entry.make(size, root, pieces)
             assert (entry.steps(size, pieces), entry.sent(size, pieces)) == counted(schedule), (size, pieces)

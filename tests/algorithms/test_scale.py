@@ -9,8 +9,7 @@ import pytest
 from flagcx.algorithms import catalogue
 from flagcx.schedule.model import Send
 from tests.algorithms.test_verified import names
-
-SIZE = 1031
+from tests.ranges import exhaustive
 
 
 def lengths(program, peer: int, sends: bool) -> list[tuple[int, int]]:
@@ -23,10 +22,11 @@ def lengths(program, peer: int, sends: bool) -> list[tuple[int, int]]:
     ]
 
 
+@pytest.mark.parametrize("size", [257, *exhaustive([1031])])
 @pytest.mark.parametrize("entry", catalogue(), ids=names)
-def test_messages_of_a_thousand_ranks_match(entry):
-    schedule = entry.make(SIZE, 77 if entry.rooted else None)
-    for rank in (0, 500, SIZE - 1):
+def test_messages_of_many_ranks_match(entry, size):
+    schedule = entry.make(size, 77 if entry.rooted else None)
+    for rank in (0, size // 2, size - 1):
         program = schedule.program(rank)
         assert len(program.steps) == len(schedule.program(77).steps)
         peers = defaultdict(int)

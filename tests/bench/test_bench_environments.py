@@ -7,7 +7,7 @@ import environments
 import pytest
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_failed_installation_is_reported_with_pips_words(tmp_path):
     with pytest.raises(environments.PeerMissing, match=r"pip install \./no-such-package failed: ERROR"):
         environments.ensure("peer", ["./no-such-package"], root=tmp_path)

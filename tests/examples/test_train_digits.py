@@ -143,7 +143,7 @@ def test_overlap_learns_what_one_rank_learns():
     check_summary(output, ranks=3)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_alone():
     code, output = run(sys.executable, SCRIPT, "--check")
     assert code == 0, output

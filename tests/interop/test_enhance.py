@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import subprocess
 import sys
 
 import pytest
 
 import flagcx as fc
+from tests.ranks import run_ranks
 
 HIDDEN = "import sys; sys.modules['torch'] = None; import flagcx as fc; "
 
@@ -40,9 +43,21 @@ def _run(program: str) -> str:
         "    try: call()\n"
         "    except fc.ArgumentError as error: print(error)\n" + program
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run_ranks(_printed, 1, program)[0]
+
+
+def _printed(program: str) -> str:
+    import torch.distributed as dist
+
+    text = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(text):
+            exec(program, {})
+    finally:
+        if dist.is_initialized():
+            fc.restore_process_group()
+            dist.destroy_process_group()
+    return text.getvalue()
 
 
 LONE = "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"

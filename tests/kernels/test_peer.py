@@ -23,7 +23,6 @@ from flagcx.kernels.peer import (
 from flagcx.kernels.source import OPTIONS
 from tests.kernels import nvrtc, peer_host
 from tests.kernels.peer_host import BLOCKS, WORK, Host, Made
-from tests.ranges import exhaustive
 
 needs_compiler = pytest.mark.skipif(peer_host.COMPILER is None, reason="no C++ compiler on this machine")
 needs_nvrtc = pytest.mark.skipif(
@@ -156,8 +155,17 @@ class Wanted:
 
 
 @needs_compiler
-@pytest.mark.parametrize("one_gpu", [True, False], ids=["together", "apart"])
-@pytest.mark.parametrize("size", [2, 3, 8, *exhaustive([4])])
+@pytest.mark.parametrize(
+    ("size", "one_gpu"),
+    [
+        pytest.param(size, one_gpu, marks=marks, id=f"{size}-{'together' if one_gpu else 'apart'}")
+        for marks, cases in (
+            ((), [(2, True), (3, False), (8, True)]),
+            (pytest.mark.exhaustive, [(2, False), (3, True), (4, True), (4, False), (8, False)]),
+        )
+        for size, one_gpu in cases
+    ],
+)
 def test_calls_back_to_back_in_any_interleaving(directory, size, one_gpu):
     host = Host(directory, size, one_gpu)
     for seed in range(4):

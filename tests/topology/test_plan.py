@@ -266,7 +266,7 @@ def test_hosts_below_one_leaf_stay_together():
     assert hosts == [0, 1, 2, 3]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_thousand_hosts_in_seconds():
     machine = cluster(preset("dgx-h100"), 1024)
     start = time.perf_counter()

@@ -12,7 +12,7 @@ from flagcx.transport.base import Call, Plan
 
 
 class Compared:
-    """A plan that runs only if all ranks are about to run the like. It waits for them, so it is slow.
+    """A plan that runs only if all ranks are about to make the same call. It waits for them, so it is slow.
 
     Args:
         plan: The plan.
@@ -25,7 +25,7 @@ class Compared:
         self._plan, self._store, self._timeout_s = plan, store, config.timeout_s
         self._own = call.describe()
 
-    def run(self, given: Any, result: Any) -> None:
+    def run(self, sendbuf: Any, recvbuf: Any) -> None:
         """See ``Plan.run``.
 
         Raises:
@@ -34,7 +34,7 @@ class Compared:
         """
         told = self._store.exchange("nccl/check", self._own.encode(), self._timeout_s)
         check_alike([t.decode() for t in told])
-        self._plan.run(given, result)
+        self._plan.run(sendbuf, recvbuf)
 
 
 def check_alike(told: list[str]) -> None:

@@ -1,8 +1,9 @@
 """NumPy arrays between any number of hosts, by MPI's messages: any schedule, step by step.
 
-MPI only carries the messages. What is sent to whom, and the adding up, is the schedule's, so results are the
-same as on one host. Every wait has a deadline: a rank that waits for long says in the store which call it is
-in, and reads what the others say, so that a call that differs, or a rank that is absent, gets named.
+MPI only carries the messages. The schedule says which rank sends what and where it is added up, so results
+are the same as on one host. Every wait has a deadline: a rank that waits for long writes into the store
+which call it is in, and reads what the others have written, so that a call that differs, or a rank that is
+absent, gets named.
 
 The tag of a message comes from the words of its call. Messages of different calls therefore never meet, and
 a rank that called something else is late instead of wrong.
@@ -84,7 +85,7 @@ class MpiTransport(HostTransport):
                 f"them; start them with the mpirun that mpi4py was built for"
             )
         self._mpi, world = mpi, mpi.COMM_WORLD
-        # A communicator of our own: messages of the user's MPI calls never meet ours.
+        # A communicator of flagcx's own: messages of the user's MPI calls never meet those of flagcx.
         self._comm = world.Create_group(world.Get_group().Incl(cards), tag=_TRANSFER_TAG)
         self._most_tags = min(self._comm.Get_attr(self._mpi.TAG_UB), 1 << 30)
         assert context.store is not None
@@ -154,7 +155,7 @@ class MpiTransport(HostTransport):
             raise CommunicationError(f"rank {self.rank}: MPI failed in {what}: {error}") from error
 
     def abort(self, reason: str, culprit: int | None) -> None:
-        """Tells the peers that this rank cannot go on, and whose fault it is."""
+        """Tells the peers why this rank cannot go on; see ``Transport.abort``."""
         self._watch.tell(reason, culprit)
 
     def close(self) -> None:
@@ -162,7 +163,7 @@ class MpiTransport(HostTransport):
 
 
 class Watch:
-    """What a rank looks at while it waits, and what it lets the others see.
+    """Checks on the other ranks while this one waits, and tells them where it is.
 
     Args:
         store: The ranks' part of the store.
@@ -182,7 +183,7 @@ class Watch:
         self.calls += 1
 
     def look(self, what: str, waited_s: float, shared: bool) -> None:
-        """Looks whether there is a reason to give up.
+        """Checks whether there is a reason to give up.
 
         Args:
             what: The call that waits.
@@ -244,7 +245,7 @@ class Watch:
         return [q for q in range(size) if q != self._store.rank]
 
     def _next(self, size: int) -> list[int]:
-        """The ranks to ask this time: a few of many, and others the next time."""
+        """The ranks to ask this time: a few of many, in turns."""
         others = self._others(size)
         self._asked %= len(others)
         chosen = (others + others)[self._asked : self._asked + min(_ASKED, len(others))]
@@ -252,7 +253,7 @@ class Watch:
         return chosen
 
     def _call_of(self, rank: int) -> tuple[int, str]:
-        """The call in which another rank waits, as far as it said so; "" for one in which others differ."""
+        """The call in which another rank waits, if it has written so; "" for one that few ranks make."""
         try:
             number, what = json.loads(self._store.get(f"mpi/call/{rank}", 1e-3))
         except PeerTimeoutError:

@@ -72,7 +72,7 @@ class Scaled:
         self._plan, self._factor, self._in_place = plan, factor, in_place
 
     def run(self, sendbuf: np.ndarray, recvbuf: np.ndarray | None) -> None:
-        """See ``transport.base.Plan``."""
+        """Runs the call; see ``transport.base.Plan``."""
         factor = sendbuf.dtype.type(self._factor)
         scaled = np.multiply(sendbuf, factor, out=sendbuf if self._in_place else None)
         self._plan.run(scaled, recvbuf)
@@ -174,7 +174,7 @@ class Steps(ABC):
         """The call begins."""
 
     def run(self, sendbuf: np.ndarray | None, recvbuf: np.ndarray | None) -> None:
-        """See ``transport.base.Plan``."""
+        """Runs the call; see ``transport.base.Plan``."""
         empty = self._empty
         arrays = (
             empty if sendbuf is None else sendbuf.reshape(-1),

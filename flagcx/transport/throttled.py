@@ -37,11 +37,11 @@ class Throttled(Transport):
         self.link, self.progress, self._inner = link, transport.progress, transport
 
     def compile(self, call: Call) -> Plan:
-        """See ``transport.base.Transport``."""
+        """Compiles the call inside; see ``Transport.compile``."""
         return _Paced(self._inner.compile(call), self._time_ns(*_load(call)), self.progress)
 
     def transfer(self, sends: Sequence[tuple[Any, int]], receives: Sequence[tuple[Any, int]]) -> None:
-        """See ``transport.base.Transport``."""
+        """Sends and receives at the link's pace; see ``Transport.transfer``."""
         sent, received = (sum(a.nbytes for a, _ in messages) for messages in (sends, receives))
         pace = _Pace(self._time_ns(max(sent, received), 1), self.progress)
         self._inner.transfer(sends, receives)
@@ -113,7 +113,7 @@ class _Paced:
         self._plan, self._time_ns, self._progress = plan, time_ns, progress
 
     def run(self, sendbuf: Any, recvbuf: Any) -> None:
-        """See ``transport.base.Plan``."""
+        """Runs the call; see ``transport.base.Plan``."""
         pace = _Pace(self._time_ns, self._progress)
         self._plan.run(sendbuf, recvbuf)
         pace.keep()

@@ -14,7 +14,7 @@ Ways through it
                           64 KiB a rank: one exchange in double-buffered slots
 ``two_shot.TwoShotSlots`` all-reduce ``two_shot``: pieces through a ring of slots
 ``direct.Direct``         all-reduce ``two_shot``, large or in shared arrays: in the peers' own memory
-``one_shot.Barrier``      a barrier is the entry in the ledger itself
+``one_shot.Barrier``      a barrier is the entry in the call log itself
 ``steps.ChannelSteps``    any schedule of any collective
 ========================  =====================================================================
 """
@@ -30,7 +30,7 @@ from flagcx.config import Config
 from flagcx.dtypes import DType, ReduceOp
 from flagcx.transport.base import Call, Plan, TransportContext
 from flagcx.transport.shared_memory.arena import ONE_SHOT_NBYTES, Arena
-from flagcx.transport.shared_memory.channel import RENDEZVOUS_NBYTES, Arrival, Exchange, run_exchange
+from flagcx.transport.shared_memory.channel import RENDEZVOUS_NBYTES, Exchange, Receive, run_exchange
 from flagcx.transport.shared_memory.direct import Direct
 from flagcx.transport.shared_memory.one_shot import Barrier, OneShot
 from flagcx.transport.shared_memory.steps import ChannelSteps
@@ -101,7 +101,7 @@ class SharedMemoryTransport(HostTransport):
             return self._compile_locked(call)
 
     def _compile_locked(self, call: Call) -> Plan:
-        signature = self._arena.signals.signature(call.describe())
+        signature = self._arena.signals.log.signature(call.describe())
         if call.schedule.collective == "barrier":
             return Barrier(self._arena, call, signature)
         if not call.protocol and OneShot.serves(call, self.size):
@@ -128,33 +128,32 @@ class SharedMemoryTransport(HostTransport):
         """Sends and receives at once; see ``Transport.transfer``."""
         arrays = [a.reshape(-1).view(np.uint8) for a, _ in (*sends, *receives)]
         kinds = [self._kind(a.dtype) for a, _ in (*sends, *receives)]
-        whole = [(i, 0, len(a)) for i, a in enumerate(arrays)]
-        departures = tuple((peer, whole[i]) for i, (_, peer) in enumerate(sends))
-        arrivals = tuple(
-            Arrival(peer, whole[len(sends) + i], False, False, False, ())
-            for i, (_, peer) in enumerate(receives)
+        parts = [(i, 0, len(a)) for i, a in enumerate(arrays)]
+        exchange = Exchange(
+            tuple((peer, part) for (_, peer), part in zip(sends, parts, strict=False)),
+            tuple(
+                Receive(peer, part, False, False, False, ())
+                for (_, peer), part in zip(receives, parts[len(sends) :], strict=True)
+            ),
         )
-        run_exchange(self._arena, Exchange(departures, arrivals), arrays, kinds, point_to_point=True)
+        run_exchange(self._arena, exchange, arrays, kinds, point_to_point=True)
 
     def _kind(self, dtype: np.dtype) -> int:
         """What messages between two ranks are told by: there is no call that all make."""
         kind = self._kinds.get(dtype)
         if kind is None:
-            kind = self._kinds[dtype] = self._arena.signals.kind(f"send and receive of {dtype.name}")
+            kind = self._kinds[dtype] = self._arena.signals.log.kind(f"send and receive of {dtype.name}")
         return kind
 
     def check_end(self) -> None:
-        """Looks, when all calls have been made, whether the peers have made the same, as far as can be seen.
-
-        Raises:
-            MismatchError: A peer called something else lately, or sent what this rank has never received.
-        """
-        self._arena.signals.examine_end(self._arena.taken)
+        """Checks that the peers have made the same calls; see ``Transport.check_end``."""
+        signals = self._arena.signals
+        signals.log.check_end(signals.sequence, self._arena.received)
 
     def abort(self, reason: str, culprit: int | None) -> None:
-        """Tells the peers that this rank cannot go on, and whose fault it is."""
+        """Tells the peers why this rank cannot go on; see ``Transport.abort``."""
         self._arena.signals.abort(reason, culprit)
 
     def close(self) -> None:
-        """Gives everything back. Idempotent."""
+        """Gives everything back; see ``Transport.close``."""
         self._arena.close()

@@ -1,4 +1,4 @@
-"""What the plans of one rank share: everybody's memory, its layout, and the words in it."""
+"""What the plans of one rank share: all ranks' memory, its layout, and the words in it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from flagcx.errors import BootstrapError, PeerDiedError, ResourceError
 from flagcx.transport.shared_memory.cross_memory import CrossMemory, allow_peers, probe
 from flagcx.transport.shared_memory.heap import Heap, PeerHeaps
 from flagcx.transport.shared_memory.segment import Handle, Segment
-from flagcx.transport.shared_memory.signals import READY, Signals, words_nbytes
+from flagcx.transport.shared_memory.signals import Signals
+from flagcx.transport.shared_memory.words import READY, words_nbytes
 
 ONE_SHOT_NBYTES = 64 << 10
 STAGES = 4
@@ -33,7 +34,7 @@ class Areas:
         size: Number of ranks.
         slot_nbytes: Size of one stage.
         one_shot: Two slots of ONE_SHOT_NBYTES.
-        given: STAGES slots: what this rank contributes to the other stripes of a piece.
+        contributed: STAGES slots: what this rank contributes to the other stripes of a piece.
         reduced: STAGES slots: this rank's reduced stripe of a piece.
         pairs: For each peer PIECES slots of PIECE_NBYTES, each with its header.
         nbytes: Size of a segment.
@@ -42,7 +43,7 @@ class Areas:
     size: int
     slot_nbytes: int
     one_shot: int
-    given: int
+    contributed: int
     reduced: int
     pairs: int
     nbytes: int
@@ -51,11 +52,11 @@ class Areas:
     def of(cls, size: int, slot_nbytes: int) -> Areas:
         """Lays a segment out for ``size`` ranks."""
         one_shot = words_nbytes(size)
-        given = one_shot + 2 * ONE_SHOT_NBYTES
-        reduced = given + STAGES * slot_nbytes
+        contributed = one_shot + 2 * ONE_SHOT_NBYTES
+        reduced = contributed + STAGES * slot_nbytes
         pairs = reduced + STAGES * slot_nbytes
         nbytes = pairs + size * PIECES * PIECE_NBYTES
-        return cls(size, slot_nbytes, one_shot, given, reduced, pairs, nbytes)
+        return cls(size, slot_nbytes, one_shot, contributed, reduced, pairs, nbytes)
 
     def piece(self, peer: int, number: int) -> int:
         """Where piece ``number`` to ``peer`` lies."""
@@ -68,7 +69,7 @@ class Arena:
     Args:
         rank: This rank.
         size: Number of ranks.
-        exchange: Sends bytes to all ranks and returns everybody's, in rank order.
+        exchange: Sends bytes to all ranks and returns every rank's, in rank order.
         config: Settings.
 
     Raises:
@@ -103,7 +104,7 @@ class Arena:
         self.pieces = 0
         self.done = 0
         self.sent = [0] * size
-        self.taken = [0] * size
+        self.received = [0] * size
         self.cross_memory = self._agree_on_cross_memory([card["probe"] for card in cards])
 
     def _exchange_cards(self, own: Segment, exchange) -> list[dict]:
@@ -142,7 +143,7 @@ class Arena:
         return self.memory[rank][offset : offset + count * dtype.itemsize].view(dtype)
 
     def close(self) -> None:
-        """Gives everything back. Idempotent."""
+        """Gives everything back. Further calls do nothing."""
         self.signals.close()
         self.heap.close()
         self.peer_heaps.close()

@@ -11,39 +11,38 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter_ns as now
+from typing import Any
 
 import numpy as np
 
 from flagcx.errors import CommunicationError
 from flagcx.transport.shared_memory.arena import PIECE_NBYTES, PIECES, Arena
 from flagcx.transport.shared_memory.heap import SHARED
-from flagcx.transport.shared_memory.signals import (
+from flagcx.transport.shared_memory.words import (
     ABORTED,
     IN_PLACE,
     NBYTES_BITS,
     header_index,
+    received_index,
     sent_index,
-    taken_index,
 )
+from flagcx.transport.steps import Part
 
 RENDEZVOUS_NBYTES = 256 << 10
 _READ_NBYTES = 256 << 10
 
-Part = tuple[int, int, int]
-"""Which array, and its elements from start to stop."""
-
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class Receive:
     """A receive, compiled.
 
     Attributes:
-        peer: Who sends.
+        peer: The rank that sends it.
         part: Where it lands, in elements.
         reduce: Whether it is combined with what is there.
         staged: Whether it must wait in memory of its own until the step's transfers are done.
         after_sends: Whether it must wait until this rank's sends have left.
-        after: Positions of the arrivals of this step that are applied before.
+        after: Positions of the receives of this step that are applied before.
     """
 
     peer: int
@@ -59,13 +58,13 @@ class Exchange:
     """The messages of one step.
 
     Attributes:
-        departures: The rank each goes to, and what it is.
-        arrivals: What comes.
+        sends: The rank each goes to, and what it is.
+        receives: What comes.
         attach_nbytes: Messages of this size on are read where they lie, in the sender's private memory.
     """
 
-    departures: tuple[tuple[int, Part], ...]
-    arrivals: tuple[Arrival, ...]
+    sends: tuple[tuple[int, Part], ...]
+    receives: tuple[Receive, ...]
     attach_nbytes: int = RENDEZVOUS_NBYTES
 
 
@@ -83,65 +82,50 @@ def run_exchange(
         arena: The shared memory.
         step: The messages.
         arrays: One-dimensional arrays that the messages are parts of.
-        kinds: For each, the signature of what its messages belong to; see ``Signals.kind``.
-        ufunc: What combines an arrival with what is there.
+        kinds: For each, the signature of the call that its messages belong to; see ``CallLog.kind``.
+        ufunc: Combines what is received with what is there.
         point_to_point: Whether only the ranks named take part.
     """
-    departures = [
-        _Outgoing(arena, peer, arrays[a][start:stop], kinds[a], step.attach_nbytes)
-        for peer, (a, start, stop) in step.departures
+    sends = [
+        _Sending(arena, peer, arrays[a][start:stop], kinds[a], step.attach_nbytes)
+        for peer, (a, start, stop) in step.sends
     ]
-    arrivals = [_Incoming(arena, plan, arrays, kinds, ufunc, point_to_point) for plan in step.arrivals]
-    leaving, coming = _advance_in_order(departures), arrivals
-    while leaving or coming:
-        before = _moves(departures, arrivals)
-        leaving = _advance_in_order(leaving)
-        coming = _take_in_order(coming, arrivals, bool(leaving))
-        if (leaving or coming) and _moves(departures, arrivals) == before:
-            _pause(arena, _unblocked(leaving, coming, arrivals), point_to_point)
-    for arrival in arrivals:
-        arrival.settle()
+    receives: list[_Receiving] = []
+    for plan in step.receives:
+        before = [*(receives[i] for i in plan.after), *(sends if plan.after_sends else ())]
+        receives.append(_Receiving(arena, plan, arrays, kinds, ufunc, point_to_point, before))
+    sending, receiving = _advance(sends), receives
+    while sending or receiving:
+        moved = sum(arena.sent) + sum(arena.received)
+        sending, receiving = _advance(sending), _advance(receiving)
+        if (sending or receiving) and sum(arena.sent) + sum(arena.received) == moved:
+            _pause(arena, _held_up_by_peers([*receiving, *sending]), point_to_point)
+    for receive in receives:
+        receive.settle()
 
 
-def _moves(departures: list[_Outgoing], arrivals: list[_Incoming]) -> int:
-    return sum(d.moved for d in departures) + sum(a.moved for a in arrivals)
-
-
-def _take_in_order(coming: list[_Incoming], arrivals: list[_Incoming], leaving: bool) -> list[_Incoming]:
-    """Takes what has come; of one peer strictly one message after the other."""
+def _advance(messages: list[Any]) -> list[Any]:
+    """Advances messages; those of one peer strictly one after the other. Returns those that are not done."""
     blocked: set[int] = set()
-    still = []
-    for arrival in coming:
-        plan = arrival.plan
-        waits = plan.peer in blocked or (plan.after_sends and leaving)
-        if waits or not all(arrivals[i].finished for i in plan.after) or not arrival.advance():
-            blocked.add(plan.peer)
-            still.append(arrival)
-    return still
+    left = []
+    for message in messages:
+        if message.peer in blocked or not message.advance():
+            blocked.add(message.peer)
+            left.append(message)
+    return left
 
 
-def _unblocked(
-    leaving: list[_Outgoing], coming: list[_Incoming], arrivals: list[_Incoming]
-) -> list[_Outgoing | _Incoming]:
-    """Those that only a peer holds up. Others may be ready for long, and nothing comes of it."""
-    first: dict[tuple[bool, int], _Outgoing | _Incoming] = {}
-    for arrival in coming:
-        first.setdefault((False, arrival.peer), arrival)
-    for departure in leaving:
-        first.setdefault((True, departure.peer), departure)
-    return [message for message in first.values() if not _is_blocked(message, bool(leaving), arrivals)]
+def _held_up_by_peers(messages: list[_Sending | _Receiving]) -> list[_Sending | _Receiving]:
+    """The messages that nothing but a peer holds up, of each peer the first."""
+    first: dict[tuple[type, int], _Sending | _Receiving] = {}
+    for message in messages:
+        first.setdefault((type(message), message.peer), message)
+    return [message for message in first.values() if not message.waits()]
 
 
-def _is_blocked(message: _Outgoing | _Incoming, leaving: bool, arrivals: list[_Incoming]) -> bool:
-    if isinstance(message, _Outgoing):
-        return False
-    plan = message.plan
-    return (plan.after_sends and leaving) or not all(arrivals[i].finished for i in plan.after)
-
-
-def _pause(arena: Arena, waiting: list[_Outgoing | _Incoming], point_to_point: bool) -> None:
+def _pause(arena: Arena, waiting: list[_Sending | _Receiving], point_to_point: bool) -> None:
     def ready() -> bool:
-        return any(w.ready() for w in waiting)
+        return any(message.ready() for message in waiting)
 
     signals, start = arena.signals, now()
     for _ in signals.spins:
@@ -153,18 +137,7 @@ def _pause(arena: Arena, waiting: list[_Outgoing | _Incoming], point_to_point: b
     signals.waited_ns += now() - start
 
 
-def _advance_in_order(leaving: list[_Outgoing]) -> list[_Outgoing]:
-    """Advances messages; those to one peer strictly one after the other."""
-    blocked: set[int] = set()
-    still = []
-    for departure in leaving:
-        if departure.peer in blocked or not departure.advance():
-            blocked.add(departure.peer)
-            still.append(departure)
-    return still
-
-
-class _Outgoing:
+class _Sending:
     """A message on its way out."""
 
     __slots__ = (
@@ -175,7 +148,7 @@ class _Outgoing:
         "_piece",
         "_posted",
         "_start",
-        "moved",
+        "finished",
         "peer",
     )
 
@@ -186,23 +159,28 @@ class _Outgoing:
         self._piece = PIECE_NBYTES // message.itemsize
         self._start = 0
         self._posted = -1
-        self.moved = 0
+        self.finished = False
+
+    def waits(self) -> bool:
+        """Whether another message of the step must go first."""
+        return False
 
     def _free(self) -> bool:
         arena = self._arena
-        taken = arena.signals.words[self.peer][taken_index(arena.rank)]
-        return arena.sent[self.peer] - taken < PIECES
+        received = arena.signals.words[self.peer][received_index(arena.rank)]
+        return arena.sent[self.peer] - received < PIECES
 
     def ready(self) -> bool:
         """Whether ``advance`` could do something."""
         if self._posted >= 0:
-            return self._arena.signals.words[self.peer][taken_index(self._arena.rank)] > self._posted
+            return self._arena.signals.words[self.peer][received_index(self._arena.rank)] > self._posted
         return self._free()
 
     def advance(self) -> bool:
         """Moves what can be moved now. Returns whether the message has left."""
         if self._posted >= 0:
-            return self.ready()
+            self.finished = self.ready()
+            return self.finished
         while self._free():
             location = self._location()
             if location is not None:
@@ -218,6 +196,7 @@ class _Outgoing:
             self._post(self._header, 0)
             self._start = stop
             if stop >= len(self._message):
+                self.finished = True
                 return True
         return False
 
@@ -241,14 +220,14 @@ class _Outgoing:
             signals.fence()
         arena.sent[self.peer] = number + 1
         signals.own[sent_index(self.peer)] = number + 1
-        self.moved += 1
 
 
-class _Incoming:
+class _Receiving:
     """A message on its way in."""
 
     __slots__ = (
         "_arena",
+        "_before",
         "_combines",
         "_dst",
         "_header",
@@ -257,7 +236,6 @@ class _Incoming:
         "_target",
         "_ufunc",
         "finished",
-        "moved",
         "peer",
         "plan",
     )
@@ -265,13 +243,15 @@ class _Incoming:
     def __init__(
         self,
         arena: Arena,
-        plan: Arrival,
+        plan: Receive,
         arrays: Sequence[np.ndarray],
         kinds: Sequence[int],
         ufunc: np.ufunc | None,
         point_to_point: bool,
+        before: list[_Sending | _Receiving],
     ) -> None:
         buffer, start, stop = plan.part
+        self._before = before
         self._point_to_point = point_to_point
         self._arena, self.plan, self.peer = arena, plan, plan.peer
         self._target = arrays[buffer][start:stop]
@@ -281,39 +261,44 @@ class _Incoming:
         self._combines = plan.reduce and not plan.staged
         self._start = 0
         self.finished = False
-        self.moved = 0
+
+    def waits(self) -> bool:
+        """Whether another message of the step must go first."""
+        return not all(message.finished for message in self._before)
 
     def ready(self) -> bool:
         """Whether a piece is there."""
         arena = self._arena
-        return arena.signals.words[self.peer][sent_index(arena.rank)] > arena.taken[self.peer]
+        return arena.signals.words[self.peer][sent_index(arena.rank)] > arena.received[self.peer]
 
     def advance(self) -> bool:
-        """Takes what is there. Returns whether the message is complete."""
+        """Receives what is there. Returns whether the message is complete."""
+        if self._before and self.waits():
+            return False
         while self.ready():
             signals = self._arena.signals
             if signals.fence:
                 signals.fence()
-            index = header_index(self._arena.rank, self._arena.taken[self.peer])
+            index = header_index(self._arena.rank, self._arena.received[self.peer])
             described, location = signals.words[self.peer][index], signals.words[self.peer][index + 1]
             if described & ~IN_PLACE != self._header:
-                signals.refuse(self.peer, described, self._header)
+                signals.log.refuse(self.peer, described, self._header)
             if described & IN_PLACE:
                 self._read_in_place(location)
                 self._start = len(self._dst)
             else:
-                self._take_piece()
-            self._tell_taken()
+                self._receive_piece()
+            self._tell_received()
             if self._start >= len(self._dst):
                 self.finished = True
                 return True
         return False
 
-    def _take_piece(self) -> None:
+    def _receive_piece(self) -> None:
         arena = self._arena
         stop = min(self._start + PIECE_NBYTES // self._dst.itemsize, len(self._dst))
         if stop > self._start:
-            at = arena.areas.piece(arena.rank, arena.taken[self.peer])
+            at = arena.areas.piece(arena.rank, arena.received[self.peer])
             self._put(arena.view(self.peer, at, stop - self._start, self._dst.dtype), stop)
         self._start = max(stop, 1)
 
@@ -346,19 +331,18 @@ class _Incoming:
             return
         piece = _READ_NBYTES // dst.itemsize
         buffer = np.empty(piece, dst.dtype)
-        near = buffer.__array_interface__["data"][0]
+        address = buffer.__array_interface__["data"][0]
         for start in range(0, len(dst), piece):
             part = dst[start : start + piece]
-            attached.read(near, location + start * dst.itemsize, part.nbytes)
+            attached.read(address, location + start * dst.itemsize, part.nbytes)
             self._ufunc(part, buffer[: len(part)], out=part)  # type: ignore[misc]
 
-    def _tell_taken(self) -> None:
+    def _tell_received(self) -> None:
         arena, signals = self._arena, self._arena.signals
         if signals.fence:
             signals.fence()
-        arena.taken[self.peer] += 1
-        signals.own[taken_index(self.peer)] = arena.taken[self.peer]
-        self.moved += 1
+        arena.received[self.peer] += 1
+        signals.own[received_index(self.peer)] = arena.received[self.peer]
 
     def settle(self) -> None:
         """Applies what waited for the end of the step."""

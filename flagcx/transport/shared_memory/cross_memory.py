@@ -30,8 +30,8 @@ class CrossMemory:
 
     def __init__(self, pid: int, peer: int) -> None:
         self.pid, self.peer = pid, peer
-        self._near, self._far = _Piece(), _Piece()
-        self._near_at, self._far_at = ctypes.byref(self._near), ctypes.byref(self._far)
+        self._local, self._remote = _Piece(), _Piece()
+        self._local_at, self._remote_at = ctypes.byref(self._local), ctypes.byref(self._remote)
         library = ctypes.CDLL(None, use_errno=True)
         self._read, self._write = library.process_vm_readv, library.process_vm_writev
         for function in (self._read, self._write):
@@ -45,32 +45,32 @@ class CrossMemory:
                 ctypes.c_ulong,
             )
 
-    def read(self, near: int, far: int, nbytes: int) -> None:
-        """Copies ``nbytes`` from address ``far`` of the peer to address ``near`` of this process.
+    def read(self, local: int, remote: int, nbytes: int) -> None:
+        """Copies ``nbytes`` from address ``remote`` of the peer to address ``local`` of this process.
 
         Raises:
             PeerDiedError: The peer is gone.
             CommunicationError: The kernel refuses.
         """
-        self._transfer(self._read, near, far, nbytes)
+        self._transfer(self._read, local, remote, nbytes)
 
-    def write(self, near: int, far: int, nbytes: int) -> None:
-        """Copies ``nbytes`` from address ``near`` of this process to address ``far`` of the peer.
+    def write(self, local: int, remote: int, nbytes: int) -> None:
+        """Copies ``nbytes`` from address ``local`` of this process to address ``remote`` of the peer.
 
         Raises:
             PeerDiedError: The peer is gone.
             CommunicationError: The kernel refuses.
         """
-        self._transfer(self._write, near, far, nbytes)
+        self._transfer(self._write, local, remote, nbytes)
 
-    def _transfer(self, call, near: int, far: int, nbytes: int) -> None:
+    def _transfer(self, call, local: int, remote: int, nbytes: int) -> None:
         while nbytes:
-            self._near.base, self._near.length = near, nbytes
-            self._far.base, self._far.length = far, nbytes
-            done = call(self.pid, self._near_at, 1, self._far_at, 1, 0)
+            self._local.base, self._local.length = local, nbytes
+            self._remote.base, self._remote.length = remote, nbytes
+            done = call(self.pid, self._local_at, 1, self._remote_at, 1, 0)
             if done <= 0:
                 raise self._error(ctypes.get_errno())
-            near, far, nbytes = near + done, far + done, nbytes - done
+            local, remote, nbytes = local + done, remote + done, nbytes - done
 
     def _error(self, code: int) -> CommunicationError:
         if code == errno.ESRCH:
@@ -91,12 +91,12 @@ def allow_peers() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _ANY, 0, 0, 0)
 
 
-def probe(attached: CrossMemory, far: int, expected: bytes) -> bool:
-    """Whether reading and writing works: reads ``expected`` at ``far`` of the peer, writes it back."""
+def probe(attached: CrossMemory, remote: int, expected: bytes) -> bool:
+    """Whether reading and writing works: reads ``expected`` at ``remote`` of the peer, writes it back."""
     memory = ctypes.create_string_buffer(len(expected))
     try:
-        attached.read(ctypes.addressof(memory), far, len(expected))
-        attached.write(ctypes.addressof(memory), far, len(expected))
+        attached.read(ctypes.addressof(memory), remote, len(expected))
+        attached.write(ctypes.addressof(memory), remote, len(expected))
     except CommunicationError:
         return False
     return memory.raw == expected

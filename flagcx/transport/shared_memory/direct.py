@@ -18,8 +18,8 @@ from flagcx.transport.base import Call
 from flagcx.transport.shared_memory.arena import Arena
 from flagcx.transport.shared_memory.heap import SHARED
 from flagcx.transport.shared_memory.reduction import accumulator_dtype, combiner
-from flagcx.transport.shared_memory.signals import ABORTED, DONE, LEDGER_MASK, LOCATIONS, SHARED_BIT
 from flagcx.transport.shared_memory.two_shot import TwoShotSlots
+from flagcx.transport.shared_memory.words import ABORTED, CALL_LOG_MASK, DONE, LOCATIONS, SHARED_BIT
 
 _MAPPED_PIECE_NBYTES = 256 << 10
 _COPIED_PIECE_NBYTES = 128 << 10  # leaves room in the second-level cache for what is copied in
@@ -32,7 +32,7 @@ class _Piece:
 
     Attributes:
         fetches: Calls that bring peers' parts here: function, local address, peer's address, bytes.
-        sources: Everybody's parts, in rank order.
+        sources: All ranks' parts, in rank order.
         out: Where the sum goes.
         accumulator: Where it is made.
         stores: Peers' parts that are mapped here.
@@ -47,14 +47,14 @@ class _Piece:
     pushes: list[tuple]
 
 
-class _Last:
+class _Binding:
     """The call before: its arrays, where all arrays lay, and the pieces prepared for it."""
 
-    __slots__ = ("given", "here", "pieces", "places", "result", "there")
+    __slots__ = ("pieces", "places", "received_at", "recvbuf", "sendbuf", "sent_from")
 
-    def __init__(self, given: np.ndarray, result: np.ndarray, here: int, there: int) -> None:
-        self.given, self.result = weakref.ref(given), weakref.ref(result)
-        self.here, self.there = here, there
+    def __init__(self, sendbuf: np.ndarray, recvbuf: np.ndarray, sent_from: int, received_at: int) -> None:
+        self.sendbuf, self.recvbuf = weakref.ref(sendbuf), weakref.ref(recvbuf)
+        self.sent_from, self.received_at = sent_from, received_at
         self.places: list[int] = []
         self.pieces: list[_Piece] = []
 
@@ -79,7 +79,7 @@ class Direct:
         self._accumulator = np.empty(piece, accumulator_dtype(call.op, call.dtype))  # type: ignore[arg-type]
         self._incoming = [np.empty(piece if cross_memory else 0, self._dtype) for _ in range(arena.size)]
         self._low, self._high = self._stripe()
-        self._last: _Last | None = None
+        self._binding: _Binding | None = None
 
     def _stripe(self) -> tuple[int, int]:
         """This rank's stripe; stripes begin on cache lines, so that no two ranks write one line."""
@@ -88,59 +88,59 @@ class Direct:
         rank = self._arena.rank
         return min(bounds[rank] * line, self._count), min(bounds[rank + 1] * line, self._count)
 
-    def run(self, given: np.ndarray, result: np.ndarray) -> None:
-        """See ``transport.base.Plan``."""
+    def run(self, sendbuf: np.ndarray, recvbuf: np.ndarray) -> None:
+        """Runs the call; see ``transport.base.Plan``."""
         signals = self._signals
-        index = signals.sequence & LEDGER_MASK
-        last = self._last
-        if last is None or last.given() is not given or last.result() is not result:
-            last = self._last = self._locate(given, result)
-        here, there = last.here, last.there
-        shared = here & there & SHARED
+        index = signals.sequence & CALL_LOG_MASK
+        binding = self._binding
+        if binding is None or binding.sendbuf() is not sendbuf or binding.recvbuf() is not recvbuf:
+            binding = self._binding = self._locate(sendbuf, recvbuf)
+        sent_from, received_at = binding.sent_from, binding.received_at
+        shared = sent_from & received_at & SHARED
         if not (shared or self._cross_memory):
             signals.enter(self._signature)
-            self._slots.run_entered(given.reshape(-1), result.reshape(-1))  # type: ignore[union-attr]
+            self._slots.run_entered(sendbuf.reshape(-1), recvbuf.reshape(-1))  # type: ignore[union-attr]
             return
         own = signals.own
-        own[LOCATIONS + 2 * index] = here
-        own[LOCATIONS + 2 * index + 1] = there
+        own[LOCATIONS + 2 * index] = sent_from
+        own[LOCATIONS + 2 * index + 1] = received_at
         if signals.fence:
             signals.fence()
         value = signals.enter(self._signature | SHARED_BIT if shared else self._signature)
         for words in signals.others:
             if words[index] != value:
-                signals.wait_ledger(words, index, value)
+                signals.wait_call(words, index, value)
         if signals.fence:
             signals.fence()
         at = LOCATIONS + 2 * index
         places = [words[i] for words in signals.words for i in (at, at + 1)]
         if not (self._cross_memory or all(words[index] & SHARED_BIT for words in signals.others)):
-            self._slots.run_entered(given.reshape(-1), result.reshape(-1))  # type: ignore[union-attr]
+            self._slots.run_entered(sendbuf.reshape(-1), recvbuf.reshape(-1))  # type: ignore[union-attr]
             return
-        if places != last.places:
-            last.pieces = self._prepare(given, result, places)
-            last.places = places
-        self._work(last.pieces)
+        if places != binding.places:
+            binding.pieces = self._prepare(sendbuf, recvbuf, places)
+            binding.places = places
+        self._work(binding.pieces)
         self._leave()
 
-    def _locate(self, given: np.ndarray, result: np.ndarray) -> _Last:
+    def _locate(self, sendbuf: np.ndarray, recvbuf: np.ndarray) -> _Binding:
         heap = self._arena.heap
-        here = heap.locate(given) or _address(given)
-        there = here if result is given else heap.locate(result) or _address(result)
-        return _Last(given, result, here, there)
+        sent_from = heap.locate(sendbuf) or _address(sendbuf)
+        received_at = sent_from if recvbuf is sendbuf else heap.locate(recvbuf) or _address(recvbuf)
+        return _Binding(sendbuf, recvbuf, sent_from, received_at)
 
     def _work(self, pieces: list[_Piece]) -> None:
         combine = self._combine
         for piece in pieces:
-            for fetch, near, far, nbytes in piece.fetches:
-                fetch(near, far, nbytes)
+            for fetch, local, remote, nbytes in piece.fetches:
+                fetch(local, remote, nbytes)
             out = piece.out
             combine(piece.sources, out, piece.accumulator)
             self._check_peers()
             for store in piece.stores:
                 store[...] = out
-            for push, near, far, nbytes in piece.pushes:
-                push(near, far, nbytes)
+            for push, local, remote, nbytes in piece.pushes:
+                push(local, remote, nbytes)
 
     def _check_peers(self) -> None:
         """Ends the call where a rank has given up: it may have freed the array that would be written."""
@@ -150,14 +150,14 @@ class Direct:
 
     # -- preparing --------------------------------------------------------------------------------
 
-    def _prepare(self, given: np.ndarray, result: np.ndarray, places: list[int]) -> list[_Piece]:
+    def _prepare(self, sendbuf: np.ndarray, recvbuf: np.ndarray, places: list[int]) -> list[_Piece]:
         """Prepares the pieces. Views of the caller's arrays are made by address, so that they keep no
-        array alive; they are used only while ``_Last`` sees the very arrays alive."""
+        array alive; they are used only while ``_Binding`` sees the very arrays alive."""
         rank = self._arena.rank
         inputs = [self._map(q, place) for q, place in enumerate(places[::2])]
         outputs = [self._map(q, place) for q, place in enumerate(places[1::2])]
-        inputs[rank] = _unowned(_address(given), self._count, self._dtype)
-        outputs[rank] = _unowned(_address(result), self._count, self._dtype)
+        inputs[rank] = _unowned(_address(sendbuf), self._count, self._dtype)
+        outputs[rank] = _unowned(_address(recvbuf), self._count, self._dtype)
         copied = any(a is None for a in (*inputs, *outputs))
         piece = (_COPIED_PIECE_NBYTES if copied else _MAPPED_PIECE_NBYTES) // self._dtype.itemsize
         return [
@@ -194,7 +194,7 @@ class Direct:
         return raw.view(self._dtype)
 
     def _leave(self) -> None:
-        """The barrier after: nobody touches my array any more."""
+        """The barrier after: no peer touches this rank's arrays any more."""
         arena, signals = self._arena, self._signals
         arena.done += 1
         if signals.fence:

@@ -15,7 +15,7 @@ from flagcx.errors import ResourceError
 from flagcx.memory import SHARED as SHARED_KIND
 from flagcx.memory import Block, Pool
 from flagcx.transport.shared_memory.segment import Handle, Segment
-from flagcx.transport.shared_memory.signals import HEAP_COUNT, HEAPS, MOST_HEAPS
+from flagcx.transport.shared_memory.words import HEAP_COUNT, HEAPS, MOST_HEAPS
 
 _LEAST_NBYTES = 32 << 20
 SHARED = 1 << 63
@@ -91,10 +91,6 @@ class Heap:
         start = owner.__array_interface__["data"][0]
         shift = array.__array_interface__["data"][0] - start
         return SHARED | home[0] << _OFFSET_BITS | (home[1] + shift)
-
-    def used_nbytes(self) -> int:
-        """Bytes in arrays that are alive."""
-        return self._pool.stats().used_nbytes
 
     def close(self) -> None:
         """Gives the memory back as soon as no array views it."""

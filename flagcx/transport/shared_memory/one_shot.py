@@ -1,8 +1,8 @@
-"""Small messages: every rank leaves its message in a slot, then reads everybody's.
+"""Small messages: every rank leaves its message in a slot, then reads all slots.
 
 Two slots take turns. A rank that writes a slot for the second time has seen every peer's signal of the
 call between, and a peer signals that call only after it has read the slot; so nothing else is needed.
-The entry in the ledger is the signal.
+The entry in the call log is the signal.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.transport.base import Call
 from flagcx.transport.shared_memory.arena import ONE_SHOT_NBYTES, Arena
 from flagcx.transport.shared_memory.reduction import Combine, accumulator_dtype, combiner
-from flagcx.transport.shared_memory.signals import LEDGER_MASK, SEQUENCE_SHIFT
+from flagcx.transport.shared_memory.words import CALL_LOG_MASK, SEQUENCE_SHIFT
 
 
 class OneShot:
@@ -69,14 +69,14 @@ class OneShot:
             signals.fence()
         sequence = signals.sequence
         signals.sequence = sequence + 1
-        index = sequence & LEDGER_MASK
+        index = sequence & CALL_LOG_MASK
         value = sequence << SEQUENCE_SHIFT | self._signature
         signals.own[index] = value
         for words in signals.others:
             if words[index] != value:
-                signals.wait_ledger(words, index, value)
+                signals.wait_call(words, index, value)
         if self._looks_back and sequence:
-            signals.compare_last(sequence)
+            signals.log.compare_last(sequence)
         if signals.fence:
             signals.fence()
         if self._combine is None:
@@ -91,15 +91,15 @@ class Barrier:
     def __init__(self, arena: Arena, call: Call, signature: int) -> None:
         self._signals, self._signature = arena.signals, signature
 
-    def run(self, given: object, result: object) -> None:
-        """See ``transport.base.Plan``."""
+    def run(self, sendbuf: object, recvbuf: object) -> None:
+        """Runs the call; see ``transport.base.Plan``."""
         signals = self._signals
         if signals.fence:
             signals.fence()
         value = signals.enter(self._signature)
-        index = (signals.sequence - 1) & LEDGER_MASK
+        index = (signals.sequence - 1) & CALL_LOG_MASK
         for words in signals.others:
             if words[index] != value:
-                signals.wait_ledger(words, index, value)
+                signals.wait_call(words, index, value)
         if signals.fence:
             signals.fence()

@@ -9,7 +9,7 @@ import numpy as np
 from flagcx.schedule.model import Buffer
 from flagcx.transport.base import Call
 from flagcx.transport.shared_memory.arena import PIECE_NBYTES, PIECES, Arena
-from flagcx.transport.shared_memory.channel import RENDEZVOUS_NBYTES, Arrival, Exchange, run_exchange
+from flagcx.transport.shared_memory.channel import RENDEZVOUS_NBYTES, Exchange, Receive, run_exchange
 from flagcx.transport.steps import Part, StepParts, Steps
 
 
@@ -30,24 +30,24 @@ class ChannelSteps(Steps):
         super().__init__(call)
 
     def _messages(self, step: StepParts) -> Exchange:
-        departures = tuple((peer, part) for part, peer in step.sends)
-        arrivals: list[Arrival] = []
+        sends = tuple((peer, part) for part, peer in step.sends)
+        receives: list[Receive] = []
         for part, peer, reduce in step.receives:
-            sent_too = reduce and any(self._overlap(part, sent) for _, sent in departures)
-            long = sent_too and self._too_long_to_leave(departures)
-            after = tuple(i for i, a in enumerate(arrivals) if self._overlap(a.part, part))
-            staged = long or any(arrivals[i].staged for i in after)
-            arrivals.append(Arrival(peer, part, reduce, staged, sent_too and not long, after))
-        return Exchange(departures, tuple(arrivals), self._attach_nbytes)
+            sent_too = reduce and any(self._overlap(part, sent) for _, sent in sends)
+            long = sent_too and self._too_long_to_leave(sends)
+            after = tuple(i for i, a in enumerate(receives) if self._overlap(a.part, part))
+            staged = long or any(receives[i].staged for i in after)
+            receives.append(Receive(peer, part, reduce, staged, sent_too and not long, after))
+        return Exchange(sends, tuple(receives), self._attach_nbytes)
 
     def _overlap(self, a: Part, b: Part) -> bool:
         (x, a0, a1), (y, b0, b1) = self._place(a), self._place(b)
         return x == y and a0 < b1 and b0 < a1
 
-    def _too_long_to_leave(self, departures: Sequence[tuple[int, Part]]) -> bool:
+    def _too_long_to_leave(self, sends: Sequence[tuple[int, Part]]) -> bool:
         """Whether the step's sends may have to wait for the peer to receive."""
         pieces: dict[int, int] = {}
-        for peer, (_, start, stop) in departures:
+        for peer, (_, start, stop) in sends:
             nbytes = (stop - start) * self._dtype.itemsize
             pieces[peer] = pieces.get(peer, 0) + max(-(-nbytes // PIECE_NBYTES), 1)
             if nbytes >= min(RENDEZVOUS_NBYTES, self._attach_nbytes):

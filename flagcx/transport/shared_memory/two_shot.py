@@ -1,7 +1,7 @@
 """Middle-sized messages: the two-shot all-reduce, cut into pieces that flow through a ring of slots.
 
 Each piece has one stripe a rank. Three stages work on three successive pieces: leave the other ranks'
-stripes in my slot; reduce my stripe from everybody's slot; gather the reduced stripes. A slot is
+stripes in this rank's slot; reduce this rank's stripe from all slots; gather the reduced stripes. A slot is
 written again four pieces later, when the signals already waited for prove that all have read it. (A
 call of one piece has waited for the same signals when it ends, so the next may use the same slot.)
 """
@@ -16,7 +16,7 @@ from flagcx.schedule.collectives import cut
 from flagcx.transport.base import Call
 from flagcx.transport.shared_memory.arena import STAGES, Arena
 from flagcx.transport.shared_memory.reduction import accumulator_dtype, combiner
-from flagcx.transport.shared_memory.signals import ARRIVED, REDUCED
+from flagcx.transport.shared_memory.words import ARRIVED, REDUCED
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,8 @@ class _Stage:
 
     Attributes:
         low, high, end: Where this rank's stripe begins and ends, and where the piece ends.
-        before, behind: This rank's slot for what it contributes to the stripes before and behind its own.
-        sources: Everybody's part of this rank's stripe; its own is put in when it is known.
+        before, after: This rank's slot for what it contributes to the stripes before and after its own.
+        sources: All ranks' parts of this rank's stripe; its own is put in when it is known.
         reduced: This rank's slot for its reduced stripe.
         gathered: The other ranks' reduced stripes: start, stop, slot.
     """
@@ -35,7 +35,7 @@ class _Stage:
     high: int
     end: int
     before: np.ndarray
-    behind: np.ndarray
+    after: np.ndarray
     sources: list[np.ndarray]
     reduced: np.ndarray
     gathered: list[tuple[int, int, np.ndarray]]
@@ -65,15 +65,15 @@ class TwoShotSlots:
             at = area + stage * areas.slot_nbytes
             return [arena.view(q, at, length, self._dtype) for q in range(arena.size)]
 
-        given, reduced = slots(areas.given), slots(areas.reduced)
+        sendbuf, reduced = slots(areas.contributed), slots(areas.reduced)
         low, high = stripes[rank], stripes[rank + 1]
         return _Stage(
             low,
             high,
             length,
-            given[rank][:low],
-            given[rank][high:],
-            [slot[low:high] for slot in given],
+            sendbuf[rank][:low],
+            sendbuf[rank][high:],
+            [slot[low:high] for slot in sendbuf],
             reduced[rank][: high - low],
             [
                 (a, b, slot[: b - a])
@@ -82,55 +82,55 @@ class TwoShotSlots:
             ],
         )
 
-    def run(self, given: np.ndarray, result: np.ndarray) -> None:
-        """See ``transport.base.Plan``."""
+    def run(self, sendbuf: np.ndarray, recvbuf: np.ndarray) -> None:
+        """Runs the call; see ``transport.base.Plan``."""
         self._signals.enter(self._signature)
-        self.run_entered(given.reshape(-1), result.reshape(-1))
+        self.run_entered(sendbuf.reshape(-1), recvbuf.reshape(-1))
 
-    def run_entered(self, given: np.ndarray, result: np.ndarray) -> None:
-        """Runs the call once it stands in the ledger. The arrays are one-dimensional."""
+    def run_entered(self, sendbuf: np.ndarray, recvbuf: np.ndarray) -> None:
+        """Runs the call after it is entered in the call log. The arrays are one-dimensional."""
         pieces, first = self._pieces, self._arena.pieces
         self._arena.pieces = first + pieces
         for turn in range(pieces + 2):
             if turn < pieces:
-                self._leave(turn, first, given)
+                self._contribute(turn, first, sendbuf)
             if 1 <= turn <= pieces:
-                self._reduce(turn - 1, first, given, result)
+                self._reduce(turn - 1, first, sendbuf, recvbuf)
             if turn >= 2:
-                self._gather(turn - 2, first, result)
+                self._gather(turn - 2, first, recvbuf)
 
     def _at(self, piece: int, first: int) -> tuple[int, _Stage]:
-        if self._pieces == 1:  # nobody is behind, so one slot does, and stays in the cache
+        if self._pieces == 1:  # no rank is a piece behind, so one slot does, and stays in the cache
             return 0, self._final[0]
         stages = self._final if piece == self._pieces - 1 else self._whole
         return piece * self._piece, stages[(first + piece) % STAGES]
 
-    def _leave(self, piece: int, first: int, given: np.ndarray) -> None:
+    def _contribute(self, piece: int, first: int, sendbuf: np.ndarray) -> None:
         start, stage = self._at(piece, first)
         if stage.low:
-            stage.before[...] = given[start : start + stage.low]
+            stage.before[...] = sendbuf[start : start + stage.low]
         if stage.high < stage.end:
-            stage.behind[...] = given[start + stage.high : start + stage.end]
-        self._tell(ARRIVED, first + piece + 1)
+            stage.after[...] = sendbuf[start + stage.high : start + stage.end]
+        self._signal(ARRIVED, first + piece + 1)
 
-    def _reduce(self, piece: int, first: int, given: np.ndarray, result: np.ndarray) -> None:
+    def _reduce(self, piece: int, first: int, sendbuf: np.ndarray, recvbuf: np.ndarray) -> None:
         start, stage = self._at(piece, first)
         low, high = start + stage.low, start + stage.high
-        stage.sources[self._arena.rank] = given[low:high]
-        out = result[low:high]
+        stage.sources[self._arena.rank] = sendbuf[low:high]
+        out = recvbuf[low:high]
         self._await(ARRIVED, first + piece + 1)
         self._combine(stage.sources, out, self._accumulator[: high - low])
         stage.reduced[...] = out
         stage.sources[self._arena.rank] = stage.reduced  # let go of the caller's array
-        self._tell(REDUCED, first + piece + 1)
+        self._signal(REDUCED, first + piece + 1)
 
-    def _gather(self, piece: int, first: int, result: np.ndarray) -> None:
+    def _gather(self, piece: int, first: int, recvbuf: np.ndarray) -> None:
         start, stage = self._at(piece, first)
         self._await(REDUCED, first + piece + 1)
         for low, high, slot in stage.gathered:
-            result[start + low : start + high] = slot
+            recvbuf[start + low : start + high] = slot
 
-    def _tell(self, counter: int, value: int) -> None:
+    def _signal(self, counter: int, value: int) -> None:
         signals = self._signals
         if signals.fence:
             signals.fence()

@@ -19,7 +19,8 @@ from flagcx.transport.shared_memory import fence
 from flagcx.transport.shared_memory.cross_memory import CrossMemory, probe
 from flagcx.transport.shared_memory.heap import SHARED, Heap, PeerHeaps
 from flagcx.transport.shared_memory.segment import Segment
-from flagcx.transport.shared_memory.signals import HEAP_COUNT, Signals, words_nbytes
+from flagcx.transport.shared_memory.signals import Signals
+from flagcx.transport.shared_memory.words import HEAP_COUNT, words_nbytes
 
 
 @pytest.fixture
@@ -51,9 +52,9 @@ def test_memory_of_dead_arrays_is_used_again(words):
     first = heap.locate(array)
     del array
     gc.collect()
-    assert heap.used_nbytes() > 0, "a view keeps the memory"
+    assert heap._pool.stats().used_nbytes > 0, "a view keeps the memory"
     del view
-    assert heap.used_nbytes() == 0
+    assert heap._pool.stats().used_nbytes == 0
     for _ in range(1000):
         assert heap.locate(heap.empty(1000, np.float64)) == first
     assert words[HEAP_COUNT] == 1
@@ -158,27 +159,27 @@ def pair():
         segment.close()
 
 
-def test_the_ledger_shows_who_called_what(pair):
+def test_the_call_log_shows_who_called_what(pair):
     a, b = pair
-    value = a.enter(a.signature("allreduce of 3"))
-    b.enter(b.signature("broadcast of 3"))
+    value = a.enter(a.log.signature("allreduce of 3"))
+    b.enter(b.log.signature("broadcast of 3"))
     with pytest.raises(MismatchError, match=r"rank 0 called allreduce of 3, rank 1 called broadcast of 3"):
-        a.wait_ledger(a.words[1], 0, value)
+        a.wait_call(a.words[1], 0, value)
 
 
 def test_calls_that_agree_pass(pair):
     a, b = pair
     for i in range(40):
-        value = a.enter(a.signature("allreduce of 3"))
-        assert b.enter(b.signature("allreduce of 3")) == value
-        a.wait_ledger(a.words[1], i % 16, value)
+        value = a.enter(a.log.signature("allreduce of 3"))
+        assert b.enter(b.log.signature("allreduce of 3")) == value
+        a.wait_call(a.words[1], i % 16, value)
 
 
 def test_a_peer_that_does_not_come(pair):
     a, _ = pair
-    value = a.enter(a.signature("barrier"))
+    value = a.enter(a.log.signature("barrier"))
     with pytest.raises(PeerTimeoutError, match=r"rank 1 did not take part within 0\.\d s .* in barrier"):
-        a.wait_ledger(a.words[1], 0, value)
+        a.wait_call(a.words[1], 0, value)
 
 
 def test_settings_are_checked():

@@ -1,0 +1,155 @@
+"""The log of calls: what each rank called lately, so that ranks that make different calls find out.
+
+The n-th collective call of a rank leaves ``n << 21 | signature << 1 | shared`` in word n mod 16 of its log.
+The signature stands for collective, count, dtype, operation, root and algorithm; the text that it stands for
+lies in the rank's segment too.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+from flagcx.errors import MismatchError
+from flagcx.transport.shared_memory.words import (
+    CALL_LOG_DEPTH,
+    CALL_LOG_MASK,
+    REASON_NBYTES,
+    SEQUENCE_SHIFT,
+    SHARED_BIT,
+    TEXT_NBYTES,
+    TEXTS,
+    header_index,
+    reason_offset,
+    sent_index,
+    split_header,
+)
+
+
+class CallLog:
+    """One rank's view of every rank's log.
+
+    Args:
+        rank: This rank.
+        words: Every rank's words, by rank.
+        memory: The bytes of every rank's segment, by rank.
+    """
+
+    def __init__(self, rank: int, words: list[memoryview], memory: list[memoryview]) -> None:
+        self._rank, self._words, self._memory = rank, words, memory
+        self._reason_at = reason_offset(len(words))
+        self._texts = 0
+
+    def close(self) -> None:
+        """Lets go of the peers' memory."""
+        self._words, self._memory = [], []
+
+    def kind(self, text: str) -> int:
+        """Leaves ``text`` for peers to read, and returns the signature that stands for it."""
+        signature = zlib.crc32(text.encode()) & 0xFFFFF
+        record = signature.to_bytes(4, "little") + text.encode()[: TEXT_NBYTES - 5]
+        self._write(self._text_at(self._texts % TEXTS), record, TEXT_NBYTES)
+        self._texts += 1
+        return signature
+
+    def signature(self, text: str) -> int:
+        """The same, shifted to where a word of the log has it."""
+        return self.kind(text) << 1
+
+    def _text_at(self, number: int) -> int:
+        return self._reason_at + REASON_NBYTES + number * TEXT_NBYTES
+
+    def _write(self, at: int, record: bytes, nbytes: int) -> None:
+        self._memory[self._rank][at : at + nbytes] = record.ljust(nbytes, b"\0")
+
+    def _text_of(self, peer: int, signature: int) -> str:
+        for number in range(TEXTS):
+            at = self._text_at(number)
+            record = bytes(self._memory[peer][at : at + TEXT_NBYTES])
+            if int.from_bytes(record[:4], "little") == signature and record[4]:
+                return record[4:].rstrip(b"\0").decode(errors="replace")
+        return "another call"
+
+    def _call_of(self, peer: int, word: int) -> str:
+        return self._text_of(peer, word >> 1 & 0xFFFFF)
+
+    def last_call(self, sequence: int) -> str:
+        """This rank's last call in words, if it has made ``sequence`` calls; empty for none."""
+        word = self._words[self._rank][(sequence - 1) & CALL_LOG_MASK]
+        return f" in {self._call_of(self._rank, word)}" if sequence else ""
+
+    def write_reason(self, reason: str) -> None:
+        """Leaves the reason why this rank gives up."""
+        self._write(self._reason_at, reason.encode()[: REASON_NBYTES - 1], REASON_NBYTES)
+
+    def reason_of(self, peer: int) -> str:
+        """Why a peer gave up."""
+        raw = bytes(self._memory[peer][self._reason_at : self._reason_at + REASON_NBYTES])
+        return raw.rstrip(b"\0").decode(errors="replace")
+
+    def refuse(self, peer: int, header: int, expected: int) -> None:
+        """Raises MismatchError for a message of a peer whose header is not the one that is expected."""
+        (theirs, sent), (mine, wanted) = split_header(header), split_header(expected)
+        raise MismatchError(
+            f"ranks disagree: rank {peer} sent {sent:,} bytes of {self._text_of(peer, theirs)}, and rank "
+            f"{self._rank} expects {wanted:,} bytes of {self._text_of(self._rank, mine)}; every rank must "
+            f"make the same calls in the same order, with the same count, dtype, operation, algorithm and "
+            f"root",
+            peer=peer,
+        )
+
+    def compare(self, sequence: int) -> None:
+        """Compares the calls that are still in sight, the latest first.
+
+        Args:
+            sequence: How many calls this rank has made.
+
+        Raises:
+            MismatchError: A peer called something else.
+        """
+        for number in range(sequence - 1, max(sequence - CALL_LOG_DEPTH, 0) - 1, -1):
+            index = number & CALL_LOG_MASK
+            mine = self._words[self._rank][index]
+            for q, words in enumerate(self._words):
+                theirs = words[index]
+                same_number = theirs >> SEQUENCE_SHIFT == number == mine >> SEQUENCE_SHIFT
+                if same_number and (theirs ^ mine) > SHARED_BIT and theirs:
+                    raise MismatchError(
+                        f"ranks disagree on call {number}: rank {self._rank} called "
+                        f"{self._call_of(self._rank, mine)}, rank {q} called {self._call_of(q, theirs)}; "
+                        f"every rank must make the same calls in the same order, with the same count, dtype, "
+                        f"operation and root",
+                        peer=q,
+                    )
+
+    def compare_last(self, sequence: int) -> None:
+        """Checks that the peers, which have come to call ``sequence``, made the same call before it.
+
+        Raises:
+            MismatchError: A peer called something else.
+        """
+        index = (sequence - 1) & CALL_LOG_MASK
+        mine = self._words[self._rank][index]
+        for words in self._words:
+            if (words[index] ^ mine) > SHARED_BIT:
+                self.compare(sequence + 1)
+
+    def check_end(self, sequence: int, received: Sequence[int]) -> None:
+        """Looks for signs, when all calls have been made, that a peer made others.
+
+        Args:
+            sequence: How many calls this rank has made.
+            received: How many pieces it has received from each.
+
+        Raises:
+            MismatchError: A peer called something else lately, or sent what this rank has never received.
+        """
+        self.compare(sequence)
+        for peer, words in enumerate(self._words):
+            if words[sent_index(self._rank)] > received[peer]:
+                kind, nbytes = split_header(words[header_index(self._rank, received[peer])])
+                raise MismatchError(
+                    f"rank {peer} sent {nbytes:,} bytes of {self._text_of(peer, kind)}, which rank "
+                    f"{self._rank} never received; every rank must make the same calls",
+                    peer=peer,
+                )

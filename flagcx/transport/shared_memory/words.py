@@ -1,0 +1,59 @@
+"""The words that ranks leave for each other at the start of their segments, and where each lies.
+
+Each rank writes only into its own segment, and every segment has the same layout, so a word has one
+index in all of them. Words are read and written through ``memoryview.cast("Q")``. A cache line has 8 words;
+counters that peers poll have a line of their own.
+"""
+
+from __future__ import annotations
+
+CALL_LOG_DEPTH = 16
+CALL_LOG_MASK = CALL_LOG_DEPTH - 1
+SEQUENCE_SHIFT = 21
+SHARED_BIT = 1
+"""Bit of a word of the call log: the arrays of that call lie in memory that peers map."""
+
+# The call log is at 0, then two words for each of its words: where INPUT and OUTPUT of that call lie.
+LOCATIONS = 16
+CLOSED, ABORTED, WAITING_FOR, HEARTBEAT, READY, HEAP_COUNT = range(48, 54)
+ARRIVED, REDUCED, DONE = 64, 72, 80
+HEAPS, MOST_HEAPS = 96, 64  # two words each: descriptor and size
+_PAIRS = HEAPS + 2 * MOST_HEAPS  # three lines a peer: SENT to it, headers of what is sent, RECEIVED from it
+_PAIR_WORDS = 24
+
+# After the words: why this rank gave up, then the calls that signatures stand for.
+TEXT_NBYTES, TEXTS, REASON_NBYTES = 160, 128, 1024
+
+# A header holds the bytes of its message, its kind (a signature), and whether it is read where it lies.
+NBYTES_BITS = 40
+IN_PLACE = 1 << 62
+
+
+def reason_offset(size: int) -> int:
+    """Byte at which the reason begins, for ``size`` ranks; the texts follow it."""
+    return 8 * (_PAIRS + _PAIR_WORDS * size)
+
+
+def words_nbytes(size: int) -> int:
+    """Bytes at the start of a segment that hold words and texts, for ``size`` ranks."""
+    return -(-(reason_offset(size) + REASON_NBYTES + TEXTS * TEXT_NBYTES) // 4096) * 4096
+
+
+def sent_index(peer: int) -> int:
+    """Word that counts the pieces sent to ``peer``."""
+    return _PAIRS + _PAIR_WORDS * peer
+
+
+def header_index(peer: int, number: int) -> int:
+    """First of the two words that describe piece ``number`` to ``peer``."""
+    return _PAIRS + _PAIR_WORDS * peer + 8 + 2 * (number % 4)
+
+
+def received_index(peer: int) -> int:
+    """Word that counts the pieces received from ``peer``."""
+    return _PAIRS + _PAIR_WORDS * peer + 16
+
+
+def split_header(header: int) -> tuple[int, int]:
+    """The kind of a message, and its bytes."""
+    return (header & ~IN_PLACE) >> NBYTES_BITS, header & ((1 << NBYTES_BITS) - 1)

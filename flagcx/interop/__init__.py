@@ -1,4 +1,4 @@
-"""What joins flagcx to other frameworks. Nothing here is imported before it is asked for."""
+"""flagcx in other frameworks. A framework is imported only by the functions that need it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def enhance_process_group(group: Any = None, **options: Any) -> Any:
     ``reduce``, ``broadcast``, ``all_gather``, ``reduce_scatter``, ``all_to_all``, ``gather``, ``scatter``,
     their variants on single tensors and coalesced ones, ``barrier``, and the gradients of
     ``DistributedDataParallel`` on that group are flagcx's: tensors on the CPU go through shared memory,
-    those on GPUs through its transports there. What flagcx does not do (ranks on several hosts, ``send`` and
-    ``recv``, sparse tensors, a dtype or operation it lacks) goes where it went before.
+    those on GPUs through its transports there. The group's former backend keeps the calls that flagcx does
+    not serve: ranks on several hosts, ``send`` and ``recv``, sparse tensors, other dtypes and operations.
 
     Args:
         group: The process group; the default one where it is None.
@@ -21,8 +21,8 @@ def enhance_process_group(group: Any = None, **options: Any) -> Any:
             unless ``timeout_s`` says otherwise.
 
     Returns:
-        The process group to use. The default group is replaced, so that nothing need be passed on; any other
-        is to be used in place of the one that was given.
+        The process group to use. The default group is replaced, so that calls without a group use it; use any
+        other in place of the one given.
 
     Raises:
         MissingDependencyError: torch is not installed.
@@ -42,8 +42,8 @@ def restore_process_group(group: Any = None) -> Any:
     """Undoes ``enhance_process_group``, on every rank of the group.
 
     Args:
-        group: What ``enhance_process_group`` returned; the default group where it is None. A group that is
-            not enhanced stays as it is.
+        group: The group that ``enhance_process_group`` returned; the default group where it is None. A group
+            that is not enhanced stays as it is.
 
     Returns:
         The process group as it was before, in its old place.

@@ -1,7 +1,7 @@
-"""Batches of sends and receives (``dist.batch_isend_irecv``) on a group that flagcx stands for.
+"""Batches of sends and receives (``dist.batch_isend_irecv``) on a group whose collectives are flagcx's.
 
-torch makes one batch of them for its own class of groups alone. Sends and receives that NCCL does not get
-as one batch may wait for each other for ever, so operations name the original group instead.
+torch joins them to one batch only for its own class of groups. Without the batch NCCL's sends and receives
+may wait for each other for ever, so each operation is given the original group instead.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 
 
 def route_batches() -> None:
-    """Has batches on flagcx's groups see the original, until ``unroute_batches`` was called as often."""
+    """Gives operations on flagcx's groups the original one, until ``unroute_batches`` is called as often."""
     init = c10d.P2POp.__init__
     routes = getattr(init, "routes", None)
     if routes is not None:

@@ -1,4 +1,4 @@
-"""Where the calls of a process group run: the host's thread or a stream, one behind the other."""
+"""Runs the calls of a process group in order: on a thread of the host, or on a stream."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from flagcx.interop.tensors import DeviceViews, HostViews
 from flagcx.interop.work import CallWork, StreamWork, ThreadWork
 from flagcx.kernels.cuda import RELAXED, capture_mode
 
-Call = Callable[[], object]
+Task = Callable[[], object]
 _MOST_CALLBACKS = 64
 
 
 class HostQueue:
-    """Calls on tensors of the CPU: on the caller's thread if he waits, else on a thread of the group's own.
+    """Tasks on tensors of the CPU: on the caller's thread if it waits, else on the queue's own thread.
 
     Args:
         comm: The communicator.
@@ -38,49 +38,49 @@ class HostQueue:
         self._last: Future | None = None
         self._scratch: dict[str, Any] = {}
 
-    def run(self, call: Call, tensors: Sequence[Any], waits: bool, value: Any = None) -> CallWork:
-        """Runs a call, behind all that came before it.
+    def run(self, task: Task, tensors: Sequence[Any], waits: bool, value: Any = None) -> CallWork:
+        """Runs a task after those before it.
 
         Args:
-            call: What to run.
+            task: The task.
             tensors: The tensors that it uses.
             waits: Whether the caller waits for it anyway.
-            value: What the work's future holds; the tensors by default.
+            value: The value of the work's future; the tensors by default.
         """
         value = tensors if value is None else value
         if not waits:
-            return self._start(call, tensors, value)
+            return self._start(task, tensors, value)
         self.settle()
         with self._turn:
-            call()
+            task()
         return CallWork(value)
 
     def settle(self) -> None:
-        """Waits until what was started has ended. Its errors belong to who waits for the work."""
+        """Waits until the tasks started before have ended. Their errors are raised by their works alone."""
         last = self._last
         if last is not None:
             last.exception()
             if self._last is last:
                 self._last = None
 
-    def _start(self, call: Call, tensors: Sequence[Any], value: Any) -> ThreadWork:
+    def _start(self, task: Task, tensors: Sequence[Any], value: Any) -> ThreadWork:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="flagcx-torch")
             self._callbacks = ThreadPoolExecutor(_MOST_CALLBACKS, thread_name_prefix="flagcx-callback")
         assert self._callbacks is not None
         # The thread keeps the tensors: a view of them does not, and the caller may drop them.
-        self._last = self._thread.submit(self._in_turn, call, tensors)
+        self._last = self._thread.submit(self._in_turn, task, tensors)
         return ThreadWork(self._last, value, self._callbacks)
 
-    def _in_turn(self, call: Call, _: Sequence[Any]) -> None:
+    def _in_turn(self, task: Task, _: Sequence[Any]) -> None:
         with self._turn:
-            call()
+            task()
 
     def scratch(self, name: str, like: Any, count: int) -> Any:
-        """A flat tensor of ``count`` elements, for one call; its memory is used again by later ones.
+        """A flat tensor of ``count`` elements, for one task; later tasks use its memory again.
 
         Args:
-            name: Which of the call's scratch tensors.
+            name: Name of the tensor; those of different names don't overlap.
             like: A tensor of the same dtype.
             count: Number of elements.
         """
@@ -91,7 +91,7 @@ class HostQueue:
         return found[:nbytes].view(like.dtype)
 
     def close(self) -> None:
-        """Waits for what was started. Idempotent."""
+        """Waits for the tasks that were started."""
         for pool in (self._thread, self._callbacks):
             if pool is not None:
                 pool.shutdown()
@@ -99,7 +99,7 @@ class HostQueue:
 
 
 class DeviceQueue:
-    """Calls on tensors of one GPU: on the current stream if the caller waits, else on a stream of their own.
+    """Tasks on tensors of one GPU: on the current stream if the caller waits, else on the queue's own stream.
 
     Args:
         comm: The communicator.
@@ -119,10 +119,10 @@ class DeviceQueue:
         self._streams: dict[int, Any] = {}
         self._turn = threading.RLock()
 
-    def run(self, call: Call, tensors: Sequence[Any], waits: bool, value: Any = None) -> CallWork:
-        """Enqueues a call, behind all that came before it. See ``HostQueue.run``.
+    def run(self, task: Task, tensors: Sequence[Any], waits: bool, value: Any = None) -> CallWork:
+        """Enqueues a task after those before it, with the arguments of ``HostQueue.run``.
 
-        While a graph is captured everything goes into it on the stream that is captured.
+        While a graph is captured every task goes onto the stream that is captured.
         """
         value = tensors if value is None else value
         current = torch.cuda.current_stream(self.device)
@@ -131,24 +131,24 @@ class DeviceQueue:
             if captures:
                 # A plan may need scratch memory, which torch's rule for captures forbids to allocate.
                 with capture_mode(RELAXED):
-                    self._enqueue(call, current)
+                    self._enqueue(task, current)
                 return StreamWork(current, value)
             if waits:
-                self._enqueue(call, current)
+                self._enqueue(task, current)
                 return StreamWork(current, value)
-            return self._start(call, tensors, value, current)
+            return self._start(task, tensors, value, current)
 
-    def _start(self, call: Call, tensors: Sequence[Any], value: Any, current: Any) -> StreamWork:
+    def _start(self, task: Task, tensors: Sequence[Any], value: Any, current: Any) -> StreamWork:
         side = self._side
         side.wait_stream(current)
         with torch.cuda.stream(side):
-            self._enqueue(call, side)
+            self._enqueue(task, side)
         for tensor in tensors:
             tensor.record_stream(side)
         return StreamWork(side, value, side.record_event())
 
     def probe(self) -> None:
-        """Makes a first call, for which all ranks join, and checks its result.
+        """Makes a first call, in which all ranks connect, and checks its result.
 
         Raises:
             CommunicationError: The result is wrong.
@@ -161,14 +161,14 @@ class DeviceQueue:
                 f"output of NCCL_DEBUG=WARN"
             )
 
-    def _enqueue(self, call: Call, stream: Any) -> None:
+    def _enqueue(self, task: Task, stream: Any) -> None:
         runtime = self._cupy.cuda.runtime
         if runtime.getDevice() == self.device:
             with self._as_cupys(stream.cuda_stream):
-                call()
+                task()
             return
         with self._cupy.cuda.Device(self.device), self._as_cupys(stream.cuda_stream):
-            call()
+            task()
 
     def _as_cupys(self, pointer: int) -> Any:
         found = self._streams.get(pointer)
@@ -179,7 +179,7 @@ class DeviceQueue:
         return found
 
     def scratch(self, name: str, like: Any, count: int) -> Any:
-        """A flat tensor for one call. See ``HostQueue.scratch``."""
+        """A flat tensor of ``count`` elements, for one task."""
         return torch.empty(count, dtype=like.dtype, device=like.device)
 
     def close(self) -> None:

@@ -1,209 +1,180 @@
 """torch's collectives on tensors and lists of tensors, as flagcx's on one array for each buffer.
 
-Each function returns what a queue is to run. It runs on the queue's thread or stream, where tensors that are
-not plain are copied, and lists are laid end to end unless they lie so already. What is only moved travels
-as bytes, so that every dtype does.
+Each function returns the task of a call queue, for the queue's thread or stream. The task copies tensors that
+are not plain, and lays lists end to end unless their memory is so already. Collectives that only move data
+send bytes, so that they serve every dtype.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from flagcx.dtypes import ReduceOp
-from flagcx.interop.call_queue import CallQueue, HostQueue
+from flagcx.dtypes import Op
+from flagcx.interop.call_queue import CallQueue, HostQueue, Task
 from flagcx.interop.tensors import are_adjacent, is_plain, plain
 
-Call = Callable[[], object]
-Op = str | ReduceOp
 
-
-def allreduce(queue: CallQueue, tensor: Any, op: Op) -> Call:
+def allreduce(queue: CallQueue, tensor: Any, op: Op) -> Task:
     """Combines the tensors of all ranks, in place."""
     if is_plain(tensor):
         return partial(queue.comm.allreduce, queue.views.elements(tensor), op)
 
-    def call() -> None:
-        with _written(tensor) as work:
-            queue.comm.allreduce(queue.views.elements(work), op)
+    def task() -> None:
+        copy = plain(tensor)
+        queue.comm.allreduce(queue.views.elements(copy), op)
+        _copy_back(copy, tensor)
 
-    return call
+    return task
 
 
-def allreduce_all(queue: CallQueue, tensors: Sequence[Any], op: Op) -> Call:
+def allreduce_all(queue: CallQueue, tensors: Sequence[Any], op: Op) -> Task:
     """Combines each of several tensors, in place; small ones of one dtype travel together."""
 
-    def call() -> None:
-        works = [plain(t) for t in tensors]
-        arrays = [queue.views.elements(work) for work in works]
+    def task() -> None:
+        copies = [plain(t) for t in tensors]
+        arrays = [queue.views.elements(copy) for copy in copies]
         if isinstance(queue, HostQueue) or not torch.cuda.is_current_stream_capturing():
             queue.comm.allreduce(arrays, op)
-        else:  # The memory in which they would travel together is not a graph's to keep.
+        else:  # A graph cannot keep the memory in which they would travel together.
             for array in arrays:
                 queue.comm.allreduce(array, op)
-        for tensor, work in zip(tensors, works, strict=True):
-            _bring(work, tensor)
+        for tensor, copy in zip(tensors, copies, strict=True):
+            _copy_back(copy, tensor)
 
-    return call
+    return task
 
 
-def reduce(queue: CallQueue, tensor: Any, op: Op, root: int) -> Call:
+def reduce(queue: CallQueue, tensor: Any, op: Op, root: int) -> Task:
     """Combines the tensors of all ranks at the root."""
 
-    def call() -> None:
-        work = plain(tensor)
-        queue.comm.reduce(queue.views.elements(work), op, root)
+    def task() -> None:
+        copy = plain(tensor)
+        queue.comm.reduce(queue.views.elements(copy), op, root)
         if queue.comm.rank == root:
-            _bring(work, tensor)
+            _copy_back(copy, tensor)
 
-    return call
+    return task
 
 
-def broadcast(queue: CallQueue, tensor: Any, root: int) -> Call:
+def broadcast(queue: CallQueue, tensor: Any, root: int) -> Task:
     """Gives every rank the root's tensor."""
 
-    def call() -> None:
-        with _written(tensor) as work:
-            queue.comm.broadcast(queue.views.bytes(work), root)
+    def task() -> None:
+        copy = plain(tensor)
+        queue.comm.broadcast(queue.views.bytes(copy), root)
+        _copy_back(copy, tensor)
 
-    return call
+    return task
 
 
-def allgather(queue: CallQueue, outputs: Sequence[Any], given: Any) -> Call:
-    """Gives every rank the tensors of all, which may differ in size."""
+def allgather(queue: CallQueue, outputs: Sequence[Any], x: Any) -> Task:
+    """Gives every rank the tensors of all: one for each rank, which may differ in size, or one for all."""
     counts = [t.numel() * t.element_size() for t in outputs]
     even = len(set(counts)) == 1
 
-    def call() -> None:
-        with _spread(queue, outputs) as out:
-            x = queue.views.bytes(plain(given))
-            if even:
-                queue.comm.allgather(x, out=out)
-            else:
-                queue.comm.allgatherv(x, counts, out=out)
+    def task() -> None:
+        out, flat = _target(queue, outputs)
+        sendbuf = queue.views.bytes(plain(x))
+        if even:
+            queue.comm.allgather(sendbuf, out=out)
+        else:
+            queue.comm.allgatherv(sendbuf, counts, out=out)
+        _distribute(flat, outputs)
 
-    return call
-
-
-def allgather_single(queue: CallQueue, output: Any, given: Any) -> Call:
-    """Gives every rank the tensors of all, one after the other in one tensor."""
-
-    def call() -> None:
-        with _written(output) as out:
-            queue.comm.allgather(queue.views.bytes(plain(given)), out=queue.views.bytes(out))
-
-    return call
+    return task
 
 
-def reduce_scatter(queue: CallQueue, output: Any, inputs: Sequence[Any], op: Op) -> Call:
-    """Combines lists of tensors; each rank gets its entry. Entries may differ in size."""
+def reduce_scatter(queue: CallQueue, output: Any, inputs: Sequence[Any], op: Op) -> Task:
+    """Combines tensors, one for each rank, which may differ in size, or one for all; each rank gets its part."""
     counts = [t.numel() for t in inputs]
     even = len(set(counts)) == 1
 
-    def call() -> None:
-        x = _joined(queue, inputs, queue.views.elements)
-        with _written(output) as out:
-            if even:
-                queue.comm.reduce_scatter(x, op, out=queue.views.elements(out))
-            else:
-                queue.comm.reduce_scatterv(x, counts, op, out=queue.views.elements(out))
+    def task() -> None:
+        sendbuf, copy = _joined(queue, inputs, queue.views.elements), plain(output)
+        if even:
+            queue.comm.reduce_scatter(sendbuf, op, out=queue.views.elements(copy))
+        else:
+            queue.comm.reduce_scatterv(sendbuf, counts, op, out=queue.views.elements(copy))
+        _copy_back(copy, output)
 
-    return call
-
-
-def reduce_scatter_single(queue: CallQueue, output: Any, given: Any, op: Op) -> Call:
-    """Combines the tensors of all ranks; each rank gets its block."""
-
-    def call() -> None:
-        x = queue.views.elements(plain(given))
-        with _written(output) as out:
-            queue.comm.reduce_scatter(x, op, out=queue.views.elements(out))
-
-    return call
+    return task
 
 
-def alltoall(queue: CallQueue, outputs: Sequence[Any], inputs: Sequence[Any]) -> Call:
-    """Sends entry q of the inputs to rank q, and gets entry q of the outputs from it."""
-    sent = [t.numel() * t.element_size() for t in inputs]
-    received = [t.numel() * t.element_size() for t in outputs]
+def alltoall(
+    queue: CallQueue,
+    outputs: Sequence[Any],
+    inputs: Sequence[Any],
+    sent: Sequence[int],
+    received: Sequence[int],
+) -> Task:
+    """Sends part q of the inputs to rank q, and gets part q of the outputs from it.
 
-    def call() -> None:
-        x = _joined(queue, inputs, queue.views.bytes)
-        with _spread(queue, outputs) as out:
-            queue.comm.alltoallv(x, sent, received, out=out)
+    Parts of one size are no case of their own: one rank may leave the sizes out where another lists them.
 
-    return call
-
-
-def alltoall_single(
-    queue: CallQueue, output: Any, given: Any, received: Sequence[int], sent: Sequence[int]
-) -> Call:
-    """Sends parts of a tensor to each rank. The counts are in bytes.
-
-    Blocks of one size take the same way as others: one rank may say that they are, where another lists them.
+    Args:
+        queue: The queue.
+        outputs: Tensors whose parts, end to end, come from the ranks.
+        inputs: Tensors whose parts, end to end, go to the ranks.
+        sent: Bytes of each part of the inputs.
+        received: Bytes of each part of the outputs.
     """
 
-    def call() -> None:
-        x = queue.views.bytes(plain(given))
-        with _written(output) as out:
-            queue.comm.alltoallv(x, sent, received, out=queue.views.bytes(out))
+    def task() -> None:
+        sendbuf = _joined(queue, inputs, queue.views.bytes)
+        out, flat = _target(queue, outputs)
+        queue.comm.alltoallv(sendbuf, sent, received, out=out)
+        _distribute(flat, outputs)
 
-    return call
+    return task
 
 
-def gather(queue: CallQueue, outputs: Sequence[Any], given: Any, root: int) -> Call:
+def gather(queue: CallQueue, outputs: Sequence[Any], x: Any, root: int) -> Task:
     """Gives the root the tensors of all ranks."""
 
-    def call() -> None:
-        x = queue.views.bytes(plain(given))
+    def task() -> None:
+        sendbuf = queue.views.bytes(plain(x))
         if queue.comm.rank != root:
-            queue.comm.gather(x, root)
+            queue.comm.gather(sendbuf, root)
             return
-        with _spread(queue, outputs) as out:
-            queue.comm.gather(x, root, out=out)
+        out, flat = _target(queue, outputs)
+        queue.comm.gather(sendbuf, root, out=out)
+        _distribute(flat, outputs)
 
-    return call
+    return task
 
 
-def scatter(queue: CallQueue, output: Any, inputs: Sequence[Any], root: int) -> Call:
+def scatter(queue: CallQueue, output: Any, inputs: Sequence[Any], root: int) -> Task:
     """Gives every rank its entry of the root's list."""
 
-    def call() -> None:
-        x = _joined(queue, inputs, queue.views.bytes) if queue.comm.rank == root else None
-        with _written(output) as out:
-            queue.comm.scatter(x, root, out=queue.views.bytes(out))
+    def task() -> None:
+        sendbuf = _joined(queue, inputs, queue.views.bytes) if queue.comm.rank == root else None
+        copy = plain(output)
+        queue.comm.scatter(sendbuf, root, out=queue.views.bytes(copy))
+        _copy_back(copy, output)
 
-    return call
+    return task
 
 
-def in_turn(calls: Sequence[Call]) -> Call:
-    """Makes several calls, one after the other."""
+def in_turn(tasks: Sequence[Task]) -> Task:
+    """Runs several tasks, one after the other."""
 
-    def call() -> None:
-        for each in calls:
+    def task() -> None:
+        for each in tasks:
             each()
 
-    return call
+    return task
 
 
 # -- tensors that are not plain, and lists ------------------------------------------------------------
 
 
-def _bring(work: Any, tensor: Any) -> None:
-    if work is not tensor:
-        tensor.detach().copy_(work)
-
-
-@contextmanager
-def _written(tensor: Any) -> Iterator[Any]:
-    """A plain tensor in place of one that is to be written, and perhaps read."""
-    work = plain(tensor)
-    yield work
-    _bring(work, tensor)
+def _copy_back(copy: Any, tensor: Any) -> None:
+    if copy is not tensor:
+        tensor.detach().copy_(copy)
 
 
 def _joined(queue: CallQueue, tensors: Sequence[Any], view: Callable[[Any, int], Any]) -> Any:
@@ -216,15 +187,17 @@ def _joined(queue: CallQueue, tensors: Sequence[Any], view: Callable[[Any, int],
     return view(flat, count)
 
 
-@contextmanager
-def _spread(queue: CallQueue, tensors: Sequence[Any]) -> Iterator[Any]:
-    """Bytes for a result that belongs into all tensors, end to end; it is there when the block ends."""
+def _target(queue: CallQueue, tensors: Sequence[Any]) -> tuple[Any, Any]:
+    """Bytes for all tensors end to end, and the tensor that has them, if they are not the tensors' memory."""
     count = sum(t.numel() for t in tensors)
     if are_adjacent(tensors):
-        yield queue.views.bytes(tensors[0], count)
-        return
+        return queue.views.bytes(tensors[0], count), None
     flat = queue.scratch("spread", tensors[0], count)
-    yield queue.views.bytes(flat)
-    parts = flat.split([t.numel() for t in tensors])
-    for tensor, part in zip(tensors, parts, strict=True):
-        tensor.detach().copy_(part.view(tensor.shape))
+    return queue.views.bytes(flat), flat
+
+
+def _distribute(flat: Any, tensors: Sequence[Any]) -> None:
+    """Copies the parts of a tensor of ``_target`` into the tensors."""
+    if flat is not None:
+        for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+            tensor.detach().copy_(part.view(tensor.shape))

@@ -17,7 +17,7 @@ from flagcx.interop.process_group import FlagcxProcessGroup
 
 
 def enhance_process_group(group: Any = None, **options: Any) -> Any:
-    """See ``flagcx.enhance_process_group``."""
+    """Implements ``flagcx.enhance_process_group``."""
     config_of(None, options)
     group = current(group)
     if group is dist.GroupMember.NON_GROUP_MEMBER or isinstance(group, FlagcxProcessGroup):
@@ -30,7 +30,7 @@ def enhance_process_group(group: Any = None, **options: Any) -> Any:
 
 
 def restore_process_group(group: Any = None) -> Any:
-    """See ``flagcx.restore_process_group``."""
+    """Implements ``flagcx.restore_process_group``."""
     group = current(group)
     if not isinstance(group, FlagcxProcessGroup):
         return group
@@ -43,8 +43,8 @@ def config_of(timeout: timedelta | None, options: dict[str, Any]) -> Config:
     """The settings for a group.
 
     Args:
-        timeout: The group's time-out; flagcx's own where it is not known.
-        options: Settings by name, which win.
+        timeout: The group's time-out; None for flagcx's own.
+        options: Settings by name, which take precedence.
 
     Raises:
         ArgumentError: There is no such setting, or it has no such value.
@@ -64,7 +64,7 @@ def config_of(timeout: timedelta | None, options: dict[str, Any]) -> Config:
 
 
 def current(group: Any) -> Any:
-    """The group that is in use for the one that was given: flagcx's, if that stands for it now.
+    """The group in use for a given one: flagcx's, if that has replaced it.
 
     Args:
         group: A process group, or None for the default one.
@@ -101,7 +101,7 @@ def _timeout(group: Any) -> timedelta | None:
 
 
 def _swap(old: Any, new: Any) -> None:
-    """Gives one group the place of another in all that torch knows of groups."""
+    """Replaces one group by another in all of torch's registers."""
     world = c10d._world
     for table in (world.pg_map, world.pg_names, world.pg_backend_config, world.pg_to_tag):
         if old in table:
@@ -126,7 +126,7 @@ def create_backend(prepared: Any, options: Any) -> ProcessGroup:
     """Makes the process group for ``backend="flagcx"``, around torch's own backends.
 
     Args:
-        prepared: What torch says of the group: store, rank, size, time-out.
+        prepared: torch's description of the group: store, rank, size, time-out.
         options: flagcx's settings by name, as ``pg_options``; or None.
     """
     if options is not None and not isinstance(options, dict):

@@ -26,18 +26,17 @@ def ddp_hook(
 ) -> Callable[[Any, Any], Any]:
     """Makes a hook that averages the buckets of gradients through flagcx, compressed if asked for.
 
-    The process group need not be enhanced. What a bucket's compression left out is added to its next
+    The process group need not be enhanced. The part of a bucket that compression loses is added to its next
     gradients (error feedback), unless ``residual`` is False.
 
     Args:
         compression: Name of a codec, such as "fp16", "int8", "topk" or "powersgd", a codec with its
-            settings, a ``flagcx.compression.Feedback``, "auto", or None for none. Gradients on every rank
-            are compressed alike.
+            settings, a ``flagcx.compression.Feedback``, "auto", or None for none. The same on every rank.
         group: The process group of the model; the state given to ``register_comm_hook``, or else the
             default group, where it is None.
-        residual: Whether errors are fed back; not for a ``Feedback``, which knows.
+        residual: Whether errors are fed back; a ``Feedback`` has its own setting.
         momentum: Momentum that is applied before compression (momentum correction).
-        clip: Largest norm of a bucket's gradients before they join what was left out; None for any.
+        clip: Largest norm of a bucket's gradients, before the lost part is added; None for any.
         options: Fields of ``fc.Config``, for a group that is not enhanced.
 
     Returns:
@@ -51,12 +50,12 @@ def ddp_hook(
         >>> model.register_comm_hook(None, ddp_hook(compression="int8"))    # doctest: +SKIP
     """
     config_of(None, options)
-    buckets = _Buckets(_feedback(compression, residual, momentum, clip))
-    lines = _Lines(group, options)
+    slots = _BucketSlots(_feedback(compression, residual, momentum, clip))
+    groups = _Groups(group, options)
 
     # Without annotations: DDP compares them with its own types, and finds text here.
     def flagcx_hook(state, bucket):  # type: ignore[no-untyped-def]
-        return _average(lines.group_for(state), buckets, bucket)
+        return _average(groups.group_for(state), slots, bucket)
 
     return no_dynamo(flagcx_hook)
 
@@ -70,12 +69,12 @@ def _feedback(compression: Any, residual: bool, momentum: float, clip: float | N
 
     if isinstance(compression, Feedback):
         return compression
-    as_feedback(compression)  # names what is wrong with it
+    as_feedback(compression)  # raises if it is not known
     return Feedback(compression, momentum=momentum, residual=residual, clip=clip)
 
 
-class _Buckets:
-    """What compression remembers for each bucket; forgotten when DDP lays its buckets out anew."""
+class _BucketSlots:
+    """The compression memory of each bucket; dropped when DDP forms new buckets."""
 
     def __init__(self, feedback: Any) -> None:
         self._feedback = feedback
@@ -92,8 +91,8 @@ class _Buckets:
         return self._feedback.slot(index, shapes=list(shapes))
 
 
-class _Lines:
-    """flagcx's process group for the one that a model uses."""
+class _Groups:
+    """flagcx's process groups for those that models use."""
 
     def __init__(self, group: Any, options: dict[str, Any]) -> None:
         self._group, self._options = group, options
@@ -112,18 +111,18 @@ class _Lines:
         return found
 
 
-def _average(group: FlagcxProcessGroup, buckets: _Buckets, bucket: Any) -> Any:
+def _average(group: FlagcxProcessGroup, slots: _BucketSlots, bucket: Any) -> Any:
     """Averages a bucket's gradients over the ranks; the future has the buffer."""
     buffer = bucket.buffer()
     queue = group.queue_of([buffer])
-    slot = buckets.slot(bucket)
+    slot = slots.slot(bucket)
     if queue is None or not is_plain(buffer):
         return _averaged_by_torch(group, buffer)
     comm, array = queue.comm, queue.views.elements(buffer)
     if slot is None:
         return queue.run(lambda: comm.allreduce(array, "avg"), [buffer], False, buffer).get_future()
-    call = queue.run(lambda: comm.allreduce(array, "avg", compression=slot), [buffer], False, buffer)
-    return call.get_future()
+    work = queue.run(lambda: comm.allreduce(array, "avg", compression=slot), [buffer], False, buffer)
+    return work.get_future()
 
 
 def _averaged_by_torch(group: FlagcxProcessGroup, buffer: Any) -> Any:

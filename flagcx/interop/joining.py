@@ -1,8 +1,8 @@
 """A communicator for processes that ``torch.distributed`` has joined already.
 
-The ranks find each other through the store of torch's process group: there the group's rank 0 says where
-flagcx's own store is, through which they then learn of each other's memory and death. At the end they tell
-each other whether it worked; where it did not for one of them, none uses flagcx.
+The ranks find each other through the store of torch's process group: there the group's rank 0 writes the
+address of flagcx's own store, which serves the communicator. At the end the ranks exchange whether they
+succeeded; if one of them did not, none uses flagcx.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ logger = logging.getLogger("flagcx")
 _LINGER_S = 1.0
 
 
-class Bond:
-    """What joins the ranks of a process group in flagcx.
+class GroupCommunicator:
+    """The communicator of a process group, with the store that serves it.
 
     Args:
         comm: The communicator.
@@ -43,10 +43,10 @@ class Bond:
         atexit.register(_end, weakref.ref(self))
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Leaves in good order; rank 0 serves on for those who are not done. Idempotent.
+        """Closes the communicator; rank 0 keeps the store open until the other ranks have left.
 
         Args:
-            linger_s: How long rank 0 waits for them, in seconds.
+            linger_s: How long rank 0 waits for them, in seconds; 0 leaves the store to its thread.
         """
         self.comm.close()
         leave(self._store)
@@ -58,14 +58,14 @@ class Bond:
                 server.close()
 
 
-def _end(reference: weakref.ref[Bond]) -> None:
-    bond = reference()
-    if bond is not None:
-        bond.close(_LINGER_S)
+def _end(reference: weakref.ref[GroupCommunicator]) -> None:
+    group = reference()
+    if group is not None:
+        group.close(_LINGER_S)
 
 
-class _Table:
-    """What the ranks write down for each other in torch's store, for one attempt to join.
+class _Values:
+    """Values that the ranks exchange through torch's store, in one attempt to join.
 
     Args:
         store: The process group's store.
@@ -79,22 +79,22 @@ class _Table:
         self._store = PrefixStore(f"flagcx/{attempt}", store)
         self.rank, self.size, self._timeout = rank, size, timedelta(seconds=timeout_s)
 
-    def tell(self, key: str, value: str) -> None:
-        """Writes a value down."""
+    def set(self, key: str, value: str) -> None:
+        """Writes a value."""
         self._store.set(key, value)
 
-    def hear(self, key: str) -> str:
-        """Reads a value, waiting for it if need be."""
+    def get(self, key: str) -> str:
+        """Reads a value, after waiting for it if it is not there."""
         self._store.wait([key], self._timeout)
         return self._store.get(key).decode()
 
     def exchange(self, name: str, value: str) -> list[str]:
-        """Every rank's value."""
-        self.tell(f"{name}/{self.rank}", value)
-        return [self.hear(f"{name}/{q}") for q in range(self.size)]
+        """The values of all ranks."""
+        self.set(f"{name}/{self.rank}", value)
+        return [self.get(f"{name}/{q}") for q in range(self.size)]
 
 
-def join(store: Any, rank: int, size: int, config: Config) -> Bond | None:
+def join(store: Any, rank: int, size: int, config: Config) -> GroupCommunicator | None:
     """Joins the ranks of a process group.
 
     Args:
@@ -104,32 +104,32 @@ def join(store: Any, rank: int, size: int, config: Config) -> Bond | None:
         config: Settings; ``init_timeout_s`` bounds how long ranks wait for each other.
 
     Returns:
-        The bond; or None, on every rank, where flagcx cannot join them.
+        The communicator; or None, on every rank, where flagcx cannot join them.
     """
-    table = _Table(store, rank, size, config.init_timeout_s)
-    hosts = table.exchange("host", host_name())
+    values = _Values(store, rank, size, config.init_timeout_s)
+    hosts = values.exchange("host", host_name())
     if len(set(hosts)) > 1:
         logger.debug("torch's own backend serves this group: its ranks are on %d hosts", len(set(hosts)))
         return None
-    bond, problem = None, ""
+    group, problem = None, ""
     try:
-        bond = _join(table, hosts, config)
+        group = _join(values, hosts, config)
     except (FlagcxError, OSError) as error:
         problem = f"rank {rank}: {error}"
-    problems = [text for text in table.exchange("outcome", problem) if text]
+    problems = [text for text in values.exchange("outcome", problem) if text]
     if not problems:
-        return bond
+        return group
     logger.debug("torch's own backend serves this group: %s", problems[0])
-    if bond is not None:
-        bond.close()
+    if group is not None:
+        group.close()
     return None
 
 
-def _join(table: _Table, hosts: list[str], config: Config) -> Bond:
-    rank, size, limit = table.rank, table.size, config.init_timeout_s
-    server = _serve(table) if rank == 0 and size > 1 else None
+def _join(values: _Values, hosts: list[str], config: Config) -> GroupCommunicator:
+    rank, size, limit = values.rank, values.size, config.init_timeout_s
+    server = _serve(values) if rank == 0 and size > 1 else None
     try:
-        own = _connect(table, limit)
+        own = _connect(values, limit)
         try:
 
             def exchange(value: bytes) -> list[bytes]:
@@ -143,23 +143,23 @@ def _join(table: _Table, hosts: list[str], config: Config) -> Bond:
         if server is not None:
             server.close()
         raise
-    return Bond(comm, own, server)
+    return GroupCommunicator(comm, own, server)
 
 
-def _serve(table: _Table) -> StoreServer:
+def _serve(values: _Values) -> StoreServer:
     try:
-        server = StoreServer(table.size, host="rank 0", host_rank=0).start()
+        server = StoreServer(values.size, host="rank 0", host_rank=0).start()
     except BaseException as error:
-        table.tell("store", json.dumps({"error": str(error)}))
+        values.set("store", json.dumps({"error": str(error)}))
         raise
-    table.tell("store", json.dumps({"address": server.address, "key": server.authkey.hex()}))
+    values.set("store", json.dumps({"address": server.address, "key": server.authkey.hex()}))
     return server
 
 
-def _connect(table: _Table, timeout_s: float) -> Store:
-    if table.size == 1:
+def _connect(values: _Values, timeout_s: float) -> Store:
+    if values.size == 1:
         return LocalStore()
-    where = json.loads(table.hear("store"))
+    where = json.loads(values.get("store"))
     if "error" in where:
         raise BootstrapError(f"rank 0 could not serve the store: {where['error']}", rank=0)
-    return RemoteStore(where["address"], bytes.fromhex(where["key"]), table.rank, table.size, timeout_s)
+    return RemoteStore(where["address"], bytes.fromhex(where["key"]), values.rank, values.size, timeout_s)

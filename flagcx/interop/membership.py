@@ -1,4 +1,4 @@
-"""This rank's part in flagcx's communicator for a process group: made when it is first needed."""
+"""The call queues of one rank of a process group, made when they are first needed."""
 
 from __future__ import annotations
 
@@ -11,45 +11,45 @@ import torch
 from flagcx.config import Config
 from flagcx.errors import FlagcxError
 from flagcx.interop.call_queue import CallQueue, DeviceQueue, HostQueue
-from flagcx.interop.joining import Bond, join
+from flagcx.interop.joining import GroupCommunicator, join
 from flagcx.interop.tensors import is_ours
 
 dispatch_modes = torch._C._len_torch_dispatch_stack
-"""How many modes see every operation, such as one for tensors without data: those see torch's own calls."""
+"""The number of modes that intercept every operation, such as that of fake tensors; they need torch's calls."""
 
 
 class Membership:
-    """Where the calls of one rank of a process group run, if flagcx runs them.
+    """The call queues of one rank of a process group, if flagcx makes its calls.
 
     Args:
         store: The process group's store.
         rank: This rank of the group.
         size: Number of ranks.
         config: Settings.
-        tell: Called with what flagcx cannot do for this group.
+        tell: Called with a description of each kind of call that flagcx does not serve.
     """
 
     def __init__(self, store: Any, rank: int, size: int, config: Config, tell: Callable[[str], None]) -> None:
         self._store, self._rank, self._size, self._config = store, rank, size, config
         self._tell = tell
-        self._bond: Bond | None = None
+        self._group: GroupCommunicator | None = None
         self._joined = False
         self._host: HostQueue | None = None
         self._devices: dict[int, DeviceQueue | None] = {}
         self._joining = threading.RLock()
 
     def host_queue(self) -> HostQueue | None:
-        """Where calls on tensors of the CPU run; None if flagcx cannot join the ranks."""
+        """The queue for tensors of the CPU; None if flagcx cannot join the ranks."""
         if not self._joined:
             with self._joining:
                 if not self._joined:
-                    self._bond = join(self._store, self._rank, self._size, self._config)
-                    self._host = None if self._bond is None else HostQueue(self._bond.comm)
+                    self._group = join(self._store, self._rank, self._size, self._config)
+                    self._host = None if self._group is None else HostQueue(self._group.comm)
                     self._joined = True
         return self._host
 
     def device_queue(self, device: int) -> DeviceQueue | None:
-        """Where calls on tensors of a GPU run; made, by all ranks together, at the first of them."""
+        """The queue for tensors of a GPU; all ranks together make it at the first call."""
         if device not in self._devices:
             if torch.cuda.is_current_stream_capturing():
                 self._tell("calls on a GPU, the first of which is in a graph capture; make one before it")
@@ -73,7 +73,7 @@ class Membership:
             try:
                 queue = DeviceQueue(host.comm, cupy, device)
                 queue.probe()
-            except Exception as error:  # Whatever it is, all ranks must learn of it and decide alike.
+            except Exception as error:  # Every error must reach all ranks, so that they decide alike.
                 problem = str(error) or type(error).__name__
             problems = self._problems(host, problem)
         if problems:
@@ -82,13 +82,13 @@ class Membership:
         return queue
 
     def _problems(self, host: HostQueue, problem: str) -> list[str]:
-        """What the ranks tell each other that they cannot do."""
+        """The problems of all ranks."""
         told: list[str] = []
         host.run(lambda: told.extend(host.comm.allgather_object(problem)), (), True)
         return [text for text in told if text]
 
     def queue_of(self, tensors: Sequence[Any]) -> CallQueue | None:
-        """Where a call on these tensors runs; None where torch's own backend makes it."""
+        """The queue for a call on these tensors; None if torch's own backend makes it."""
         first = tensors[0] if tensors else None
         if first is None or dispatch_modes() or not all(map(is_ours, tensors)):
             return None
@@ -98,12 +98,12 @@ class Membership:
         return self.device_queue(device.index) if all(t.device == device for t in tensors) else None
 
     def leave(self) -> None:
-        """Ends flagcx's part: from now on no call has a queue. Waits for what was started. Idempotent."""
+        """Waits for the started tasks, and closes the communicator: from now on no call has a queue."""
         with self._joining:
             self._joined, host, self._host = True, self._host, None
             devices, self._devices = self._devices, dict.fromkeys(self._devices)
             for queue in (host, *devices.values()):
                 if queue is not None:
                     queue.close()
-            if self._bond is not None:
-                self._bond.close()
+            if self._group is not None:
+                self._group.close()

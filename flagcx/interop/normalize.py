@@ -1,4 +1,4 @@
-"""The forms in which tensors and options come to a process group's methods, brought to one each."""
+"""Brings the arguments of a process group's methods to one form each."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 
 
 def as_list(tensors: Any) -> list:
-    """A list of tensors, of which one may come alone."""
+    """A list of tensors, of a list or of one tensor."""
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
 def as_lists(tensors: Any) -> list:
-    """A list of lists, where a list of tensors may stand for its only list."""
+    """A list of lists, of such a list or of its only list."""
     return [list(tensors)] if len(tensors) and isinstance(tensors[0], torch.Tensor) else list(tensors)
 
 
 def as_options(kind: type, opts: Any, op: Any = None, root: int | None = None) -> Any:
-    """A call's options, made of the single ones where the caller gives those."""
+    """A call's options, made from an operation or root if the caller gives those."""
     if isinstance(opts, kind):
         return opts
     made = kind()
@@ -42,7 +42,7 @@ def one_per_rank(tensors: Sequence[Any], one: Any, size: int, even: bool = False
 
 
 def split_nbytes(tensor: Any, splits: Sequence[int], size: int) -> list[int] | None:
-    """Bytes of each rank's part of a tensor; None where the parts do not make up the tensor."""
+    """Bytes of each rank's part of a tensor; None if the parts do not add up to the tensor."""
     rows = tensor.shape[0] if tensor.dim() else 0
     if not len(splits):
         splits = [rows // size] * size

@@ -1,4 +1,7 @@
-"""A process group of torch whose collectives are flagcx's."""
+"""A process group of torch whose collectives are flagcx's.
+
+The collectives take the arguments of torch's own (``torch.distributed.ProcessGroup``).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 from flagcx.config import Config
 from flagcx.interop import collectives
 from flagcx.interop.batches import route_batches, unroute_batches
-from flagcx.interop.call_queue import CallQueue
+from flagcx.interop.call_queue import CallQueue, Task
 from flagcx.interop.membership import Membership, dispatch_modes
 from flagcx.interop.no_dynamo import no_dynamo
 from flagcx.interop.normalize import as_list, as_lists, as_options, one_per_rank, split_nbytes
@@ -34,19 +37,19 @@ _BEFORE = {
 
 @no_dynamo
 class FlagcxProcessGroup(ProcessGroup):
-    """A process group whose collectives are flagcx's; what flagcx does not do is the original's.
+    """A process group whose collectives are flagcx's; the original makes all other calls.
 
-    Which of the two makes a call follows from what is the same on all ranks: the collective, dtype,
+    The choice between the two depends only on facts that are the same on all ranks: the collective, dtype,
     operation and kind of device, and whether flagcx could join the ranks.
 
     Args:
-        original: The process group that it stands for.
+        original: The process group that it replaces.
         store: That group's store.
         config: Settings.
-        name: What torch is to call it; by default as the original.
+        name: Its name in torch; that of the original by default.
 
     Attributes:
-        original: The process group that it stands for.
+        original: The process group that it replaces.
         config: Settings.
         membership: This rank's part in flagcx's communicator.
     """
@@ -64,7 +67,7 @@ class FlagcxProcessGroup(ProcessGroup):
         self._resemble(original)
 
     def _resemble(self, original: ProcessGroup) -> None:
-        """Takes over the original's backends, so that whatever torch asks of them gets its answer."""
+        """Registers the original's backends, so that torch's questions to them are answered."""
         names: list[str] = []
         for device in original._device_types:
             backend = original._get_backend(device)
@@ -81,7 +84,7 @@ class FlagcxProcessGroup(ProcessGroup):
             self._set_group_desc(original.group_desc)
 
     def getBackendName(self) -> str:
-        """What torch calls the group's backend."""
+        """The name of the group's backend in torch."""
         return self._name
 
     def get_group_store(self) -> Any:
@@ -97,21 +100,21 @@ class FlagcxProcessGroup(ProcessGroup):
         return None if queue is None else queue.comm
 
     def queue_of(self, tensors: Sequence[Any]) -> CallQueue | None:
-        """Where a call on these tensors runs; None where it is the original's."""
+        """The queue for a call on these tensors; None if the original makes it."""
         return None if self._originals_block else self.membership.queue_of(tensors)
 
     def _run(
-        self, queue: CallQueue, call: Any, tensors: Sequence[Any], opts: Any, value: Any = None
+        self, queue: CallQueue, task: Task, tensors: Sequence[Any], opts: Any, value: Any = None
     ) -> CallWork:
         block = self._block
         waits = block is None and not getattr(opts, "asyncOp", True)
-        work = queue.run(call, tensors, waits, value)
+        work = queue.run(task, tensors, waits, value)
         if block is not None:
             block.append(work)
         return work
 
     def _originally(self, name: str, *args: Any) -> Any:
-        """Makes a call on the original; ``name`` may be one that its torch does not know yet."""
+        """Makes a call on the original; an older torch may have another name for it."""
         if name not in self._told:
             self._tell(name)
         if self._block is not None and not self._originals_block:
@@ -128,7 +131,6 @@ class FlagcxProcessGroup(ProcessGroup):
     # -- collectives ------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None, **named: Any) -> Any:
-        """See ``torch.distributed.all_reduce``."""
         tensors, opts = as_list(tensors), as_options(c10d.AllreduceOptions, opts, **named)
         queue = self.queue_of(tensors) if len(tensors) == 1 else None
         op = None if queue is None else operation_of(opts.reduceOp, tensors[0].dtype)
@@ -137,7 +139,6 @@ class FlagcxProcessGroup(ProcessGroup):
         return self._run(queue, collectives.allreduce(queue, tensors[0], op), tensors, opts)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
-        """See ``torch.distributed.all_reduce_coalesced``."""
         opts = as_options(c10d.AllreduceCoalescedOptions, opts)
         queue = self.queue_of(tensors)
         ops = [] if queue is None else [operation_of(opts.reduceOp, t.dtype) for t in tensors]
@@ -148,7 +149,6 @@ class FlagcxProcessGroup(ProcessGroup):
     def reduce(
         self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None, **named: Any
     ) -> Any:
-        """See ``torch.distributed.reduce``."""
         tensors, opts = as_list(tensors), as_options(c10d.ReduceOptions, opts, op=op, **named)
         queue = self.queue_of(tensors) if len(tensors) == 1 else None
         ours = None if queue is None else operation_of(opts.reduceOp, tensors[0].dtype)
@@ -157,7 +157,6 @@ class FlagcxProcessGroup(ProcessGroup):
         return self._run(queue, collectives.reduce(queue, tensors[0], ours, opts.rootRank), tensors, opts)
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None, **named: Any) -> Any:
-        """See ``torch.distributed.broadcast``."""
         tensors, opts = as_list(tensors), as_options(c10d.BroadcastOptions, opts, **named)
         queue = self.queue_of(tensors) if len(tensors) == 1 else None
         if queue is None:
@@ -167,7 +166,6 @@ class FlagcxProcessGroup(ProcessGroup):
     def allgather(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None
     ) -> Any:
-        """See ``torch.distributed.all_gather``."""
         inputs, opts = as_list(input_tensors), as_options(c10d.AllgatherOptions, opts)
         outputs = [list(output_tensors)] if isinstance(output_tensors[0], torch.Tensor) else output_tensors
         queue = None
@@ -175,39 +173,35 @@ class FlagcxProcessGroup(ProcessGroup):
             queue = self.queue_of([*inputs, *outputs[0]])
         if queue is None or outputs[0][self.rank()].numel() != inputs[0].numel():
             return self._originally("allgather", outputs, inputs, opts)
-        call = collectives.allgather(queue, outputs[0], inputs[0])
-        return self._run(queue, call, [*inputs, *outputs[0]], opts, outputs)
+        task = collectives.allgather(queue, outputs[0], inputs[0])
+        return self._run(queue, task, [*inputs, *outputs[0]], opts, outputs)
 
     def allgather_coalesced(self, output_lists: Any, input_list: Any, opts: Any = None) -> Any:
-        """See ``torch.distributed.all_gather_coalesced``: a list of tensors from each rank."""
         opts = as_options(c10d.AllgatherOptions, opts)
         outputs = list(zip(*output_lists, strict=True))
-        queue = None
+        queue, used = None, [*input_list, *(t for each in outputs for t in each)]
         if all(one_per_rank(each, x, self.size()) for each, x in zip(outputs, input_list, strict=True)):
-            queue = self.queue_of([*input_list, *(t for each in outputs for t in each)])
+            queue = self.queue_of(used)
         if queue is None:
             return self._originally("allgather_coalesced", output_lists, input_list, opts)
-        calls = [collectives.allgather(queue, each, x) for each, x in zip(outputs, input_list, strict=True)]
-        used = [*input_list, *(t for each in outputs for t in each)]
-        return self._run(queue, collectives.in_turn(calls), used, opts, output_lists)
+        tasks = [collectives.allgather(queue, each, x) for each, x in zip(outputs, input_list, strict=True)]
+        return self._run(queue, collectives.in_turn(tasks), used, opts, output_lists)
 
     def all_gather_single(self, output: Any, given: Any, opts: Any = None) -> Any:
-        """See ``torch.distributed.all_gather_into_tensor``."""
         opts = as_options(c10d.AllgatherOptions, opts)
         queue = self._gathering_queue([output], [given])
         if queue is None:
             return self._originally("all_gather_single", output, given, opts)
-        call = collectives.allgather_single(queue, output, given)
-        return self._run(queue, call, [output, given], opts, [output])
+        task = collectives.allgather(queue, [output], given)
+        return self._run(queue, task, [output, given], opts, [output])
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        """Several calls of ``all_gather_single``."""
         opts = as_options(c10d.AllgatherOptions, opts)
         queue = self._gathering_queue(outputs, inputs)
         if queue is None:
             return self._originally("all_gather_single_coalesced", outputs, inputs, opts)
-        calls = [collectives.allgather_single(queue, o, x) for o, x in zip(outputs, inputs, strict=True)]
-        return self._run(queue, collectives.in_turn(calls), [*outputs, *inputs], opts, outputs)
+        tasks = [collectives.allgather(queue, [o], x) for o, x in zip(outputs, inputs, strict=True)]
+        return self._run(queue, collectives.in_turn(tasks), [*outputs, *inputs], opts, outputs)
 
     def _gathering_queue(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> CallQueue | None:
         size = self.size()
@@ -220,7 +214,6 @@ class FlagcxProcessGroup(ProcessGroup):
     def reduce_scatter(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None, **named: Any
     ) -> Any:
-        """See ``torch.distributed.reduce_scatter``."""
         outputs, opts = as_list(output_tensors), as_options(c10d.ReduceScatterOptions, opts, **named)
         inputs = [list(input_tensors)] if isinstance(input_tensors[0], torch.Tensor) else input_tensors
         queue = op = None
@@ -229,42 +222,40 @@ class FlagcxProcessGroup(ProcessGroup):
             op = operation_of(opts.reduceOp, outputs[0].dtype)
         if queue is None or op is None or inputs[0][self.rank()].numel() != outputs[0].numel():
             return self._originally("reduce_scatter", outputs, inputs, opts)
-        call = collectives.reduce_scatter(queue, outputs[0], inputs[0], op)
-        return self._run(queue, call, [*outputs, *inputs[0]], opts, outputs)
+        task = collectives.reduce_scatter(queue, outputs[0], inputs[0], op)
+        return self._run(queue, task, [*outputs, *inputs[0]], opts, outputs)
 
     def reduce_scatter_single(self, output: Any, given: Any, opts: Any = None) -> Any:
-        """See ``torch.distributed.reduce_scatter_tensor``."""
         opts = as_options(c10d.ReduceScatterOptions, opts)
         queue = self._gathering_queue([given], [output])
         op = None if queue is None else operation_of(opts.reduceOp, given.dtype)
         if queue is None or op is None:
             return self._originally("reduce_scatter_single", output, given, opts)
-        call = collectives.reduce_scatter_single(queue, output, given, op)
-        return self._run(queue, call, [output, given], opts, [output])
+        task = collectives.reduce_scatter(queue, output, [given], op)
+        return self._run(queue, task, [output, given], opts, [output])
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        """Several calls of ``reduce_scatter_single``."""
         opts = as_options(c10d.ReduceScatterOptions, opts)
         queue = self._gathering_queue(inputs, outputs)
         ops = [] if queue is None else [operation_of(opts.reduceOp, x.dtype) for x in inputs]
         if queue is None or None in ops:
             return self._originally("reduce_scatter_single_coalesced", outputs, inputs, opts)
-        calls = [
-            collectives.reduce_scatter_single(queue, o, x, op)  # type: ignore[arg-type]
+        tasks = [
+            collectives.reduce_scatter(queue, o, [x], op)  # type: ignore[arg-type]
             for o, x, op in zip(outputs, inputs, ops, strict=True)
         ]
-        return self._run(queue, collectives.in_turn(calls), [*outputs, *inputs], opts, outputs)
+        return self._run(queue, collectives.in_turn(tasks), [*outputs, *inputs], opts, outputs)
 
     def alltoall(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Any:
-        """See ``torch.distributed.all_to_all``."""
         opts = as_options(c10d.AllToAllOptions, opts)
         queue = None
         if len(output_tensors) == len(input_tensors) == self.size():
             queue = self.queue_of([*output_tensors, *input_tensors])
         if queue is None or len({t.dtype for t in (*output_tensors, *input_tensors)}) > 1:
             return self._originally("alltoall", output_tensors, input_tensors, opts)
-        call = collectives.alltoall(queue, output_tensors, input_tensors)
-        return self._run(queue, call, [*output_tensors, *input_tensors], opts, output_tensors)
+        sent, received = ([t.nbytes for t in tensors] for tensors in (input_tensors, output_tensors))
+        task = collectives.alltoall(queue, output_tensors, input_tensors, sent, received)
+        return self._run(queue, task, [*output_tensors, *input_tensors], opts, output_tensors)
 
     def all_to_all_single(
         self,
@@ -275,7 +266,6 @@ class FlagcxProcessGroup(ProcessGroup):
         opts: Any = None,
         timeout: Any = None,
     ) -> Any:
-        """See ``torch.distributed.all_to_all_single``."""
         opts = as_options(c10d.AllToAllOptions, opts)
         queue = self.queue_of([output, given]) if output.dtype == given.dtype else None
         received = split_nbytes(output, output_split_sizes, self.size())
@@ -283,41 +273,39 @@ class FlagcxProcessGroup(ProcessGroup):
         if queue is None or received is None or sent is None:
             splits = list(output_split_sizes), list(input_split_sizes)
             return self._originally("all_to_all_single", output, given, *splits, opts)
-        call = collectives.alltoall_single(queue, output, given, received, sent)
-        return self._run(queue, call, [output, given], opts, [output])
+        task = collectives.alltoall(queue, [output], [given], sent, received)
+        return self._run(queue, task, [output, given], opts, [output])
 
     def gather(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None, **named: Any
     ) -> Any:
-        """See ``torch.distributed.gather``."""
         inputs, opts = as_list(input_tensors), as_options(c10d.GatherOptions, opts, **named)
-        outputs = as_lists(output_tensors)
-        queue = None
+        queue, outputs = None, as_lists(output_tensors)
         at_root = self.rank() == opts.rootRank
-        if not at_root or one_per_rank(outputs[0], inputs[0], self.size(), even=True):
-            queue = self.queue_of([*inputs, *(outputs[0] if at_root else ())])
+        gathered = outputs[0] if at_root else ()
+        if not at_root or one_per_rank(gathered, inputs[0], self.size(), even=True):
+            queue = self.queue_of([*inputs, *gathered])
         if queue is None:
             return self._originally("gather", outputs, inputs, opts)
-        call = collectives.gather(queue, outputs[0] if at_root else (), inputs[0], opts.rootRank)
-        return self._run(queue, call, [*inputs, *(outputs[0] if at_root else ())], opts, outputs)
+        task = collectives.gather(queue, gathered, inputs[0], opts.rootRank)
+        return self._run(queue, task, [*inputs, *gathered], opts, outputs)
 
     def scatter(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None, **named: Any
     ) -> Any:
-        """See ``torch.distributed.scatter``."""
         outputs, opts = as_list(output_tensors), as_options(c10d.ScatterOptions, opts, **named)
-        inputs = as_lists(input_tensors)
-        queue = None
+        queue, inputs = None, as_lists(input_tensors)
         at_root = self.rank() == opts.rootRank
-        if not at_root or one_per_rank(inputs[0], outputs[0], self.size(), even=True):
-            queue = self.queue_of([*outputs, *(inputs[0] if at_root else ())])
+        scattered = inputs[0] if at_root else ()
+        if not at_root or one_per_rank(scattered, outputs[0], self.size(), even=True):
+            queue = self.queue_of([*outputs, *scattered])
         if queue is None:
             return self._originally("scatter", outputs, inputs, opts)
-        call = collectives.scatter(queue, outputs[0], inputs[0] if at_root else (), opts.rootRank)
-        return self._run(queue, call, [*outputs, *(inputs[0] if at_root else ())], opts, outputs)
+        task = collectives.scatter(queue, outputs[0], scattered, opts.rootRank)
+        return self._run(queue, task, [*outputs, *scattered], opts, outputs)
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
-        """See ``torch.distributed.barrier``. Where the group is NCCL's, the host waits for its stream too."""
+        # Where the group is NCCL's, the host waits for its stream too.
         opts = as_options(c10d.BarrierOptions, opts)
         queue = None if dispatch_modes() else self.membership.host_queue()
         if queue is None or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
@@ -326,12 +314,12 @@ class FlagcxProcessGroup(ProcessGroup):
         if self._has_nccl and torch.cuda.is_initialized():
             stream = torch.cuda.current_stream()
 
-        def call() -> None:
+        def task() -> None:
             if stream is not None:
                 stream.synchronize()
             comm.barrier()
 
-        return self._run(queue, call, (), opts, [])
+        return self._run(queue, task, (), opts, [])
 
     # The names that these have in other versions of torch.
     _allgather_base = all_gather_single
@@ -343,25 +331,22 @@ class FlagcxProcessGroup(ProcessGroup):
     # -- what is the original's ---------------------------------------------------------------------
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
-        """See ``torch.distributed.send``."""
         return self._originally("send", tensors, dst, tag)
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
-        """See ``torch.distributed.recv``."""
         return self._originally("recv", tensors, src, tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
-        """See ``torch.distributed.recv``."""
         return self._originally("recv_anysource", tensors, tag)
 
     # -- blocks of coalesced calls --------------------------------------------------------------------
 
     def _start_coalescing(self, device: Any) -> None:
-        """Begins a block whose calls are waited for as one; the original's begins when it is needed."""
+        """Begins a block whose calls end as one work; the original's block begins with its first call."""
         self._block, self._block_device, self._originals_block = [], device, False
 
     def _end_coalescing(self, device: Any) -> Any:
-        """Ends a block. See ``_start_coalescing``."""
+        """Ends a block, and returns its work."""
         works, self._block = self._block or [], None
         if self._originals_block:
             self._originals_block = False
@@ -374,13 +359,13 @@ class FlagcxProcessGroup(ProcessGroup):
     # -- the end ------------------------------------------------------------------------------------
 
     def route(self) -> None:
-        """Has batches of sends and receives on this group find the original, until the group ends."""
+        """Sends batches of sends and receives on this group to the original, until the group ends."""
         if not self._is_routed:
             self._is_routed = True
             route_batches()
 
     def leave(self) -> None:
-        """From now on every call is the original's. Idempotent."""
+        """Leaves every further call to the original. Further calls of this method do nothing."""
         self.membership.leave()
         if self._is_routed:
             self._is_routed = False

@@ -1,9 +1,8 @@
-"""Tensors as arrays over the same memory, and torch's words for dtypes and operations in flagcx's.
+"""Tensors as arrays over the same memory, and torch's dtypes and operations as flagcx's.
 
 Making an array over a tensor costs more than an all-reduce of a few kilobytes, and plans keep what they
-prepared for an array that comes back. So arrays are kept by address, count and dtype. They own nothing: an
-array that is kept neither holds memory back nor looks at it; it is used while the caller's tensor, which lies
-at that very address, is alive.
+prepared for an array that returns. So arrays are kept by address, count and dtype. They own no memory: an
+array is used only while the caller's tensor at that address is alive.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from flagcx.errors import OperationError
 LARGE_NBYTES = 4 << 20
 """From here on the size of pages matters."""
 ADVISED_AT = 5
-"""How often a large tensor must come back before it is worth huge pages."""
+"""Calls with a large tensor before it gets huge pages."""
 _MOST_VIEWS = 1024
 _HUGE_PAGE_NBYTES = 2 << 20
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
@@ -73,7 +72,7 @@ def _is_defined(op: str | Operation, dtype: Any) -> bool:
 
 
 def is_ours(tensor: Any) -> bool:
-    """Whether a tensor is one that flagcx can carry: plain, dense, on the CPU or on an NVIDIA GPU.
+    """Whether flagcx can carry a tensor: of torch's own class, dense, on the CPU or on an NVIDIA GPU.
 
     The answer must be the same on every rank, so it looks at nothing that may differ between them.
     """
@@ -85,7 +84,7 @@ def is_ours(tensor: Any) -> bool:
 
 
 def is_plain(tensor: Any) -> bool:
-    """Whether a tensor's memory is what its elements are, in order: no strides, no lazy conjugate."""
+    """Whether a tensor's memory holds its elements in order: no strides, no lazy conjugate."""
     return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg() or _is_misaligned(tensor))
 
 
@@ -144,15 +143,15 @@ class Views:
         raise NotImplementedError
 
     def _returns(self, key: tuple, array: Any) -> None:
-        """A large array was asked for once more."""
+        """Counts another use of a large array."""
 
 
 class HostViews(Views):
     """NumPy arrays over tensors of the CPU.
 
-    A large tensor that keeps coming back, such as a bucket of gradients, gets huge pages, as NumPy gives to
-    its own large arrays from the start: the system then copies it between processes a fifth faster. This
-    takes about 2 ms a MiB, once.
+    A large tensor that returns several times, such as a bucket of gradients, gets huge pages, as NumPy's own
+    large arrays have from the start: the system then copies it between processes a fifth faster. This takes
+    about 2 ms a MiB, once.
     """
 
     def __init__(self) -> None:
@@ -176,7 +175,7 @@ class HostViews(Views):
 
 
 def _use_huge_pages(address: int, nbytes: int) -> None:
-    """Asks the system to put memory on huge pages now. It is the same memory after; a refusal is no harm."""
+    """Asks the system to move memory to huge pages now. The content stays; a refusal does no harm."""
     start = -(-address // _HUGE_PAGE_NBYTES) * _HUGE_PAGE_NBYTES
     stop = (address + nbytes) // _HUGE_PAGE_NBYTES * _HUGE_PAGE_NBYTES
     if start < stop:

@@ -1,4 +1,4 @@
-"""What torch's callers get for a call: a ``Work``, to wait for, and a ``Future`` where they ask for one."""
+"""The works that a process group returns for its calls: torch's ``Work``, with a ``Future`` on request."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from flagcx.interop.no_dynamo import no_dynamo
 
 @no_dynamo
 class CallWork(Work):
-    """Base of what the calls of a process group return.
+    """A call that has ended, and the base of the others.
 
     Args:
-        value: What the future of the work holds: by default the list of the result's tensors.
+        value: The value of the work's future: the result's tensors.
     """
 
     def __init__(self, value: Any) -> None:
@@ -33,11 +33,11 @@ class CallWork(Work):
         return True
 
     def is_success(self) -> bool:
-        """Whether it has ended well."""
+        """Whether the call has ended without an error."""
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        """The error that it ended with."""
+        """The error that ended the call, if any."""
         return None
 
     def result(self) -> Any:
@@ -70,8 +70,8 @@ class ThreadWork(CallWork):
 
     Args:
         call: The call.
-        value: See ``CallWork``.
-        callbacks: Where the future's callbacks run: they may wait for calls behind this one.
+        value: The value of the work's future.
+        callbacks: Runs the future's callbacks, which may wait for later calls.
     """
 
     def __init__(self, call: Future, value: Any, callbacks: ThreadPoolExecutor) -> None:
@@ -79,15 +79,12 @@ class ThreadWork(CallWork):
         self._call, self._callbacks = call, callbacks
 
     def is_completed(self) -> bool:
-        """See ``CallWork``."""
         return self._call.done()
 
     def exception(self) -> BaseException | None:
-        """See ``CallWork``."""
         return self._call.exception() if self._call.done() else None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """See ``CallWork``."""
         seconds = timeout.total_seconds() if timeout else None
         try:
             self._call.result(seconds)
@@ -98,7 +95,6 @@ class ThreadWork(CallWork):
         return True
 
     def get_future(self) -> Any:
-        """See ``CallWork``."""
         if self._future is None:
             self._future = torch.futures.Future()
             if self._call.done():
@@ -126,9 +122,9 @@ class StreamWork(CallWork):
     """A call on tensors of a GPU, enqueued on a stream.
 
     Args:
-        stream: The torch stream that it was enqueued on.
-        value: See ``CallWork``.
-        event: Its end on that stream; None where what follows on that stream need not wait.
+        stream: The torch stream on which it is enqueued.
+        value: The value of the work's future.
+        event: Its end on that stream; None where later calls on that stream need not wait.
     """
 
     def __init__(self, stream: Any, value: Any, event: Any = None) -> None:
@@ -136,7 +132,6 @@ class StreamWork(CallWork):
         self._stream, self._event = stream, event
 
     def is_completed(self) -> bool:
-        """See ``CallWork``."""
         return self._end().query()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -149,7 +144,7 @@ class StreamWork(CallWork):
         return True
 
     def get_future(self) -> Any:
-        """See ``CallWork``; its callbacks run at once, on streams that wait for the call."""
+        """A future whose callbacks run at once, on streams that wait for the call."""
         if self._future is None:
             self._future = torch.futures.Future(devices=[self._stream.device])
             with torch.cuda.stream(self._stream):
@@ -167,7 +162,7 @@ class CoalescedWork(CallWork):
     """Several calls as one.
 
     Args:
-        works: What is waited for.
+        works: The works of the calls.
     """
 
     def __init__(self, works: Sequence[Any]) -> None:
@@ -175,11 +170,9 @@ class CoalescedWork(CallWork):
         self._works = tuple(works)
 
     def is_completed(self) -> bool:
-        """See ``CallWork``."""
         return all(work.is_completed() for work in self._works)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """See ``CallWork``."""
         for work in self._works:
             if timeout:
                 work.wait(timeout)
@@ -188,7 +181,6 @@ class CoalescedWork(CallWork):
         return True
 
     def get_future(self) -> Any:
-        """See ``CallWork``."""
         if self._future is None:
             ends = torch.futures.collect_all([work.get_future() for work in self._works])
             self._future = ends.then(_values)

@@ -1,4 +1,4 @@
-"""Lanes: the order of calls on the host's thread, and on streams that only write down what they are asked."""
+"""Call queues: the order of tasks on the host's thread, and on streams that only log their calls."""
 
 from __future__ import annotations
 

@@ -73,6 +73,14 @@ class Row:
         """What counts: the measured time where there is one."""
         return self.predicted_us if self.measured_us is None else self.measured_us
 
+    def to_dict(self) -> dict[str, Any]:
+        """The row as plain values."""
+        values = asdict(self)
+        narrow = values.pop("bottleneck")
+        if narrow is not None:
+            narrow = {"link": [narrow.pop("a"), narrow.pop("b")], **narrow}
+        return {**values, "bottleneck": narrow}
+
 
 def _row(
     request: Request,
@@ -82,30 +90,19 @@ def _row(
     obstacle: str = "",
 ) -> Row:
     """A candidate's row; without a prediction, its steps and bytes by the catalogue's closed forms."""
-    row = Row(
-        candidate.name,
-        candidate.label,
-        candidate.pieces,
-        measured_us=measured_us,
-        protocol=candidate.protocol,
-        obstacle=obstacle,
-    )
-    if found is not None:
-        return replace(
-            row,
-            steps=found.steps,
-            sent_nbytes=found.sent_nbytes,
-            bottleneck=found.bottleneck,
-            predicted_us=None if obstacle else found.time_us,
-            latency_us=found.latency_us,
-        )
     collective, nbytes, size, *_ = request
-    if size > 1 and candidate.other is None and candidate.algorithm != Algorithm.NATIVE:
+    pieces, facts = candidate.pieces, {}
+    if found is not None:
+        names = ("steps", "sent_nbytes", "bottleneck", "latency_us")
+        facts = {name: getattr(found, name) for name in names}
+        facts["predicted_us"] = None if obstacle else found.time_us
+    elif size > 1 and candidate.other is None and candidate.algorithm != Algorithm.NATIVE:
         known = entry(collective, candidate.algorithm)
         if known.allows(size):
-            sent = float(known.sent(size, candidate.pieces)) * message_nbytes(collective, size, nbytes)
-            return replace(row, steps=known.steps(size, candidate.pieces), sent_nbytes=sent)
-    return row
+            sent = float(known.sent(size, pieces)) * message_nbytes(collective, size, nbytes)
+            facts = {"steps": known.steps(size, pieces), "sent_nbytes": sent}
+    names_of = (candidate.name, candidate.label, pieces)
+    return Row(*names_of, measured_us=measured_us, protocol=candidate.protocol, obstacle=obstacle, **facts)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -145,30 +142,18 @@ class Explanation(Reported):
 
     def report(self) -> Report:
         """The explanation as a table."""
-        rows = [
-            (
-                row.name,
-                str(row.steps) if row.steps else "-",
-                format_nbytes(row.sent_nbytes) if row.steps else "-",
-                _busiest(row.bottleneck),
-                _time(row.predicted_us),
-                _time(row.measured_us),
-                self._verdict(row),
-            )
-            for row in self.rows
-        ]
-        shown = list(range(len(_COLUMNS)))
-        if all(row.measured_us is None for row in self.rows):
-            shown = [i for i in shown if i != _MEASURED]
+        rows = []
+        for row in self.rows:
+            narrow, sent = row.bottleneck, format_nbytes(row.sent_nbytes)
+            link = "-" if narrow is None else f"{narrow.a} -> {narrow.b} {narrow.busy:.0%}"
+            steps = (str(row.steps), sent) if row.steps else ("-", "-")
+            times = ("-" if us is None else f"{us:.1f}" for us in (row.predicted_us, row.measured_us))
+            rows.append((row.name, *steps, link, *times, self._verdict(row)))
         notes = [self.reason, *([f"Times: {self.note}."] if self.note else [])]
-        return Report(
-            self.title,
-            [_COLUMNS[i] for i in shown],
-            [[cells[i] for i in shown] for cells in rows],
-            (0, 3, len(shown) - 1),
-            notes,
-            bold=(0,),
-        )
+        if any(row.measured_us is not None for row in self.rows):
+            return Report(self.title, _COLUMNS, rows, (0, 3, 6), notes, bold=(0,))
+        unmeasured = [cells[:_MEASURED] + cells[_MEASURED + 1 :] for cells in (_COLUMNS, *rows)]
+        return Report(self.title, unmeasured[0], unmeasured[1:], (0, 3, 5), notes, bold=(0,))
 
     def _verdict(self, row: Row) -> str:
         if row is self.chosen:
@@ -183,18 +168,14 @@ class Explanation(Reported):
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain values."""
+        chosen = self.chosen
         return {
-            "collective": self.collective,
-            "nbytes": self.nbytes,
-            "size": self.size,
-            "topology": self.topology,
-            "chosen": self.chosen.name,
-            "algorithm": self.chosen.algorithm,
-            "pieces": self.chosen.pieces,
-            "protocol": self.chosen.protocol,
+            **{name: getattr(self, name) for name in ("collective", "nbytes", "size", "topology")},
+            "chosen": chosen.name,
+            **{name: getattr(chosen, name) for name in ("algorithm", "pieces", "protocol")},
             "reason": self.reason,
             "note": self.note,
-            "candidates": [_row_dict(row) for row in self.rows],
+            "candidates": [row.to_dict() for row in self.rows],
         }
 
 
@@ -205,24 +186,6 @@ def in_order(rows: Sequence[Row]) -> list[Row]:
         return bool(row.obstacle), row.time_us is None, row.measured_us is None, row.time_us or 0.0
 
     return sorted(rows, key=key)
-
-
-def _busiest(narrow: Bottleneck | None) -> str:
-    return "-" if narrow is None else f"{narrow.a} -> {narrow.b} {narrow.busy:.0%}"
-
-
-def _time(time_us: float | None) -> str:
-    return "-" if time_us is None else f"{time_us:.1f}"
-
-
-def _row_dict(row: Row) -> dict[str, Any]:
-    narrow = row.bottleneck
-    values = asdict(row)
-    del values["bottleneck"]
-    if narrow is not None:
-        found = asdict(narrow)
-        narrow_values = {"link": [found.pop("a"), found.pop("b")], **found}
-    return {**values, "bottleneck": None if narrow is None else narrow_values}
 
 
 # -- over a topology -------------------------------------------------------------------------------

@@ -106,7 +106,7 @@ class Explored(RecordedPlan):
     Args:
         exploration: The trials; shared by the plans in place and not.
         compile: Makes the plan of a choice.
-        describe: Says what it does.
+        describe: Says what such a plan does, for its records.
         ring: Where the records go.
         progress: What the transport counts.
     """
@@ -139,7 +139,7 @@ class Explored(RecordedPlan):
         return plan
 
     def run(self, sendbuf: Any, recvbuf: Any) -> None:  # type: ignore[override]
-        """See ``transport.base.Plan``."""
+        """Runs the call once, with the candidate in use or on trial."""
         exploration = self._exploration
         exploration.calls += 1
         if exploration.calls >= exploration.due:
@@ -176,12 +176,7 @@ class Finding:
 
 
 def corrected(table: Table, findings: Iterable[Finding]) -> Table:
-    """The table with what was found; itself where nothing new is in it.
-
-    Args:
-        table: Measured times.
-        findings: What trials found. Those about sizes far from all of the table's are left out.
-    """
+    """The table with what trials found at sizes near its own; itself where nothing new is in it."""
     measured = dict(table.measured)
     for finding in findings:
         points = measured.get(finding.collective, ())
@@ -215,15 +210,10 @@ def _corrected_point(point: Point, finding: Finding) -> Point:
 
 
 def write_back(path: Path, table: Table, findings: Iterable[Finding]) -> bool:
-    """Corrects the file of a table. What another job has put there meanwhile is kept and corrected too.
-
-    Args:
-        path: The file.
-        table: The table as it was read, which says what the file must fit.
-        findings: What trials found.
+    """Corrects the file of a table, with what another job has put there meanwhile.
 
     Returns:
-        Whether anything was written. A file that is gone or no longer fits is left alone.
+        Whether anything was written. A file that is gone, or no longer fits as ``table`` does, is left alone.
     """
     findings = list(findings)
     if not findings:
@@ -233,10 +223,9 @@ def write_back(path: Path, table: Table, findings: Iterable[Finding]) -> bool:
         if now.fit.difference(table.fit):
             return False
         better = corrected(now, findings)
-        if better is now:
-            return False
-        save_table(better, path)
+        if better is not now:
+            save_table(better, path)
+        return better is not now
     except (FileNotFoundError, ArgumentError) as error:
         logger.debug("what this job learned is not kept: %s", error)
         return False
-    return True

@@ -57,13 +57,8 @@ class Fit:
 
     def difference(self, other: Fit) -> str:
         """Says in what ``other`` differs; empty if in nothing."""
-        for name, mine, theirs in (
-            ("ranks", self.ranks, other.ranks),
-            ("transport", self.transport, other.transport),
-            ("machine", dict(self.machine), dict(other.machine)),
-            ("versions", dict(self.versions), dict(other.versions)),
-            ("settings", dict(self.settings), dict(other.settings)),
-        ):
+        for name in ("ranks", "transport", "machine", "versions", "settings"):
+            mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
                 return f"it was measured with {name} {mine}, here it is {theirs}"
         return ""
@@ -207,7 +202,15 @@ class Table:
                 {
                     "nbytes": point.nbytes,
                     "spread": round(point.spread, 3),
-                    "times": [_entry(c) | {"time_us": round(t, 3)} for c, t in point.times_us.items()],
+                    "times": [
+                        {
+                            "algorithm": one.label,
+                            "piece_nbytes": one.piece_nbytes,
+                            "protocol": one.protocol,
+                            "time_us": round(us, 3),
+                        }
+                        for one, us in point.times_us.items()
+                    ],
                 }
                 for point in points
             ]
@@ -227,22 +230,14 @@ class Table:
         except (ValueError, RecursionError) as error:
             raise ArgumentError(f"it is not JSON: {error}") from None
         read = _Reader()
-        data = read.object(data, "the file")
+        data = read.of(dict, data, "the file")
         if data.get("format") != FORMAT:
             raise ArgumentError(f"its format is {data.get('format')!r}, expected {FORMAT}")
-        measured = read.object(data.get("measured"), "measured")
+        measured = read.of(dict, data.get("measured"), "measured")
         return cls(
             read.fit(data.get("fits")),
             {name: read.points(name, points) for name, points in measured.items()},
         )
-
-
-def _entry(candidate: Candidate) -> dict[str, Any]:
-    return {
-        "algorithm": candidate.label,
-        "piece_nbytes": candidate.piece_nbytes,
-        "protocol": candidate.protocol,
-    }
 
 
 class _Reader:
@@ -255,14 +250,10 @@ class _Reader:
     def __init__(self) -> None:
         self.known: dict[Candidate, Candidate] = {}
 
-    def object(self, value: Any, what: str) -> dict:
-        if not isinstance(value, dict):
-            raise ArgumentError(f"{what} is {_short(value)}, expected an object")
-        return value
-
-    def list(self, value: Any, what: str) -> list:
-        if not isinstance(value, list):
-            raise ArgumentError(f"{what} is {_short(value)}, expected a list")
+    def of(self, kind: Any, value: Any, what: str) -> Any:
+        if not isinstance(value, kind) or (kind is str and len(value) > 200):
+            expected = {dict: "an object", list: "a list", str: "a short text"}[kind]
+            raise ArgumentError(f"{what} is {_short(value)}, expected {expected}")
         return value
 
     def number(self, value: Any, what: str, whole: bool, least: float) -> Any:
@@ -273,47 +264,41 @@ class _Reader:
             raise ArgumentError(f"{what} is {_short(value)}, expected {kind} from {least:g} up")
         return value
 
-    def text(self, value: Any, what: str) -> str:
-        if not isinstance(value, str) or len(value) > 200:
-            raise ArgumentError(f"{what} is {_short(value)}, expected a short text")
-        return value
-
-    def algorithm(self, collective: str, name: str) -> Candidate:
-        try:
-            return Candidate.parse(collective, name)
-        except ArgumentError:
-            return Candidate(name)  # It serves no call, and the rest of the table is good all the same.
-
     def fit(self, value: Any) -> Fit:
-        fits = self.object(value, "fits")
+        fits = self.of(dict, value, "fits")
         return Fit(
-            self.object(fits.get("machine"), "machine"),
+            self.of(dict, fits.get("machine"), "machine"),
             self.number(fits.get("ranks"), "ranks", True, 1),
-            self.text(fits.get("transport"), "transport"),
-            self.object(fits.get("versions"), "versions"),
-            self.object(fits.get("settings"), "settings"),
+            self.of(str, fits.get("transport"), "transport"),
+            self.of(dict, fits.get("versions"), "versions"),
+            self.of(dict, fits.get("settings"), "settings"),
         )
 
     def points(self, collective: str, value: Any) -> tuple[Point, ...]:
         if collective not in COLLECTIVES:
             raise ArgumentError(f"{_short(collective)} is no collective; expected {', '.join(COLLECTIVES)}")
-        points = [self.point(collective, entry) for entry in self.list(value, collective)]
+        points = [self.point(collective, entry) for entry in self.of(list, value, collective)]
         sizes = [point.nbytes for point in points]
         if sizes != sorted(set(sizes)):
             raise ArgumentError(f"the sizes of {collective} do not grow from one to the next")
         return tuple(points)
 
     def point(self, collective: str, value: Any) -> Point:
-        entry = self.object(value, f"a size of {collective}")
+        entry = self.of(dict, value, f"a size of {collective}")
         nbytes = self.number(entry.get("nbytes"), f"nbytes of {collective}", True, 1)
         what = f"{collective} of {nbytes:,} bytes"
         times = {}
-        for time in self.list(entry.get("times"), f"times of {what}"):
-            time = self.object(time, f"a time of {what}")
+        for time in self.of(list, entry.get("times"), f"times of {what}"):
+            time = self.of(dict, time, f"a time of {what}")
+            algorithm = self.of(str, time.get("algorithm"), f"algorithm of {what}")
+            try:
+                candidate = Candidate.parse(collective, algorithm)
+            except ArgumentError:
+                candidate = Candidate(algorithm)  # It serves no call; the rest of the table is good.
             candidate = replace(
-                self.algorithm(collective, self.text(time.get("algorithm"), f"algorithm of {what}")),
+                candidate,
                 piece_nbytes=self.number(time.get("piece_nbytes"), f"piece_nbytes of {what}", True, 0),
-                protocol=self.text(time.get("protocol"), f"protocol of {what}"),
+                protocol=self.of(str, time.get("protocol"), f"protocol of {what}"),
             )
             candidate = self.known.setdefault(candidate, candidate)
             times[candidate] = self.number(time.get("time_us"), f"time_us of {what}", False, 1e-3)
@@ -338,7 +323,7 @@ def table_path(fit: Fit, environ: Mapping[str, str]) -> Path:
 
 
 def save_table(table: Table, path: Path) -> None:
-    """Writes a table; who reads meanwhile sees the old one or the new one, whole.
+    """Writes a table; a process that reads it meanwhile sees the old one or the new one, whole.
 
     Raises:
         ArgumentError: It cannot be written there.

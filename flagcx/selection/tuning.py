@@ -22,6 +22,7 @@ from flagcx.algorithms import build
 from flagcx.algorithms.candidate import Candidate
 from flagcx.dtypes import dtype_of, resolve_op
 from flagcx.schedule.collectives import COLLECTIVES
+from flagcx.schedule.model import Schedule
 from flagcx.selection.candidates import Request, schedules
 from flagcx.selection.rules import PIECE_NBYTES
 from flagcx.selection.table import Fit, Point, Table
@@ -60,11 +61,7 @@ QUICK = TimeBudget(batch_s=0.003, rounds=4, near=1.4)
 
 
 class Clock:
-    """Starts ranks together and tells the slowest's time to all, through shared memory.
-
-    Args:
-        transport: Joins the ranks.
-    """
+    """Starts the ranks that a transport joins together, and tells the slowest's time to all."""
 
     def __init__(self, transport: Transport) -> None:
         self._barrier = _small(transport, "barrier", "dissemination", 0, np.uint8)
@@ -75,7 +72,7 @@ class Clock:
         self._barrier.run(None, None)
 
     def slowest(self, seconds: float) -> float:
-        """The largest over the ranks of what each gives."""
+        """The longest of the ranks' times."""
         value = np.array([seconds])
         self._largest.run(value, value)
         return float(value[0])
@@ -91,10 +88,9 @@ class Measurement(ABC):
     """Arrays and plans for one collective at one size. All ranks make the same calls.
 
     Args:
+        transport: What carries the data.
         collective: Name of the collective.
         nbytes: Bytes of the message, or of one block where the collective has blocks.
-        rank: This rank.
-        size: Number of ranks.
         full: ``full(count)``: an array of so many zeros, written, so that every page is there. No sum of
             zeros overflows.
 
@@ -107,9 +103,10 @@ class Measurement(ABC):
     """
 
     def __init__(
-        self, collective: str, nbytes: int, rank: int, size: int, full: Callable[[int], Any]
+        self, transport: Transport, collective: str, nbytes: int, full: Callable[[int], Any]
     ) -> None:
-        self.collective, self.rank, self.size = collective, rank, size
+        self._transport, self.collective = transport, collective
+        self.rank, self.size = rank, size = transport.rank, transport.size
         self.count = count = max(nbytes // DTYPE.itemsize, 1)
         self.dtype = dtype_of(DTYPE)
         kind = COLLECTIVES[collective]
@@ -126,9 +123,13 @@ class Measurement(ABC):
         """Whether INPUT and OUTPUT are one array."""
         return self.sendbuf is not None and self.sendbuf is self.recvbuf
 
-    @abstractmethod
     def plan(self, choice: Candidate) -> Plan:
         """Compiles a choice for this size."""
+        return self._compile(choice.build(self.collective, self.size, self.root), choice.protocol)
+
+    def _compile(self, schedule: Schedule, protocol: str = "") -> Plan:
+        call = Call(schedule, self.rank, self.count, self.dtype, self.op, self.in_place, protocol)
+        return self._transport.compile(call)
 
     @abstractmethod
     def seconds(self, plan: Plan, calls: int, warm_up: int) -> float:
@@ -177,26 +178,11 @@ def _calls(pace: TimeBudget, seconds: float) -> int:
 
 
 class HostMeasurement(Measurement):
-    """Measures NumPy arrays between processes of one host.
-
-    Args:
-        transport: What carries the data.
-        collective: Name of the collective.
-        nbytes: Bytes of the message, or of one block where the collective has blocks.
-    """
+    """Measures NumPy arrays between processes of one host."""
 
     def __init__(self, transport: Transport, collective: str, nbytes: int) -> None:
-        super().__init__(
-            collective, nbytes, transport.rank, transport.size, lambda count: np.full(count, 0, DTYPE)
-        )
-        self._transport = transport
+        super().__init__(transport, collective, nbytes, lambda count: np.full(count, 0, DTYPE))
         self._clock = Clock(transport)
-
-    def plan(self, choice: Candidate) -> Plan:
-        """Compiles a choice for this size."""
-        schedule = choice.build(self.collective, self.size, self.root)
-        call = Call(schedule, self.rank, self.count, self.dtype, self.op, self.in_place, choice.protocol)
-        return self._transport.compile(call)
 
     def seconds(self, plan: Plan, calls: int, warm_up: int) -> float:
         """The time of a call in seconds, over a batch, of the slowest rank."""
@@ -211,27 +197,13 @@ class HostMeasurement(Measurement):
 
 
 class HostBench:
-    """NumPy arrays between processes of one host, as the tuner measures them.
-
-    Args:
-        transport: What carries the data.
-
-    Attributes:
-        size: Number of ranks.
-    """
+    """NumPy arrays between processes of one host, as the tuner measures them; see ``Bench``."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport, self.size = transport, transport.size
 
     def candidates(self, collective: str, nbytes: int) -> list[Candidate]:
-        """All candidates that differ from each other at this size.
-
-        Algorithms that need groups of ranks (hosts) and those that the user registered are left out.
-
-        Args:
-            collective: Name of the collective.
-            nbytes: Bytes of the message, or of one block where the collective has blocks.
-        """
+        """The schedules that come with flagcx, with every protocol."""
         return [
             replace(one, protocol=protocol)
             for one in schedules(Request(collective, nbytes, self.size), PIECE_NBYTES)
@@ -260,21 +232,9 @@ class Bench(Protocol):
 
 
 def measure_point(
-    bench: Bench,
-    collective: str,
-    nbytes: int,
-    pace: TimeBudget,
-    skip: Sequence[Candidate] = (),
+    bench: Bench, collective: str, nbytes: int, pace: TimeBudget, skip: Collection[Candidate] = ()
 ) -> Point:
-    """Measures all candidates at one size. All ranks must call it.
-
-    Args:
-        bench: What is measured.
-        collective: Name of the collective.
-        nbytes: Bytes of the message or block.
-        pace: How much is measured.
-        skip: Candidates that are not worth it.
-    """
+    """Measures all candidates at one size, less those to skip. All ranks must call it."""
     tried = [c for c in bench.candidates(collective, nbytes) if c not in skip]
     measurement = bench.measurement(collective, nbytes)
     if nbytes >= _LARGE_NBYTES:
@@ -290,11 +250,7 @@ def _spread(times: Sequence[float]) -> float:
 
 
 def unsteady(table: Table) -> str:
-    """A warning where many times scattered, since then other work ran beside; empty where few did.
-
-    Args:
-        table: As measured.
-    """
+    """A warning where many times of a table scattered, since other work ran beside; empty where few did."""
     points = [point for points in table.measured.values() for point in points]
     scattered = sum(point.spread > _SCATTERED for point in points)
     if scattered <= len(points) // 4:
@@ -348,11 +304,11 @@ def tune(
     measured: dict[str, tuple[Point, ...]] = {}
     for i, collective in enumerate(collectives):
         points: list[Point] = []
-        skip: set[Candidate] = set()
+        skip: list[Candidate] = []
         for j, nbytes in enumerate(counted(collective, sizes, bench.size)):
             report(i * len(sizes) + j, total, f"{collective} of {sizes[j]:,} bytes")
-            point = measure_point(bench, collective, nbytes, pace, tuple(skip))
-            skip = set(hopeless(point))  # at the next size alone: what is slow here may win further on
+            point = measure_point(bench, collective, nbytes, pace, skip)
+            skip = hopeless(point)  # at the next size alone: what is slow here may win further on
             if not points or point.nbytes > points[-1].nbytes:
                 points.append(point)
         measured[collective] = tuple(points)

@@ -19,7 +19,7 @@ from flagcx.selection.candidates import Request
 from flagcx.selection.device_rules import DIRECT_ALGORITHMS
 from flagcx.selection.predicted import on_device
 from flagcx.selection.tuning import DTYPE, Clock, Measurement, TimeBudget
-from flagcx.transport.base import Call, Plan
+from flagcx.transport.base import Plan
 from flagcx.transport.nccl.native import native_form, native_schedule
 from flagcx.transport.nccl.plans import SchedulePlan
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from flagcx.transport.nccl.transport import NcclTransport
 
 MOST_SCRATCH_NBYTES = 1 << 30
-"""An algorithm in which every rank gets every rank's message whole is not measured beyond this."""
 _SPLIT_FROM_NBYTES = 1 << 20
 """Below, latency decides, and two algorithms have that of the slower."""
 _WARM_AFTER = 4
@@ -54,13 +53,9 @@ _MOST_KEPT_NBYTES = 8 << 20
 class _Subject:
     """A plan under measurement, and a graph of several of its calls where they are short.
 
-    Args:
-        plan: The plan.
-        most_calls: How many calls a graph of it may have.
-
     Attributes:
         run: The plan's ``run``.
-        most_calls: See above.
+        most_calls: How many calls a graph may have.
         settled: Whether it has run so often that it is warm, and it is known whether it goes by a graph.
         graph: The graph, or None.
         calls: How many calls the graph has.
@@ -74,11 +69,11 @@ class _Subject:
         self.graph: Any = None
 
     def replay(self, stream: Any) -> None:
-        """Launches the graph. Nobody else may hold it: an error's frames would keep it."""
+        """Launches the graph, which no caller may hold: an error's frames would keep it."""
         self.graph.launch(stream)
 
     def close(self) -> None:
-        """Gives the graphs back, before the memory that they use. Idempotent."""
+        """Gives the graphs back, before the memory that they use."""
         self.graph = None
         if isinstance(self._plan, SchedulePlan):
             self._plan.close()  # The communicator keeps a plan that was captured, but not for its own graphs.
@@ -118,19 +113,18 @@ class DeviceMeasurement(Measurement):
             with streams[0]:
                 return cupy.zeros(count, DTYPE)
 
-        super().__init__(collective, nbytes, transport.rank, transport.size, full)
-        self._transport, self._cupy, self._clock, self._order = transport, cupy, clock, order
+        super().__init__(transport, collective, nbytes, full)
+        self._cupy, self._clock, self._order = cupy, clock, order
         self._stream, self._captures = streams
         self._subjects: weakref.WeakSet[_Subject] = weakref.WeakSet()
 
     def plan(self, choice: Candidate) -> Plan:
         """Compiles a choice for this size."""
         if choice.algorithm == Algorithm.NATIVE:
-            schedule = native_schedule(self.collective, self.size, self.root)
+            plan = self._compile(native_schedule(self.collective, self.size, self.root))
         else:
-            schedule = choice.along(self._order).build(self.collective, self.size, self.root)
-        call = Call(schedule, self.rank, self.count, self.dtype, self.op, self.in_place, choice.protocol)
-        subject = _Subject(self._transport.compile(call), self._most_calls(choice))
+            plan = super().plan(choice.along(self._order))
+        subject = _Subject(plan, self._most_calls(choice))
         self._subjects.add(subject)
         return subject
 
@@ -222,17 +216,7 @@ class DeviceMeasurement(Measurement):
 
 
 class DeviceBench:
-    """CuPy arrays between ranks, as the tuner measures them.
-
-    Args:
-        transport: What carries the data.
-        cupy: The CuPy module.
-        clock: Joins the ranks' processes.
-        order: The ranks along the machine's links, or None; see ``Candidate.along``.
-
-    Attributes:
-        size: Number of ranks.
-    """
+    """CuPy arrays between ranks, as the tuner measures them; see ``DeviceMeasurement``."""
 
     def __init__(self, transport: NcclTransport, cupy: Any, clock: Clock, order: Order | None = None) -> None:
         self._transport, self._cupy, self._clock, self._order = transport, cupy, clock, order
@@ -241,19 +225,17 @@ class DeviceBench:
         self._streams = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
 
     def candidates(self, collective: str, nbytes: int) -> list[Candidate]:
-        """NCCL's own, the schedules, and those that the transport's protocols carry.
-
-        Args:
-            collective: Name of the collective.
-            nbytes: Bytes of the message, or of one block where the collective has blocks.
-        """
+        """NCCL's own, the schedules, and those that the transport's protocols carry."""
         dtype = dtype_of(DTYPE)
         op = resolve_op("sum", dtype) if COLLECTIVES[collective].reduces else None
         found = []
         if native_form(collective, dtype, op, self._transport.nccl_version) is not None:
-            found.append(Candidate(str(Algorithm.NATIVE)))
+            found.append(Candidate(Algorithm.NATIVE))
         for one in on_device(Request(collective, nbytes, self.size)):
-            if nbytes >= _SPLIT_FROM_NBYTES if one.other else self._has_room(one, nbytes):
+            # An algorithm in which every rank gets every rank's message whole takes that much scratch.
+            whole = one.algorithm in (Algorithm.ONE_SHOT, Algorithm.DIRECT)
+            large = whole and nbytes * self.size > MOST_SCRATCH_NBYTES
+            if nbytes >= _SPLIT_FROM_NBYTES if one.other else not large:
                 found.append(one)
         protocols = self._transport.protocols
         return found + [
@@ -262,11 +244,6 @@ class DeviceBench:
             if one.label in DIRECT_ALGORITHMS
             for protocol in sorted(protocols(collective, one.algorithm, nbytes, dtype, op))
         ]
-
-    def _has_room(self, one: Candidate, nbytes: int) -> bool:
-        """Whether a schedule is worth its memory."""
-        whole = one.algorithm in (Algorithm.ONE_SHOT, Algorithm.DIRECT)
-        return not whole or nbytes * self.size <= MOST_SCRATCH_NBYTES
 
     def measurement(self, collective: str, nbytes: int) -> DeviceMeasurement:
         """Arrays and plans for one collective at one size."""

@@ -38,6 +38,8 @@ class Scratch:
         captures: The stream on which plans capture their graphs.
     """
 
+    kind = DEVICE
+
     def __init__(self, cupy: Any) -> None:
         self._cupy = cupy
         self.version = 0
@@ -47,11 +49,6 @@ class Scratch:
         self._peak = 0
         self._pinned: list[tuple[object, ...]] = []
         track_memory(self)
-
-    @property
-    def kind(self) -> str:
-        """The kind of memory in ``fc.memory_stats``."""
-        return DEVICE
 
     def stats(self) -> PoolStats:
         """The current figures, without memory of the callers' own graphs."""

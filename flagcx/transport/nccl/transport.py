@@ -49,7 +49,7 @@ from flagcx.transport.nccl.binding import (
 from flagcx.transport.nccl.native import NATIVE, native_form
 from flagcx.transport.nccl.plans import URGENT, NativePlan, SchedulePlan, Scratch, grouped
 from flagcx.transport.nccl.steps import device_program
-from flagcx.transport.peer_memory import PeerPlan, connect
+from flagcx.transport.peer_memory import PeerPlan, connect, protocols_in
 from flagcx.transport.stream_order import StreamOrder
 from flagcx.transport.watchdog import Watchdog
 
@@ -139,20 +139,10 @@ class NcclTransport(DeviceTransport):
         dtype: DType | None = None,
         op: ReduceOp | None = None,
     ) -> frozenset[str]:
-        """The ways besides NCCL in which a call's data may move, as ``Call.protocol`` names them.
-
-        Ranks choose by the answer, so it must be the same on all of them.
-
-        Args:
-            collective: Name of the collective.
-            algorithm: Name of the algorithm.
-            nbytes: Bytes of the message, or of one block where the collective has blocks.
-            dtype: The element type.
-            op: The operation, or None.
-        """
+        """The protocols of peer memory that can carry a call; the same on all ranks."""
         if self.peers is None or dtype is None:
             return frozenset()
-        return self.peers.protocols(collective, algorithm, nbytes, dtype, op)
+        return protocols_in(self.peers.layout, collective, algorithm, nbytes, dtype, op)
 
     def surroundings(self) -> dict[str, dict[str, object]]:
         """What measured times depend on: ``machine`` (GPUs, and ranks on each) and ``versions``."""
@@ -217,19 +207,19 @@ class NcclTransport(DeviceTransport):
             )
         return NativePlan(call, self._communicator.native(call, form), self._order, self._fault)
 
-    def submit(self, plan: Plan, given: Any, result: Any) -> Any:
-        """Enqueues a plan on the communicator's own stream, behind what the current stream has so far.
+    def submit(self, plan: Plan, sendbuf: Any, recvbuf: Any) -> Any:
+        """Enqueues a plan on the communicator's own stream, after the operations of the current stream.
 
         Returns:
-            The event that ends it, until which the arrays are kept.
+            The event after the plan, until which the arrays are kept.
         """
         stream = self._cupy.cuda.get_current_stream()
         self._side.wait_event(stream.record(self._order.event()))
         with self._side:
-            plan.run(given, result)
+            plan.run(sendbuf, recvbuf)
         if self._order.is_capturing(self._side):
             return self._side.record(self._order.event())  # The capturing rank keeps a graph's arrays.
-        return self._order.keep(self._side, given, result)
+        return self._order.keep(self._side, sendbuf, recvbuf)
 
     def beside(self, plan: Plan) -> Plan:
         """The plan to run while a computation runs too, to which it leaves most of the GPU.
@@ -260,7 +250,7 @@ class NcclTransport(DeviceTransport):
             self.peers.check()
 
     def keep(self, stream: Any, *arrays: object) -> None:
-        """Keeps arrays alive until a stream has done what is enqueued on it now."""
+        """Keeps arrays alive until a stream has done the operations that are enqueued on it now."""
         if not self._order.is_capturing(stream):
             self._order.keep(stream, *arrays)
 
@@ -393,12 +383,6 @@ class NcclTransport(DeviceTransport):
         with contextlib.suppress(CommunicationError):
             bounded(self.abort_enqueued, _ABORT_LIMIT_S, f"rank {self.rank} could not end what it enqueued")
         self._order.settle(_ABORT_LIMIT_S)
-
-    def __enter__(self) -> NcclTransport:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "failed" if self._order.failure else "open"

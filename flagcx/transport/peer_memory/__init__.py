@@ -16,6 +16,6 @@ inside each, and ``peer_memory`` for all others, in chunks.
 from __future__ import annotations
 
 from flagcx.transport.peer_memory.plans import PeerPlan
-from flagcx.transport.peer_memory.resource import PeerMemory, connect
+from flagcx.transport.peer_memory.resource import PeerMemory, connect, protocols_in
 
-__all__ = ["PeerMemory", "PeerPlan", "connect"]
+__all__ = ["PeerMemory", "PeerPlan", "connect", "protocols_in"]

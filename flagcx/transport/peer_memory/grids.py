@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flagcx.kernels.peer import MOST_PACKETS, PACKET_THREADS, WARP, PeerLayout
+from flagcx.kernels.peer import MOST_PACKETS, PACKET_FORMS, PACKET_THREADS, WARP, PeerLayout
 
 _MOST_BLOCKS = 128
 _PACK_NBYTES = 16
@@ -81,10 +81,12 @@ def parts_of(form: str, count: int, itemsize: int, ranks: int) -> int:
 def packet_grid(
     form: str, count: int, itemsize: int, layout: PeerLayout, bare: bool = False, blocks: int = 0
 ) -> Grid | None:
-    """The grid of ``flagcx_packets``; None if the message is too large for packets.
+    """The grid of ``flagcx_packets``; None if there are no packets for the form, or the message is too large.
 
     ``count`` is in elements of the message, or of a block; ``blocks`` overrides the rule if not 0.
     """
+    if form not in PACKET_FORMS:
+        return None
     part = parts_of(form, count, itemsize, layout.ranks)
     wanted = blocks or _packet_blocks(form, part)
     chunk = -(-part // max(1, min(wanted, layout.blocks)))

@@ -30,23 +30,9 @@ class PeerPlan:
     """
 
     __slots__ = (
-        "__weakref__",
-        "_blocks",
-        "_check",
-        "_function",
-        "_handle_of",
-        "_keep",
-        "_launch",
-        "_nbytes",
-        "_odd",
-        "_order",
-        "_params",
-        "_threads",
-        "args",
-        "call",
-        "grid",
-        "kernel",
-    )
+        "__weakref__", "_blocks", "_check", "_function", "_handle_of", "_keep", "_launch", "_nbytes", "_odd",
+        "_order", "_params", "_threads", "args", "call", "grid", "kernel",
+    )  # fmt: skip
 
     def __init__(
         self,

@@ -12,7 +12,6 @@ from flagcx.errors import ArgumentError, CommunicationError, PeerTimeoutError
 from flagcx.kernels.compile import load_kernel
 from flagcx.kernels.fuse import Finish
 from flagcx.kernels.peer import (
-    PACKET_FORMS,
     PEER_MEMORY,
     PEER_PACKETS,
     PROTOCOLS,
@@ -78,6 +77,7 @@ class PeerMemory:
         limit_s: How long to wait for the other ranks when an array is made, in seconds.
 
     Attributes:
+        layout: The layout of the shared memory.
         segments: The arrays that peers see.
         blocks: Blocks of threads that a launch may have.
     """
@@ -92,18 +92,12 @@ class PeerMemory:
         limit_s: float,
     ) -> None:
         self._cupy, self._region, self._order = cupy, region, order
-        self.blocks = region.layout.blocks
+        self.layout, self.blocks = region.layout, region.layout.blocks
         self._limit_ns = int(min(timeout_s, 1e9) * 1e9)
         self._launch = cupy.cuda.driver.launchKernel
         self.segments = Segments(cupy, store, limit_s, region.table)
         self.rank, self.size = region.rank, region.size
         self._closed = False
-
-    def protocols(
-        self, collective: str, algorithm: str, nbytes: int, dtype: DType, op: ReduceOp | None
-    ) -> frozenset[str]:
-        """The protocols that can carry a call, the same on all ranks; see ``Transport.protocols``."""
-        return protocols_in(self._region.layout, collective, algorithm, nbytes, dtype, op)
 
     def carries(self, call: Call) -> bool:
         """Whether there is a kernel for the call's protocol, algorithm, dtype and operation."""
@@ -116,7 +110,7 @@ class PeerMemory:
 
         It has fewer blocks, and reads arrays in place where all ranks see them.
         """
-        most = blocks_beside(self._region.layout)
+        most = blocks_beside(self.layout)
         return self.compile(plan.call, most, pull=True) if plan.grid.blocks > most else plan
 
     def compile(self, call: Call, blocks: int = 0, chunk: int = 0, pull: bool = False) -> PeerPlan:
@@ -135,11 +129,11 @@ class PeerMemory:
         if form is None or not self.carries(call):
             raise ArgumentError(f"peer memory does not carry {call.describe()}; leave its protocol empty")
         assert isinstance(call.counts, int)
-        count, itemsize, layout = call.counts, call.dtype.numpy.itemsize, self._region.layout
+        count, itemsize, layout = call.counts, call.dtype.numpy.itemsize, self.layout
         bare = may_be_bare(form, call.dtype)
         grid = None
         if call.protocol == PEER_PACKETS:
-            grid = _packet_grid(form, count, call.dtype, layout, bare, blocks)
+            grid = packet_grid(form, count, itemsize, layout, bare, blocks)
         packets = grid is not None
         name = "chunks" if not packets else "bare packets" if bare else "flagged packets"
         kernel = PeerKernel(form, packets, call.dtype, _reduction(form, call.op), layout, bare and packets)
@@ -212,7 +206,7 @@ class PeerMemory:
 def protocols_in(
     layout: PeerLayout, collective: str, algorithm: str, nbytes: int, dtype: DType, op: ReduceOp | None
 ) -> frozenset[str]:
-    """The protocols that can carry a call in memory of this layout; see ``PeerMemory.protocols``.
+    """The protocols that can carry a call in memory of this layout; see ``Transport.protocols``.
 
     Example:
         >>> from flagcx.dtypes import dtype_of
@@ -227,16 +221,8 @@ def protocols_in(
     hops, messages = (2, 2 / layout.ranks) if form == "two_shot" else (1, 1)
     pays = messages * (layout.ranks - 1) * nbytes <= (_BARE_NBYTES if bare else _FLAGGED_NBYTES) * hops
     count = max(nbytes // dtype.numpy.itemsize, 1)
-    small = pays and _packet_grid(form, count, dtype, layout, bare) is not None
+    small = pays and packet_grid(form, count, dtype.numpy.itemsize, layout, bare) is not None
     return frozenset(PROTOCOLS if small else (PEER_MEMORY,))
-
-
-def _packet_grid(
-    form: str, count: int, dtype: DType, layout: PeerLayout, bare: bool, blocks: int = 0
-) -> Grid | None:
-    if form not in PACKET_FORMS:
-        return None
-    return packet_grid(form, count, dtype.numpy.itemsize, layout, bare, blocks)
 
 
 def form_of(collective: str, algorithm: str) -> str | None:

@@ -1,43 +1,40 @@
 """Advice for a training: algorithm, size of buckets and compression, each with the step that it would give.
 
-Every choice is priced by the same models that choose at run time: the algorithm's time by
-``flagcx.cost.model``, codecs by their ratio and speed, and the step by how buckets overlap with the
-computation (``flagcx.gradients.overlap``).
+Every choice is priced by the models that choose at run time: the algorithm's time by ``flagcx.cost.model``,
+codecs by their ratio and speed, and the step by how buckets overlap with the computation
+(``flagcx.gradients.overlap``).
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from flagcx.arguments import format_nbytes
-from flagcx.compression.auto import LinkProfile, coded_us
+from flagcx.compression.auto import SPARSE_STEPS, LinkProfile, coded_us
 from flagcx.compression.catalogue import catalogue
 from flagcx.errors import ArgumentError
-from flagcx.gradients.overlap import DEVICE_CALL_US, HOST_CALL_US, NEAR, best_bucket_nbytes, step_us
+from flagcx.gradients.overlap import DEVICE_CALL_US, HOST_CALL_US, SIZE_TOLERANCE, best_bucket_nbytes, step_us
+from flagcx.report import Report, Reported
 from flagcx.topology import Topology, cluster, preset
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from flagcx.algorithms.candidate import Candidate
     from flagcx.cost.model import Model
 
-#: GB/s of float32 that a GPU takes through a codec's coding and decoding: some passes over its memory.
+#: GB/s of float32 that a GPU codes and decodes: some passes over its memory.
 DEVICE_CODEC_GB_PER_S = 200.0
-#: What a core of a host moves and adds through shared memory, and the time of a step there.
+#: Speed at which a core of a host moves and adds data through shared memory, and the time of a step there.
 HOST_GB_PER_S, HOST_LATENCY_US = 7.0, 15.0
 _PROBED_NBYTES = tuple(1 << power for power in range(12, 34, 3))
 _MOST_ALGORITHMS = 3
 _GAIN = 0.97
-_SPARSE_STEPS = 8
-
 _COLUMNS = ("choice", "buckets", "of", "sent", "communication", "step", "loses", "")
 
 TimeUs = Callable[[float], float]
@@ -50,13 +47,13 @@ class Option:
     Attributes:
         algorithm: Name of the algorithm; "compressed" where a codec has its own.
         compression: Name of the codec; "" for none.
-        bucket_nbytes: The size of buckets that serves it best.
-        buckets: How many there are.
+        bucket_nbytes: The best size of buckets.
+        buckets: Number of buckets.
         communication_us: Time of all all-reduces, one after the other.
         step_us: Time of a step that overlaps them with the computation.
-        sent_share: What is sent, over what is sent without compression.
+        sent_share: Bytes sent, over those sent without compression.
         lossless: Whether nothing is lost.
-        feedback: Whether it wants error feedback.
+        feedback: Whether it needs error feedback.
     """
 
     algorithm: str
@@ -76,17 +73,17 @@ class Option:
 
 
 @dataclass(frozen=True, slots=True)
-class Advice:
+class Advice(Reported):
     """Choices with the steps that they would give. Prints as a table; rich and notebooks show it as one.
 
     Attributes:
-        title: What the advice is for.
+        title: The training that the advice is for.
         model_nbytes: Bytes of all gradients.
         ranks: Number of ranks.
         compute_us: Time of the computation of a step.
-        options: All choices, the fastest first; those that lose something among them.
+        options: All choices, the fastest first; lossy ones among them.
         chosen: The one to use.
-        reason: Why, in a sentence or two.
+        reason: The reason, in a sentence or two.
     """
 
     title: str
@@ -97,70 +94,27 @@ class Advice:
     chosen: Option
     reason: str
 
-    def cells(self) -> list[tuple[str, ...]]:
-        """The table as text: a row of headings, then one a choice."""
-        table: list[tuple[str, ...]] = [
-            ("choice", "buckets", "of", "sent", "communication", "step", "loses", "")
-        ]
-        for one in self.options:
-            table.append(
-                (
-                    one.name,
-                    str(one.buckets),
-                    format_nbytes(one.bucket_nbytes),
-                    f"{one.sent_share:.1%}",
-                    _time(one.communication_us),
-                    _time(one.step_us),
-                    "nothing" if one.lossless else "something",
-                    "<- use this" if one == self.chosen else "",
-                )
+    def report(self) -> Report:
+        """The choices as a table."""
+        rows = [
+            (
+                one.name,
+                str(one.buckets),
+                format_nbytes(one.bucket_nbytes),
+                f"{one.sent_share:.1%}",
+                _time(one.communication_us),
+                _time(one.step_us),
+                "nothing" if one.lossless else "something",
+                "<- use this" if one == self.chosen else "",
             )
-        return table
+            for one in self.options
+        ]
+        bold = (self.options.index(self.chosen),)
+        return Report(self.title, _COLUMNS, rows, (0, 6, 7), (self.reason,), bold)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain values."""
         return {**asdict(self), "options": [asdict(one) for one in self.options]}
-
-    def to_json(self) -> str:
-        """``to_dict`` as JSON."""
-        return json.dumps(self.to_dict(), allow_nan=False)
-
-    def __str__(self) -> str:
-        rows = self.cells()
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(
-                text.ljust(width) if i in (0, 6, 7) else text.rjust(width)
-                for i, (text, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in rows
-        ]
-        return "\n".join([self.title, *lines, self.reason])
-
-    def __rich__(self) -> Table:
-        from rich.markup import escape
-        from rich.table import Table
-
-        head, *body = self.cells()
-        left: dict[str, Any] = {"title_justify": "left", "caption_justify": "left"}
-        table = Table(title=escape(self.title), caption=escape(self.reason), **left)
-        for i, text in enumerate(head):
-            table.add_column(text, justify="left" if i in (0, 6, 7) else "right", no_wrap=True)
-        for cells in body:
-            table.add_row(*map(escape, cells), style="bold" if cells[-1] else None)
-        return table
-
-    def _repr_html_(self) -> str:
-        from html import escape
-
-        row = "<tr>{}</tr>".format
-        head, *body = self.cells()
-        titles = "".join(f"<th>{escape(text)}</th>" for text in head)
-        lines = "".join(row("".join(f"<td>{escape(text)}</td>" for text in cells)) for cells in body)
-        return (
-            f"<p><b>{escape(self.title)}</b></p><table><thead>{row(titles)}</thead><tbody>{lines}</tbody>"
-            f"</table><p>{escape(self.reason)}</p>"
-        )
 
 
 def advise(
@@ -174,7 +128,7 @@ def advise(
     link_gb_per_s: float | None = None,
     latency_us: float = 50.0,
 ) -> Advice:
-    """Says how the gradients of a training are best reduced, and what each choice would give.
+    """Compares the ways to reduce the gradients of a training, and says which to use.
 
     Args:
         model_bytes: Bytes of all gradients, as float32.
@@ -183,11 +137,11 @@ def advise(
         ranks: Number of ranks; all GPUs of the topology by default, else 2.
         step_time: Seconds that a step computes; as long as it communicates if None.
         density: The share of the gradients that isn't zero.
-        lossy: Whether the advice may lose something: True, or the names of codecs. They are listed all the
+        lossy: Whether the advice may be a lossy codec: True, or the names of codecs. The table lists all the
             same.
-        link_gb_per_s: What a rank sends in each direction, in 10^9 bytes per second, where a network is
+        link_gb_per_s: Bandwidth of a rank in each direction, in 10^9 bytes per second, where a network is
             between hosts with NumPy arrays, in place of ``topology``.
-        latency_us: Of that link.
+        latency_us: Latency of that link.
 
     Raises:
         ArgumentError: A number is none or out of range, there is no such codec, ``topology`` is neither a
@@ -202,20 +156,25 @@ def advise(
     """
     _check(model_bytes, ranks, step_time, density, link_gb_per_s, latency_us, topology)
     allowed = _allowed(lossy)
-    link, plain, on_device, where = _look(model_bytes, topology, ranks, link_gb_per_s, latency_us)
-    compute_us = plain[0][1](model_bytes) if step_time is None else step_time * 1e6
-    call_us = DEVICE_CALL_US if on_device else HOST_CALL_US
-    options = [_option(name, "", time, model_bytes, compute_us, call_us) for name, time in plain]
-    if link.ranks > 1:
-        options += _coded(link, model_bytes, compute_us, density, on_device)
+    if topology is None:
+        machine = _hosts(ranks or 2, link_gb_per_s, latency_us)
+    else:
+        machine = _gpus(model_bytes, topology, ranks)
+    size = machine.link.ranks
+    compute_us = machine.times[0][1](model_bytes) if step_time is None else step_time * 1e6
+    call_us = DEVICE_CALL_US if machine.on_device else HOST_CALL_US
+    option = partial(_option, model_bytes, compute_us, call_us)
+    options = [option(name, "", time) for name, time in machine.times]
+    if size > 1:
+        options += _coded(option, machine, density)
     options.sort(key=lambda one: (one.step_us, not one.lossless, one.name))
     chosen = _choose(options, allowed)
     title = (
-        f"gradients of {format_nbytes(model_bytes)}, {link.ranks} rank{'s' * (link.ranks > 1)} {where}, "
+        f"gradients of {format_nbytes(model_bytes)}, {size} rank{'s' * (size > 1)} {machine.where}, "
         f"{_time(compute_us)} of computation"
     )
-    reason = _reason(options, chosen, compute_us, link.ranks)
-    return Advice(title, model_bytes, link.ranks, compute_us, tuple(options), chosen, reason)
+    reason = _reason(options, chosen, compute_us, size)
+    return Advice(title, model_bytes, size, compute_us, tuple(options), chosen, reason)
 
 
 def _check(model_bytes, ranks, step_time, density, link_gb_per_s, latency_us, topology) -> None:
@@ -258,37 +217,34 @@ def _allowed(lossy: bool | Sequence[str]) -> frozenset[str]:
     return frozenset(lossy)
 
 
-# -- what is there --------------------------------------------------------------------------------------
+# -- the machine ----------------------------------------------------------------------------------------
 
 
-def _look(
-    model_bytes: int,
-    topology: Topology | str | None,
-    ranks: int | None,
-    link_gb_per_s: float | None,
-    latency_us: float,
-) -> tuple[LinkProfile, list[tuple[str, TimeUs]], bool, str]:
-    """The link, the algorithms with their times (the fastest first), whether on GPUs, and where in words."""
-    if topology is not None:
-        return _on_device(model_bytes, topology, ranks)
-    size = ranks or 2
-    busy = 0.0 if link_gb_per_s is not None else 1.0
-    speed = HOST_GB_PER_S if link_gb_per_s is None else link_gb_per_s
-    latency = HOST_LATENCY_US if link_gb_per_s is None else latency_us
-    link = LinkProfile(size, speed, latency, busy, 1.0, True)
-    where = f"over a link of {speed:g} GB/s"
+@dataclass(frozen=True, slots=True)
+class _Machine:
+    """The link between the ranks, the times of algorithms by bytes (the fastest first), and its name."""
+
+    link: LinkProfile
+    times: list[tuple[str, TimeUs]]
+    on_device: bool
+    where: str
+
+
+def _hosts(size: int, link_gb_per_s: float | None, latency_us: float) -> _Machine:
     if link_gb_per_s is None:
+        link = LinkProfile(size, HOST_GB_PER_S, HOST_LATENCY_US, 1.0, 1.0, True)
         where = "of one host, through shared memory"
-    share = 2 * (size - 1) / size
+    else:
+        link = LinkProfile(size, link_gb_per_s, latency_us, 0.0, 1.0, True)
+        where = f"over a link of {link_gb_per_s:g} GB/s"
+    speed, latency, share = link.bandwidth_gb_per_s, link.latency_us, 2 * (size - 1) / size
     times: list[tuple[str, TimeUs]] = [
         ("two_shot", lambda n: 2 * latency * (size > 1) + share * n / speed / 1e3)
     ]
-    return link, times, False, where
+    return _Machine(link, times, False, where)
 
 
-def _on_device(
-    model_bytes: int, topology: Topology | str, ranks: int | None
-) -> tuple[LinkProfile, list[tuple[str, TimeUs]], bool, str]:
+def _gpus(model_bytes: int, topology: Topology | str, ranks: int | None) -> _Machine:
     from flagcx.cost.model import model_of
 
     machine = preset(topology) if isinstance(topology, str) else topology
@@ -296,14 +252,13 @@ def _on_device(
     size = ranks or width
     if size > width:
         machine = cluster(machine, -(-size // max(width, 1)))
-    model = model_of(machine, size)
-    times = _algorithms(model, model_bytes)
+    times = _algorithms(model_of(machine, size), model_bytes)
     best = times[0][1]
     share = 2 * (size - 1) / size
     slope = (best(model_bytes) - best(1)) / 1e-3
     bandwidth = share * model_bytes / slope if slope > 0 else 1e6
     link = LinkProfile(size, max(bandwidth, 1e-6), best(1) / 2, 0.0, 1.0, True)
-    return link, times, True, f"on {machine.name}"
+    return _Machine(link, times, True, f"on {machine.name}")
 
 
 def _algorithms(model: Model, model_bytes: int) -> list[tuple[str, TimeUs]]:
@@ -321,12 +276,11 @@ def _algorithms(model: Model, model_bytes: int) -> list[tuple[str, TimeUs]]:
             found.setdefault(one.candidate.name, one.candidate)
     times = []
     for name, candidate in found.items():
-        times.append(
-            (name, _between(sizes, [model.timing("allreduce", candidate, n).time_us for n in sizes]))
-        )
+        predicted = [model.timing("allreduce", candidate, n).time_us for n in sizes]
+        times.append((name, _between(sizes, predicted)))
     own = native.nccl_algorithms(model.topology, model.gpus)
-    predicted = native.predict_us(own, np.array(sizes, float), native.FITTED, replayed=True)
-    times.append(("native", _between(sizes, list(predicted))))
+    by_nccl = native.predict_us(own, np.array(sizes, float), native.FITTED, replayed=True)
+    times.append(("native", _between(sizes, list(by_nccl))))
     return sorted(times, key=lambda one: one[1](model_bytes))
 
 
@@ -339,12 +293,12 @@ def _between(sizes: Sequence[int], times: Sequence[float]) -> TimeUs:
 
 
 def _option(
-    algorithm: str,
-    compression: str,
-    time_us: TimeUs,
     model_bytes: int,
     compute_us: float,
     call_us: float,
+    algorithm: str,
+    compression: str,
+    time_us: TimeUs,
     ratio: float = 1.0,
     lossless: bool = True,
     feedback: bool = False,
@@ -356,59 +310,46 @@ def _option(
     buckets = max(round(model_bytes / bucket), 1)
     communication = buckets * time_us(model_bytes / buckets)
     step = step_us(model_bytes, bucket, called_us, compute_us)
-    facts = (bucket, buckets, communication, step, ratio, lossless, feedback)
-    return Option(algorithm, compression, *facts)
+    return Option(algorithm, compression, bucket, buckets, communication, step, ratio, lossless, feedback)
 
 
-def _coded(
-    link: LinkProfile, model_bytes: int, compute_us: float, density: float, on_device: bool
-) -> Iterator[Option]:
+def _coded(option: Callable[..., Option], machine: _Machine, density: float) -> Iterator[Option]:
     """An option for each codec; the sparse one where there are zeros to leave out."""
-    call_us = DEVICE_CALL_US if on_device else HOST_CALL_US
-    for name, entry in catalogue().items():
-        speed = DEVICE_CODEC_GB_PER_S if on_device else entry.host_gb_per_s
-        if name == "sparse":
-            if density < 1:
-                time_us, ratio = _sparse(link, density, speed)
-                yield _option("compressed", name, time_us, model_bytes, compute_us, call_us, ratio)
-            continue
-        ratio = entry.ratio
-
-        def time_us(nbytes: float, ratio: float = ratio, speed: float = speed) -> float:
-            return coded_us(int(nbytes), link, ratio, speed)
-
-        feedback = entry.needs_feedback
-        yield _option(
-            "compressed", name, time_us, model_bytes, compute_us, call_us, ratio, entry.lossless, feedback
-        )
+    link = machine.link
+    for name, info in catalogue().items():
+        speed = DEVICE_CODEC_GB_PER_S if machine.on_device else info.host_gb_per_s
+        if name != "sparse":
+            time_us = partial(_coded_us, link, info.ratio, speed)
+            yield option("compressed", name, time_us, info.ratio, info.lossless, info.needs_feedback)
+        elif density < 1:
+            # An element with its index goes to its owner, and at worst those of all ranks come back.
+            ratio = min(density * (1 + link.ranks), 2.0)
+            yield option("compressed", name, partial(_sparse_us, link, ratio, density, speed), ratio)
 
 
-def _sparse(link: LinkProfile, density: float, speed_gb_per_s: float) -> tuple[TimeUs, float]:
-    """Time of the lossless sparse all-reduce, and what it sends over the dense one.
+def _coded_us(link: LinkProfile, ratio: float, speed_gb_per_s: float, nbytes: float) -> float:
+    return coded_us(int(nbytes), link, ratio, speed_gb_per_s)
 
-    An element that isn't zero goes with its index to its owner, and at worst those of all ranks come back.
-    """
-    n = link.ranks
-    ratio = min(2 * density * (1 + n) / 2, 2.0)
 
-    def time_us(nbytes: float) -> float:
-        sending = 2 * (n - 1) / n * nbytes * ratio / link.bandwidth_gb_per_s / 1e3
-        coding = nbytes * (1 / speed_gb_per_s + density) / 1e3
-        return _SPARSE_STEPS * link.latency_us + sending + coding
-
-    return time_us, ratio
+def _sparse_us(
+    link: LinkProfile, ratio: float, density: float, speed_gb_per_s: float, nbytes: float
+) -> float:
+    """Time of the lossless sparse all-reduce."""
+    sending = 2 * (link.ranks - 1) / link.ranks * nbytes * ratio / link.bandwidth_gb_per_s / 1e3
+    coding = nbytes * (1 / speed_gb_per_s + density) / 1e3
+    return SPARSE_STEPS * link.latency_us + sending + coding
 
 
 def _choose(options: Sequence[Option], allowed: frozenset[str]) -> Option:
-    """The gentlest of the fastest that may be used; one without compression where that is hardly slower."""
+    """The least lossy of the fastest that are allowed; one without compression if it is hardly slower."""
     usable = [one for one in options if one.lossless or one.compression in allowed]
-    best, plain = _gentlest(usable), next(one for one in usable if not one.compression)
+    best, plain = _least_lossy(usable), next(one for one in usable if not one.compression)
     return best if best.step_us < _GAIN * plain.step_us else plain
 
 
-def _gentlest(options: Sequence[Option]) -> Option:
-    """Of the choices that are as good as the fastest, the first, the one that takes least from the data."""
-    near = [one for one in options if one.step_us <= NEAR * options[0].step_us]
+def _least_lossy(options: Sequence[Option]) -> Option:
+    """Of the choices that are as fast as the first, the one that loses least."""
+    near = [one for one in options if one.step_us <= SIZE_TOLERANCE * options[0].step_us]
     return max(near, key=lambda one: (one.lossless, not one.feedback, one.sent_share))
 
 
@@ -431,8 +372,8 @@ def _reason(options: Sequence[Option], chosen: Option, compute_us: float, ranks:
 
 
 def _lossy(better: Sequence[Option]) -> str:
-    """What would be faster if something may be lost: the fastest, and the gentlest of those as good."""
-    first, gentle = better[0], _gentlest(better)
+    """The faster lossy choices: the fastest, and the least lossy of those as fast."""
+    first, gentle = better[0], _least_lossy(better)
     text = f"{first.name} would take {_time(first.step_us)}"
     if gentle == first:
         return f"{text}, but loses something; allow it by lossy=({first.compression!r},)"

@@ -1,11 +1,11 @@
-"""What the synchronizer finds out of where it runs: how long all-reduces take, so how large buckets are."""
+"""The size of buckets on this machine, by the time of its all-reduces."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,24 +16,24 @@ from flagcx.gradients.buckets import plan_beside
 from flagcx.gradients.overlap import DEVICE_CALL_US, HOST_CALL_US, best_bucket_nbytes, step_us
 from flagcx.kernels.cuda import import_cupy
 from flagcx.selection.table import Table
+from flagcx.transport.base import Plan
 
 if TYPE_CHECKING:
     from flagcx.communicator import Communicator
-    from flagcx.transport.nccl.transport import NcclTransport
 
 _COUNTS = (1 << 10, 1 << 18)
 _DEVICE_COUNTS = (1 << 14, 1 << 18, 1 << 22)
-"""A GPU takes hardly longer for the second of these than for the first: its speed shows with the third."""
+"""On a GPU the second takes hardly longer than the first: only the third shows the speed of the link."""
 _TRIALS = 3
 _DEVICE_CALLS = 5
 _LONG_S = 0.05
 
 
 def overlap_pays(executor: Executor, cores_of_ranks: Sequence[AbstractSet[int]]) -> bool:
-    """Whether to reduce beside a computation does not just take cores from it.
+    """Whether reducing beside a computation gains time, or only takes cores from it.
 
     Args:
-        executor: What reduces.
+        executor: Runs the all-reduces.
         cores_of_ranks: The cores that each rank may use; all on one host where the transport takes cores.
     """
     spare = len(set().union(*cores_of_ranks)) >= 2 * len(cores_of_ranks)
@@ -43,17 +43,17 @@ def overlap_pays(executor: Executor, cores_of_ranks: Sequence[AbstractSet[int]])
 def choose_bucket_nbytes(
     comm: Communicator, executor: Executor, total_nbytes: int, compute_us: float | None, overlap: bool = True
 ) -> tuple[int, str]:
-    """Chooses the size of buckets. All ranks must call it; rank 0's word counts.
+    """Chooses the size of buckets. All ranks must call it; the choice of rank 0 holds.
 
     Args:
         comm: The communicator.
-        executor: What reduces most of the gradients.
+        executor: Reduces most of the gradients.
         total_nbytes: Bytes of all gradients.
         compute_us: Time in which they become ready, in us; None if it is not known.
-        overlap: Whether they are reduced meanwhile, or when all are ready.
+        overlap: Whether they are reduced meanwhile, or after all are ready.
 
     Returns:
-        The size in bytes, and why.
+        The size in bytes, and the reason.
     """
     if comm.size == 1:
         return total_nbytes, "one rank: nothing is sent"
@@ -66,23 +66,23 @@ def choose_bucket_nbytes(
         counts, measure = (_DEVICE_COUNTS, _measure_on_device) if on_device else (_COUNTS, _measure)
         points = [(4 * count, measure(comm, executor, count)) for count in counts]
         time_us, source = through(points), "measured now"
-    time_us = _behind(time_us, DEVICE_CALL_US if on_device else HOST_CALL_US)
-    chosen = best_bucket_nbytes(total_nbytes, time_us, compute_us)
-    computed = time_us(total_nbytes) if compute_us is None else compute_us
-    predicted = step_us(total_nbytes, chosen, time_us, computed)
+    call_us = DEVICE_CALL_US if on_device else HOST_CALL_US
+
+    def called_us(nbytes: float) -> float:
+        return time_us(nbytes) + call_us
+
+    chosen = best_bucket_nbytes(total_nbytes, called_us, compute_us)
+    computed = called_us(total_nbytes) if compute_us is None else compute_us
+    predicted = step_us(total_nbytes, chosen, called_us, computed)
     return chosen, (
-        f"{source}: {format_nbytes(chosen)} take {time_us(chosen) / 1e3:.3g} ms and all gradients "
-        f"{time_us(total_nbytes) / 1e3:.3g} ms; with {computed / 1e3:.3g} ms of computation a step takes "
+        f"{source}: {format_nbytes(chosen)} take {called_us(chosen) / 1e3:.3g} ms and all gradients "
+        f"{called_us(total_nbytes) / 1e3:.3g} ms; with {computed / 1e3:.3g} ms of computation a step takes "
         f"{predicted / 1e3:.3g} ms"
     )
 
 
-def _behind(time_us: Callable[[float], float], call_us: float) -> Callable[[float], float]:
-    return lambda nbytes: time_us(nbytes) + call_us
-
-
 def _known(comm: Communicator, executor: Executor) -> tuple[Callable[[float], float] | None, str]:
-    """Times that need no measuring, and where they come from."""
+    """Times that are known without a measurement, and their source."""
     link = executor.transport.link
     if link is not None:
         share = 2 * (comm.size - 1) / comm.size
@@ -95,7 +95,7 @@ def _known(comm: Communicator, executor: Executor) -> tuple[Callable[[float], fl
 
 
 def _from_table(table: Table | None) -> Callable[[float], float] | None:
-    """Times from a table that was measured on this machine, where there is one that reaches far enough."""
+    """Times from a tuning table of this machine, if it has at least two sizes."""
     points = [] if table is None else table.measured.get("allreduce", ())
     known = [(point.nbytes, min(point.times_us.values())) for point in points if point.times_us]
     if len(known) < 2:
@@ -117,7 +117,7 @@ def through(points: Sequence[tuple[float, float]]) -> Callable[[float], float]:
         points: Sizes in bytes and times in us, by size.
 
     Returns:
-        A function that goes on beyond the points along the lines nearest to them.
+        A function that extends the outer lines beyond the points.
 
     Example:
         >>> time_us = through([(0, 5), (100, 6), (200, 16)])
@@ -135,37 +135,48 @@ def through(points: Sequence[tuple[float, float]]) -> Callable[[float], float]:
 
 
 def _measure(comm: Communicator, executor: Executor, count: int) -> float:
-    """The time of an all-reduce of float32 in us, as the slowest rank has it: the least of some."""
+    """The time of an all-reduce of float32 in us."""
     x: Any = executor.transport.empty(count, np.dtype(np.float32))
     x[...] = 0
-    single = dtype_of(np.float32)
-    plan = plan_beside(executor, count, single, resolve_op("sum", single))
-    best = float("inf")
-    for _ in range(_TRIALS):
-        comm.barrier()
+    plan = _plan(executor, count)
+
+    def seconds() -> float:
         start = perf_counter()
         executor.run(plan, x, x)
-        mine = perf_counter() - start
-        best = min(best, max(comm.allgather_object(mine)))
-        if best > _LONG_S:
-            break
-    return best * 1e6
+        return perf_counter() - start
+
+    return _agreed_us(comm, seconds)
 
 
 def _measure_on_device(comm: Communicator, executor: Executor, count: int) -> float:
-    """Likewise on GPUs, by their own clock: a call returns long before its all-reduce has ended."""
-    cupy, transport = import_cupy(), cast("NcclTransport", executor.transport)
+    """The same by the clock of a GPU: a call returns long before its all-reduce has ended."""
+    cupy = import_cupy()
     x = cupy.zeros(count, cupy.float32)
-    single = dtype_of(np.float32)
-    plan = plan_beside(executor, count, single, resolve_op("sum", single))
-    start, end, best = cupy.cuda.Event(), cupy.cuda.Event(), float("inf")
-    for _ in range(_TRIALS):
-        comm.barrier()
+    plan = _plan(executor, count)
+    start, end = cupy.cuda.Event(), cupy.cuda.Event()
+
+    def seconds() -> float:
         start.record()
         for _ in range(_DEVICE_CALLS):
             executor.run(plan, x, x)
         end.record()
-        transport.synchronize()
-        mine = cupy.cuda.get_elapsed_time(start, end) / _DEVICE_CALLS
-        best = min(best, max(comm.allgather_object(mine)))
-    return best * 1e3
+        executor.transport.synchronize()
+        return cupy.cuda.get_elapsed_time(start, end) / _DEVICE_CALLS / 1e3
+
+    return _agreed_us(comm, seconds)
+
+
+def _plan(executor: Executor, count: int) -> Plan:
+    single = dtype_of(np.float32)
+    return plan_beside(executor, count, single, resolve_op("sum", single))
+
+
+def _agreed_us(comm: Communicator, seconds: Callable[[], float]) -> float:
+    """The least of some trials, each as the slowest rank has it; one trial if it is long."""
+    best = float("inf")
+    for _ in range(_TRIALS):
+        comm.barrier()
+        best = min(best, max(comm.allgather_object(seconds())))
+        if best > _LONG_S:
+            break
+    return best * 1e6

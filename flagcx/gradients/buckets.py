@@ -1,4 +1,4 @@
-"""Buckets: which gradients travel together, and one bucket's way from its gradients and back to them."""
+"""Buckets: gradients that are packed, reduced and unpacked together."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ from flagcx.fusion.fuse import HostPacker, Packing
 from flagcx.transport.base import Plan
 
 ALONE_NBYTES = MappingProxyType({"host": HostPacker.limits.array_nbytes, "device": 16 << 20})
-"""By place: a larger gradient is reduced where it lies. To pack and unpack it would take longer than the call
-that it saves."""
+"""By place: a larger gradient is not packed; that would take longer than the call that it saves."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """What is known of a gradient from the start.
+    """The properties of a gradient that every step shares.
 
     Attributes:
         name: Its name, or its number in a list.
         shape: Its shape.
         dtype: Its dtype's name.
         nbytes: Its size in bytes.
-        place: Where it lives, "host" or "device": buckets hold gradients of one dtype and place.
+        place: "host" or "device": buckets hold gradients of one dtype and place.
     """
 
     name: Hashable
@@ -50,9 +49,9 @@ def form_buckets(
 ) -> list[tuple[int, ...]]:
     """Puts gradients that become ready one after the other into buckets.
 
-    A bucket has one dtype and place, and is closed before it grows beyond ``bucket_nbytes``; a larger
-    gradient has one of its own, and so has one that is not worth packing. Buckets are ordered by their last
-    gradient: so they become full.
+    A bucket has one dtype and place, and is closed before it grows beyond ``bucket_nbytes``. A larger
+    gradient, and one that is not worth packing, has its own bucket. Buckets are in the order of their last
+    gradients, in which they become full.
 
     Args:
         order: The gradients' numbers, in the order in which they become ready.
@@ -89,14 +88,7 @@ def form_buckets(
 
 
 def plan_beside(executor: Executor, count: int, dtype: DType, op: ReduceOp) -> Plan:
-    """The plan of an all-reduce in place that leaves room for a computation at the same time.
-
-    Args:
-        executor: What makes the plan.
-        count: Elements.
-        dtype: The element type.
-        op: How they are combined.
-    """
+    """The plan of an all-reduce in place that leaves room for a computation at the same time."""
     return executor.beside(executor.find("allreduce", count, dtype, op, None, None, True))
 
 
@@ -105,15 +97,14 @@ class Bucket:
 
     Args:
         members: Their numbers.
-        executor: What reduces them.
-        packing: Puts them end to end; None for a single gradient, which is reduced where it lies.
+        executor: Runs the all-reduce.
+        packing: Puts them end to end; None for a single gradient, which is reduced in place.
         plan: The all-reduce of the packed message, or of the single gradient.
-
-        overlap: Whether it is reduced beside the computation, or only when somebody waits for it.
+        overlap: Whether it is reduced beside the computation, or only in ``wait``.
 
     Attributes:
-        left: How many of them are not ready yet in this step.
-        work: Its all-reduce, once it has been started in this step.
+        left: Number of gradients that are not ready yet in this step.
+        work: The all-reduce, once it has been started in this step.
     """
 
     __slots__ = ("_put_off", "executor", "left", "members", "overlap", "packing", "plan", "work")
@@ -133,24 +124,24 @@ class Bucket:
         self._put_off: Sequence[Any] = ()
 
     def start(self, gradients: Sequence[Any]) -> None:
-        """Starts the all-reduce of these gradients, its own, behind what was started before."""
+        """Starts the all-reduce of its gradients, after those started before."""
         if not self.overlap:
             self._put_off = gradients
             return
         what = f"allreduce of {len(gradients)} gradients"
         self.work = self.executor.start(self, gradients, gradients, None, what)
 
-    def run(self, given: Sequence[Any], result: Sequence[Any]) -> None:
-        """See ``transport.base.Plan``: packs, reduces, unpacks."""
+    def run(self, sendbuf: Sequence[Any], recvbuf: Sequence[Any]) -> None:
+        """Packs, reduces and unpacks the gradients, in place."""
         if self.packing is None:
-            self.plan.run(given[0], given[0])
+            self.plan.run(sendbuf[0], sendbuf[0])
             return
-        self.packing.pack(given)
+        self.packing.pack(sendbuf)
         self.plan.run(self.packing.flat, self.packing.flat)
-        self.packing.unpack(given)
+        self.packing.unpack(sendbuf)
 
     def wait(self) -> None:
-        """Waits for its all-reduce, if it has been started: on a GPU the current stream does."""
+        """Waits for the all-reduce; on a GPU the current stream does."""
         if self._put_off:
             gradients, self._put_off = self._put_off, ()
             self.executor.run(self, gradients, gradients)
@@ -158,11 +149,11 @@ class Bucket:
             self.work.wait()
 
     def finish(self) -> None:
-        """Waits on the host until nothing of it is under way, on a GPU either. Drops what was put off."""
+        """Waits on the host until it is idle, also on a GPU. Drops an all-reduce that was put off."""
         self._put_off = ()
         self.wait()
         self.executor.transport.synchronize()
 
     def begin_again(self) -> None:
-        """Makes ready for the next step."""
+        """Prepares the next step."""
         self.left, self.work, self._put_off = len(self.members), None, ()

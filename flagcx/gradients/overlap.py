@@ -1,15 +1,15 @@
-"""How long a training step takes whose gradients are reduced in buckets while they are computed."""
+"""The time of a training step whose gradients are reduced in buckets while they are computed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 LEAST_BUCKET_NBYTES, MOST_BUCKET_NBYTES = 64 << 10, 1 << 30
-NEAR = 1.01
+SIZE_TOLERANCE = 1.01
 """Of sizes within this factor of the best, the largest is taken: fewer calls disturb less."""
 HOST_CALL_US, DEVICE_CALL_US = 500.0, 20.0
-"""What a call costs beside its all-reduce where it goes on behind a computation: threads that wake on cores
-at work, or kernels that pack and unpack."""
+"""The cost of a call beside a computation, apart from its all-reduce: threads that wake on busy cores, or
+kernels that pack and unpack."""
 
 
 def step_us(
@@ -18,8 +18,8 @@ def step_us(
     """Time of a step with buckets of one size.
 
     The k buckets become full one after the other while the gradients are computed, the last at the end of it.
-    Each is reduced behind those before it. Either the computation lasts longer, and the last bucket alone is
-    left at its end; or the all-reduces do, and the first bucket's gradients alone are computed before them::
+    Each is reduced after those before it. Either the computation lasts longer, and only the last bucket is
+    left at its end; or the all-reduces do, and only the first bucket's gradients are computed before them::
 
         computation  |--1--|--2--|--3--|            |--1--|--2--|--3--|
         all-reduces        |1|   |2|   |3|                |---1---|---2---|---3---|
@@ -42,7 +42,7 @@ def step_us(
 def best_bucket_nbytes(
     total_nbytes: int, time_us: Callable[[float], float], compute_us: float | None = None
 ) -> int:
-    """The largest bucket size with which a step takes hardly more than it must.
+    """The largest bucket size with which a step takes hardly longer than with the best.
 
     Small buckets leave little to do at the end of the computation, large ones pay for fewer calls.
 
@@ -64,4 +64,4 @@ def best_bucket_nbytes(
     while sizes[-1] < min(total_nbytes, MOST_BUCKET_NBYTES):
         sizes.append(2 * sizes[-1])
     steps = [step_us(total_nbytes, size, time_us, compute_us) for size in sizes]
-    return max(size for size, step in zip(sizes, steps, strict=True) if step <= NEAR * min(steps))
+    return max(size for size, step in zip(sizes, steps, strict=True) if step <= SIZE_TOLERANCE * min(steps))

@@ -1,4 +1,4 @@
-"""The synchronizer: from gradients that become ready, in any order, to all-reduces that overlap."""
+"""The synchronizer: all-reduces of gradients that become ready in any order, beside the computation."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from flagcx.errors import ArgumentError, ArrayError, CommunicationError, Communi
 from flagcx.executor.host import Executor
 from flagcx.gradients.bucket_size import choose_bucket_nbytes, overlap_pays
 from flagcx.gradients.buckets import Bucket, Gradient, form_buckets, plan_beside
+from flagcx.gradients.first_step import FirstStep, agree, never_ready
 
 if TYPE_CHECKING:
     from flagcx.communicator import Communicator
@@ -23,19 +24,19 @@ if TYPE_CHECKING:
 class GradientSynchronizer:
     """Sums or averages the gradients of all ranks, in buckets, while further gradients are computed.
 
-    Say of each gradient that it is ready as soon as it is, in any order; a bucket that is full is reduced at
-    once, beside the computation. Before the optimizer, ``wait``: the results are in the very arrays. Or let
-    it begin with the first of them, by ``for name in sync.reduced():``. The first step records the order in
-    which gradients become ready, and forms the buckets from rank 0's.
+    Call ``ready`` for each gradient as soon as it is complete, in any order; a full bucket is reduced at
+    once, beside the computation. Call ``wait`` before the optimizer: the results are in the same arrays. Or
+    let the optimizer begin with the first of them, by ``for name in sync.reduced():``. The first step records
+    the order in which gradients become ready, and forms the buckets from that of rank 0.
 
-    On a GPU buckets are packed, reduced and unpacked on a stream of the communicator's own, which goes before
-    the computation's; on the host on a thread that leaves the cores to NumPy. Where to move data is work for
-    cores that are all busy, as it is through shared memory with a rank on each core, buckets are reduced in
-    ``wait`` and ``reduced`` instead: there is nothing to be gained.
+    On a GPU buckets are packed, reduced and unpacked on the communicator's own stream, which has priority
+    over the computation's; on the host on a thread that leaves the cores to NumPy. If data is moved by cores
+    that are all busy, as through shared memory with a rank on each core, buckets are reduced in ``wait`` and
+    ``reduced`` instead, since overlap would gain nothing.
 
-    Large gradients are not packed but reduced where they lie, with the least work if that is memory from
-    ``comm.empty(shape, dtype, device=...)``. From ``ready`` until ``wait`` a gradient is neither to be
-    written nor read. After the first step nothing is allocated.
+    Large gradients are not packed but reduced in place, with the least work in memory from
+    ``comm.empty(shape, dtype, device=...)``. Neither write nor read a gradient from ``ready`` until ``wait``.
+    After the first step nothing is allocated.
 
     Args:
         comm: The communicator. All ranks make a synchronizer for gradients of the same names and shapes.
@@ -46,16 +47,16 @@ class GradientSynchronizer:
             the time that the gradients take to become ready, if None.
         compression: As ``Communicator.allreduce`` takes it; each bucket has error feedback of its own.
         average: Whether the average is taken; else the sum.
-        overlap: Whether buckets are reduced beside the computation; rank 0's word counts. None for
-            everywhere but on hosts where that takes cores from the computation, see above.
+        overlap: Whether buckets are reduced beside the computation, as rank 0 sets it. None for everywhere
+            but on hosts where that takes cores from the computation, see above.
 
     Attributes:
         bucket_nbytes: Size of a bucket in bytes; None before the first step, if it is to be chosen.
-        reason: Why buckets have that size.
+        reason: The reason for that size.
 
     Raises:
-        ArgumentError: ``parameters`` are none, or ``bucket_bytes`` is below 1.
-        ArrayError: One is no array that the communicator takes.
+        ArgumentError: ``parameters`` are empty, or ``bucket_bytes`` is below 1.
+        ArrayError: The communicator does not take one of the arrays.
 
     Example:
         >>> with fc.GradientSynchronizer(comm, gradients) as sync:  # doctest: +SKIP
@@ -278,7 +279,7 @@ class GradientSynchronizer:
 
     def _give_up(self) -> None:
         """Ends a step that cannot end well: the peers wait for a gradient that will not come."""
-        message = _never_ready(self._missing(), self._comm.rank)
+        message = never_ready(self._missing(), self._comm.rank)
         if self._comm.size > 1:
             error = CommunicationError(message, peer=self._comm.rank)
             for executor in {id(executor): executor for executor in self._executors}.values():
@@ -292,16 +293,21 @@ class GradientSynchronizer:
         """Forms the buckets, as rank 0 has seen the gradients become ready, and starts them all."""
         comm = self._comm
         backward_us = (perf_counter() - self._began) * 1e6
-        cores = os.sched_getaffinity(0)
-        card = self._gradients, self._missing(), self._order, self.bucket_nbytes, self._overlap, cores
-        cards = comm.allgather_object(card)
-        self._check_alike(cards)
-        for rank, (_, missing, *_) in enumerate(cards):
-            if missing:
-                self._begin_again()
-                raise ArgumentError(_never_ready(missing, rank))
-        _, _, order, self.bucket_nbytes, overlap, _ = cards[0]
-        cores_of_ranks = [card[-1] for card in cards]
+        own = FirstStep(
+            self._gradients,
+            self._missing(),
+            self._order,
+            self.bucket_nbytes,
+            self._overlap,
+            os.sched_getaffinity(0),
+        )
+        try:
+            steps = agree(comm, own)
+        except ArgumentError:
+            self._begin_again()
+            raise
+        order, overlap, self.bucket_nbytes = steps[0].order, steps[0].overlap, steps[0].bucket_nbytes
+        cores_of_ranks = [step.cores for step in steps]
         overlaps = [
             overlap_pays(executor, cores_of_ranks) if overlap is None else overlap
             for executor in self._executors
@@ -321,19 +327,6 @@ class GradientSynchronizer:
                 self._home[number] = bucket
             bucket.left = 0
         self._start_full()
-
-    def _check_alike(self, cards: Sequence[tuple]) -> None:
-        for rank, (theirs, *_) in enumerate(cards):
-            mine = cards[0][0]
-            if theirs == mine:
-                continue
-            pairs = zip(mine, theirs, strict=False)
-            differing = next((f"{a} on rank 0, {b} on rank {rank}" for a, b in pairs if a != b), None)
-            said = differing or f"{len(mine)} on rank 0, {len(theirs)} on rank {rank}"
-            self._begin_again()
-            raise ArgumentError(
-                f"ranks have different gradients: {said}; expected the same on all, in the same order"
-            )
 
     def _make_bucket(self, members: tuple[int, ...], overlap: bool) -> Bucket:
         executor: Executor = self._executors[members[0]]
@@ -387,14 +380,6 @@ class GradientSynchronizer:
         if self._feedback is not None:
             text += f", {self._feedback.codec.name}"
         return f"<flagcx.GradientSynchronizer {text}{', closed' if self._closed else ''}>"
-
-
-def _never_ready(missing: Sequence[Hashable], rank: int) -> str:
-    shown = ", ".join(map(repr, missing[:4])) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
-    return (
-        f"rank {rank} waits for its gradients, but never made {shown} ready in this step; call "
-        f"sync.ready(name) for each, also for one that is zero"
-    )
 
 
 def _feedback(compression: Any) -> Any:

@@ -89,7 +89,7 @@ def allgather(queue: CallQueue, outputs: Sequence[Any], x: Any) -> Task:
 
 
 def reduce_scatter(queue: CallQueue, output: Any, inputs: Sequence[Any], op: Op) -> Task:
-    """Combines tensors, one for each rank, which may differ in size, or one for all; each rank gets its part."""
+    """Combines tensors, one for each rank (of any sizes) or one for all; each rank gets its part."""
     counts = [t.numel() for t in inputs]
     even = len(set(counts)) == 1
 

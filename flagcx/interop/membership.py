@@ -15,7 +15,7 @@ from flagcx.interop.joining import GroupCommunicator, join
 from flagcx.interop.tensors import is_ours
 
 dispatch_modes = torch._C._len_torch_dispatch_stack
-"""The number of modes that intercept every operation, such as that of fake tensors; they need torch's calls."""
+"""Modes that intercept all operations, such as that of fake tensors: they need torch's calls."""
 
 
 class Membership:

@@ -81,7 +81,7 @@ class Check:
 def check(collective: str, text: str, sizes: Sequence[int], rounds: int) -> list[Check]:
     """What every rank of the second start does: measures all candidates again."""
     comm = fc.init(tuning=False)
-    transport = comm._transport
+    transport = comm._host.transport
     bench = HostBench(transport)
     selector = Selector(
         HostRules(transport.protocols, transport.cross_memory), TuningInfo(Table.from_json(text))

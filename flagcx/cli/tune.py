@@ -144,7 +144,7 @@ def _host_bench(comm: Communicator) -> tuple[Bench, Fit]:
     from flagcx.selection.table import fit_here
     from flagcx.selection.tuning import HostBench
 
-    transport = comm._transport
+    transport = comm._host.transport
     return HostBench(transport), fit_here(comm.size, transport.name, transport.settings(comm.config))
 
 
@@ -158,7 +158,7 @@ def _gpu_bench(comm: Communicator) -> tuple[Bench, Fit]:
     comm.executor_of(cupy.zeros(1))
     executor = comm._device
     assert executor is not None
-    bench = DeviceBench(executor.transport, cupy, Clock(comm._transport), executor.selector.order)
+    bench = DeviceBench(executor.transport, cupy, Clock(comm._host.transport), executor.selector.order)
     return bench, fit_on_device(executor.transport)
 
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,20 +14,16 @@ from flagcx.arguments import check_shape
 from flagcx.communicator import allreduce as reductions
 from flagcx.communicator import objects, operations, transfers, v_operations
 from flagcx.communicator.caller import Caller
-from flagcx.config import Config, environment
+from flagcx.config import Config
 from flagcx.dtypes import dtype_of
 from flagcx.errors import ArgumentError, FlagcxError
 from flagcx.executor.host import Executor
+from flagcx.executor.open import open_host_executor
 from flagcx.fusion.fuse import Fusion
 from flagcx.fusion.group import Group
 from flagcx.profiler import Profiler
 from flagcx.selection.online_tuning import write_back
-from flagcx.selection.rules import HostRules
-from flagcx.selection.selector import PiggybackExchange, Selector, TuningInfo, look_for_table
-from flagcx.selection.table import fit_here
-from flagcx.transport.base import HOST, TransportContext
-from flagcx.transport.registry import TransportEntry, find_transport
-from flagcx.transport.throttled import throttled
+from flagcx.transport.base import TransportContext
 
 if TYPE_CHECKING:
     from flagcx.bootstrap.store import Store
@@ -110,7 +103,9 @@ class Communicator(Caller):
     ) -> None:
         self.rank, self.size, self.hosts, self.config = rank, size, tuple(hosts), config
         self.profiler = Profiler(rank, size, self.allgather_object, self.barrier)
-        self._host = self._make_host_executor(exchange, store)
+        self._ring = self.profiler.ring if config.profile else None
+        self._context = TransportContext(rank, size, self.hosts, exchange, store, config)
+        self._host = open_host_executor(self._context, self._ring)
         self._device: DeviceExecutor | None = None
         self._store, self._splits = store, 0
         self._group: Group | None = None
@@ -118,31 +113,6 @@ class Communicator(Caller):
         self._compressors: dict[int, Compressor] = {}
         self._children: weakref.WeakSet[Communicator] = weakref.WeakSet()
         self._at_close: list[Callable[[], object]] = []
-        _alive().add(self._host)
-
-    def _make_host_executor(self, exchange: Exchange, store: Store | None) -> Executor:
-        """What runs calls on NumPy arrays."""
-        rank, size, config = self.rank, self.size, self.config
-        ring = self.profiler.ring if config.profile else None
-        context = TransportContext(rank, size, self.hosts, exchange, store, config)
-        if len(set(self.hosts)) > 1:
-            from flagcx.executor.multi_host import MultiHostExecutor
-
-            return MultiHostExecutor(context, ring)
-        entry = find_transport(HOST, context)
-        rider = PiggybackExchange(exchange, self._look_for_table(entry) if rank == 0 else None)
-        self._transport = transport = entry.open(replace(context, exchange=rider))
-        if rider.told is None:  # a transport that exchanged nothing
-            rider(b"")
-        where = f"{transport.name.replace('_', ' ')} of {self.hosts[rank].partition('/')[0]}"
-        rules = HostRules(transport.protocols, transport.cross_memory, where)
-        selector = Selector(rules, rider.told)
-        return Executor(rank, size, throttled(transport, config.throttle), selector, ring)
-
-    def _look_for_table(self, entry: TransportEntry) -> TuningInfo:
-        """On rank 0: the measured times that choose for all ranks."""
-        settings = entry.load().settings(self.config)
-        return look_for_table(self.config, fit_here(self.size, entry.name, settings), environment())
 
     def empty(self, shape: tuple[int, ...] | int, dtype: Any = np.float32, device: str = "cpu") -> Any:
         """Makes an uninitialised array that the peers reach without a copy.
@@ -203,11 +173,6 @@ class Communicator(Caller):
 
     def _executors(self) -> list[Executor]:
         return [executor for executor in (self._host, self._device) if executor is not None]
-
-    def _make_device_executor(self) -> DeviceExecutor:
-        made = super()._make_device_executor()
-        _alive().add(made)
-        return made
 
     def split(self, color: int | None, key: int | None = None) -> Communicator | None:
         """Makes one communicator for each color. All ranks must call it.
@@ -284,9 +249,11 @@ class Communicator(Caller):
         A second call does nothing.
 
         Raises:
-            CommunicationError: Operations on GPUs that were enqueued last may not have been done, and no call
-                has said so yet.
+            CommunicationError: Operations on GPUs that were enqueued last may not have been done, or an
+                operation that was started failed, and no call or ``wait`` has said so yet.
         """
+        if self._host.forked:
+            return  # what is open belongs to the parent
         with contextlib.ExitStack() as last:  # whatever fails, the rest is closed
             while self._at_close:
                 last.callback(self._at_close.pop(0))
@@ -328,19 +295,3 @@ class Communicator(Caller):
     def __repr__(self) -> str:
         state = f", {self._host.over}" if self._host.over else ""
         return f"<flagcx.Communicator rank {self.rank} of {self.size} on {self.hosts[self.rank]}{state}>"
-
-
-@lru_cache(maxsize=1)
-def _alive() -> weakref.WeakSet[Executor]:
-    """The executors of this process; in a forked child they refuse every call."""
-    executors: weakref.WeakSet[Executor] = weakref.WeakSet()
-
-    def in_child() -> None:
-        for executor in executors:
-            executor.end(
-                "this communicator was made before a fork and cannot be used in the child; start ranks with "
-                "flagcx run, fc.launch or multiprocessing's spawn method, and call fc.init() in each"
-            )
-
-    os.register_at_fork(after_in_child=in_child)
-    return executors

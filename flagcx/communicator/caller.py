@@ -19,15 +19,16 @@ import numpy as np
 
 from flagcx.arguments import check_rank, on_device, untangle
 from flagcx.communicator.buffers import buffers_of, v_buffers_of
-from flagcx.config import Config, environment
+from flagcx.config import Config
 from flagcx.dtypes import Op, dtype_of, resolve_op
-from flagcx.errors import ArgumentError, CommunicatorError
+from flagcx.errors import ArgumentError
 from flagcx.executor.host import Executor
+from flagcx.executor.open import open_device_executor
 from flagcx.fusion.fuse import Fusion, HostPacker, Packer
 from flagcx.fusion.group import Group, Pending
+from flagcx.profiler import RecordBuffer
 from flagcx.schedule.collectives import COLLECTIVES
-from flagcx.transport.base import DEVICE, Plan, TransportContext
-from flagcx.transport.registry import open_transport
+from flagcx.transport.base import Plan, TransportContext
 
 if TYPE_CHECKING:
     from flagcx.bootstrap.store import Store
@@ -69,6 +70,8 @@ class Caller:
     config: Config
     _host: Executor
     _device: DeviceExecutor | None
+    _context: TransportContext
+    _ring: RecordBuffer | None
     _store: Store | None
     _group: Group | None
     _fusions: dict[int, Fusion]
@@ -231,29 +234,11 @@ class Caller:
     def device_executor(self) -> DeviceExecutor:
         """The executor for arrays on GPUs; the first call with one, which all ranks make, joins the ranks."""
         if self._device is None:
-            self._device = self._make_device_executor()
+            self._host.check()
+            self._device = open_device_executor(self._context, self._ring)
+            if self._group is not None:
+                self._device.hold()
         return self._device
-
-    def _make_device_executor(self) -> DeviceExecutor:
-        from flagcx.executor.device import DeviceExecutor
-        from flagcx.selection.selector import device_selector
-        from flagcx.topology import detect
-
-        store, config = self._store, self.config
-        if store is None:
-            raise CommunicatorError("this communicator was made without a store, which arrays on GPUs need")
-        self._host.check()
-
-        def exchange(mine: bytes) -> list[bytes]:
-            return store.exchange("device", mine, config.init_timeout_s)
-
-        context = TransportContext(self.rank, self.size, self.hosts, exchange, store, config)
-        transport: Any = open_transport(DEVICE, context)
-        selector = device_selector(store, transport, config, environment(), detect)
-        made = DeviceExecutor(transport, selector, self._host.ring)
-        if self._group is not None:
-            made.hold()
-        return made
 
     def fusion_of(self, executor: Executor) -> Fusion:
         """Fuses the all-reduces of an executor; made when first needed."""

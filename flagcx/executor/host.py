@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from functools import lru_cache, partial
 from time import perf_counter_ns
 from typing import Any
 
@@ -48,7 +50,9 @@ class Executor:
     Attributes:
         selector: What chooses how a call runs.
         quick: Plans of calls that may skip all checks but those of the array itself. Empty whenever a
-            call must not go straight through: closed, broken, in a group, or behind started work.
+            call must not go straight through: closed, broken, in a group, or after started work.
+        over: Why no further call can be made; empty where one can.
+        forked: Whether this is a copy in a forked child of the process that made it.
     """
 
     def __init__(
@@ -72,6 +76,9 @@ class Executor:
         self._worker: ThreadPoolExecutor | None = None
         self._last: Future | None = None
         self._hurried = False
+        self._untold: BaseException | None = None  # an error of started work, until some caller has got it
+        self.forked = False
+        _made_here().add(self)
 
     # -- plans ------------------------------------------------------------------------------------
 
@@ -227,8 +234,8 @@ class Executor:
 
     # -- running ----------------------------------------------------------------------------------
 
-    def run(self, plan: Plan, given: Any, result: Any) -> None:
-        """Runs a plan now, behind all that was started before.
+    def run(self, plan: Plan, sendbuf: Any, recvbuf: Any) -> None:
+        """Runs a plan now, after all that was started before.
 
         Raises:
             CommunicatorError: Closed, broken, or another thread is in a call.
@@ -238,20 +245,22 @@ class Executor:
         if not self.turn.acquire(blocking=False):
             raise CommunicatorError(TWO_THREADS)
         try:
-            self._run(plan.run, given, result)
+            self._run(plan.run, sendbuf, recvbuf)
         finally:
             self.turn.release()
 
-    def _run(self, run: Callable[[Any, Any], object], given: Any, result: Any) -> None:
+    def _run(self, run: Callable[[Any, Any], object], sendbuf: Any, recvbuf: Any) -> None:
         self.check()
         try:
-            run(given, result)
+            run(sendbuf, recvbuf)
         except BaseException as error:
             self.broke(error)
             raise
 
-    def start(self, plan: Plan, given: Any, result: Any, value: Any, what: str) -> Work:
-        """Runs a plan on a thread of the communicator's own, behind what was started before.
+    def start(self, plan: Plan, sendbuf: Any, recvbuf: Any, value: Any, what: str) -> Work:
+        """Runs a plan on a thread of the communicator's own, after what was started before.
+
+        An error that the work's ``wait`` has not raised by then is raised by ``close``.
 
         Returns:
             Work whose ``wait`` returns ``value``.
@@ -268,7 +277,10 @@ class Executor:
             with self.turn:
                 self._progress.background = not self._hurried
                 try:
-                    self._run(run, given, result)
+                    self._run(run, sendbuf, recvbuf)
+                except BaseException as error:
+                    self._untold = self._untold or error
+                    raise
                 finally:
                     self._progress.background = False
             return value
@@ -276,7 +288,11 @@ class Executor:
         self.hold()
         self._hurried = False
         self._last = self._worker.submit(call)
-        return Work(self._last, what, self.hurry)
+        return Work(self._last, what, self.hurry, self._tell)
+
+    def _tell(self) -> None:
+        """Notes that a caller got the error of started work; those of later work follow from it."""
+        self._untold = None
 
     def hurry(self) -> None:
         """Says that nothing is computed any more beside what was started: somebody waits for it."""
@@ -284,7 +300,7 @@ class Executor:
         self._progress.background = False
 
     def catch_up(self) -> None:
-        """Waits until all that was started has ended. Its errors belong to who waits for the work."""
+        """Waits until all that was started has ended. ``Work.wait`` raises its errors, or ``close``."""
         if self._last is not None:
             self.hurry()
             self._last.exception()
@@ -305,6 +321,7 @@ class Executor:
     def check(self) -> None:
         """Raises CommunicatorError where no further call can be made."""
         if self.over:
+            self._untold = None  # this tells it
             raise CommunicatorError(self.over)
 
     def broke(self, error: BaseException) -> None:
@@ -323,22 +340,43 @@ class Executor:
         self._plans.clear()
 
     def close(self) -> None:
-        """Waits for what was started, then gives everything back. Idempotent.
+        """Waits for what was started, then gives everything back. A second call does nothing.
 
         Raises:
             MismatchError: A peer has called something else, and nothing has shown it so far.
+            FlagcxError: Work that was started failed, and nothing has waited for it.
         """
         self.catch_up()
+        untold, self._untold = self._untold, None
         ended = bool(self.over)
         if self._worker is not None:
             self._worker.shutdown()
             self._worker = None
         self.end("this communicator is closed")
         try:
+            if untold is not None:
+                raise untold
             if not ended:
                 self.transport.check_end()
         finally:
             self.transport.close()
+
+
+@lru_cache(maxsize=1)
+def _made_here() -> weakref.WeakSet[Executor]:
+    """The executors of this process. In a forked child they refuse every call, and close nothing."""
+    executors: weakref.WeakSet[Executor] = weakref.WeakSet()
+
+    def in_child() -> None:
+        for executor in executors:
+            executor.forked = True
+            executor.end(
+                "this communicator was made before a fork and cannot be used in the child; start ranks with "
+                "flagcx run, fc.launch or multiprocessing's spawn method, and call fc.init() in each"
+            )
+
+    os.register_at_fork(after_in_child=in_child)
+    return executors
 
 
 def nbytes_of(counts: Counts, dtype: DType) -> int:

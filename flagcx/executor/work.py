@@ -21,10 +21,14 @@ class Work:
         >>> x = work.wait()                          # doctest: +SKIP
     """
 
-    def __init__(self, future: Future, what: str, hurry: Callable[[], None] | None = None) -> None:
-        self._future = future
-        self._what = what
-        self._hurry = hurry
+    def __init__(
+        self,
+        future: Future,
+        what: str,
+        hurry: Callable[[], None] | None = None,
+        told: Callable[[], None] | None = None,
+    ) -> None:
+        self._future, self._what, self._hurry, self._told = future, what, hurry, told
 
     def done(self) -> bool:
         """Whether the operation has ended, well or not."""
@@ -45,10 +49,12 @@ class Work:
             self._hurry()
         try:
             return self._future.result(timeout_s)
-        except FutureTimeout:
-            if self._future.done():
-                raise
-            raise PeerTimeoutError(f"{self._what} still runs after {timeout_s} s; wait again") from None
+        except BaseException as error:
+            if isinstance(error, FutureTimeout) and not self._future.done():
+                raise PeerTimeoutError(f"{self._what} still runs after {timeout_s} s; wait again") from None
+            if self._told is not None and self._future.done():
+                self._told()
+            raise
 
     def __repr__(self) -> str:
         return f"<Work {self._what}, {'done' if self.done() else 'running'}>"

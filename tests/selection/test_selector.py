@@ -233,7 +233,7 @@ def _every_candidate(nbytes: int):
         op = resolve_op("sum", kind) if what.reduces else None
         inputs = [_data(q, what.input_blocks(size) * count) for q in range(size)]
         wanted = _expected(name, inputs, size, rank, root, count)
-        for candidate in HostBench(comm._transport).candidates(name, nbytes):
+        for candidate in HostBench(comm._host.transport).candidates(name, nbytes):
             choice = candidate.at(nbytes)
             plan = comm._host._make(name, count, kind, op, root, False, choice)
             given = inputs[rank] if what.has_input(rank, root) else None
@@ -276,7 +276,7 @@ def _tune():
     fit = fit_here(comm.size, "shared_memory", {})
     sizes, pace = [4, 1024, 8192], TimeBudget(2e-4, 2)
     table = tune(
-        HostBench(comm._transport), fit, ("allreduce", "scatter"), sizes, pace, lambda *p: told.append(p)
+        HostBench(comm._host.transport), fit, ("allreduce", "scatter"), sizes, pace, lambda *p: told.append(p)
     )
     return table.to_json(), told
 

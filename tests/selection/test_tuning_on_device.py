@@ -152,8 +152,8 @@ class FakeTransport:
 def _bench(order=None):
     comm = fc.init(tuning=False)
     device = FakeDevice()
-    transport = FakeTransport(comm._transport, device)
-    return device, transport, DeviceBench(transport, device.cupy, Clock(comm._transport), order)
+    transport = FakeTransport(comm._host.transport, device)
+    return device, transport, DeviceBench(transport, device.cupy, Clock(comm._host.transport), order)
 
 
 def _names(bench, collective, nbytes):
@@ -219,7 +219,7 @@ def test_schedules_are_laid_along_the_planned_order():
 
 def _slowest():
     comm = fc.init(tuning=False)
-    return Clock(comm._transport).slowest(1.0 + comm.rank)
+    return Clock(comm._host.transport).slowest(1.0 + comm.rank)
 
 
 def test_a_batch_counts_with_its_slowest_rank():

@@ -11,7 +11,7 @@ import pytest
 
 from flagcx.config import environment
 from flagcx.errors import PeerTimeoutError
-from flagcx.executor.multi_host import groups_of
+from flagcx.executor.open import groups_of
 from flagcx.selection.candidates import Request
 from flagcx.selection.rules import MultiHostRules
 from flagcx.transport.mpi import Watch

@@ -75,7 +75,7 @@ def _over_the_store() -> dict[str, object]:
         out = comm.sendrecv(np.full(3, rank), (rank + 1) % size, np.zeros(3, np.int64), (rank - 1) % size)
         work = comm.broadcast(np.full(3, rank), root=1, async_op=True).wait()
         half = comm.split(rank % 2).allreduce(np.array([rank]))
-        bench = HostBench(comm._transport)
+        bench = HostBench(comm._host.transport)
         candidate = bench.candidates("allreduce", 64)[0]
         times = bench.measurement("allreduce", 64).time_all([candidate.at(64)], QUICK)
         return {

@@ -45,9 +45,7 @@ class StreamOrder:
         self.reported = False
         self._last: Any = None
         self._last_ptr = -1
-        self._latest: tuple[Any, int] | None = (
-            None  # on a per-thread default stream, whose handle means another one in another thread
-        )
+        self._latest: tuple[Any, int] | None = None  # on a stream that other threads cannot name
         self._captured: Any = None
         self._marker: tuple[Any, int, float] | None = None
         self._done = 0
@@ -142,9 +140,7 @@ class StreamOrder:
         The watchdog calls this, which releases arrays too. An operation gets a marker only after the last
         marker has been reached, so a busy loop of calls records no events.
         """
-        with capture_mode(
-            THREAD_LOCAL
-        ):  # A caller may capture a graph in the mode that restricts all threads.
+        with capture_mode(THREAD_LOCAL):  # A caller may be capturing in the mode that restricts all threads.
             return self._pending_since()
 
     def _pending_since(self) -> float | None:
@@ -160,11 +156,7 @@ class StreamOrder:
                     return None
                 self._mark(self._last)
         except self._runtime.CUDARuntimeError:
-            self._done, self._marker, marker = (
-                self.issued,
-                None,
-                None,
-            )  # The stream was destroyed, or captured.
+            self._done, self._marker, marker = self.issued, None, None  # The stream is gone, or was captured.
         return None if marker is None else marker[2]
 
     def wait(self, event: Any, timeout_s: float) -> None:

@@ -106,9 +106,9 @@ class NcclTransport(DeviceTransport):
         self._side = cupy.cuda.Stream(non_blocking=True, priority=URGENT)
         self._plans: weakref.WeakSet[SchedulePlan] = weakref.WeakSet()
         self._closed = self._aborted = False
-        self._watchdog = (
-            Watchdog(self._order, self, store, config.timeout_s, _leave) if self.size > 1 else None
-        )
+        self._watchdog: Watchdog | None = None
+        if self.size > 1:
+            self._watchdog = Watchdog(self._order, self, store, config.timeout_s, _leave)
 
     @classmethod
     def open(cls, context: TransportContext) -> NcclTransport:
@@ -381,7 +381,7 @@ class NcclTransport(DeviceTransport):
     def _end_enqueued(self) -> None:
         """Ends operations that wait for peers: memory that kernels still use must not be freed."""
         with contextlib.suppress(CommunicationError):
-            bounded(self.abort_enqueued, _ABORT_LIMIT_S, f"rank {self.rank} could not end what it enqueued")
+            bounded(self.abort_enqueued, _ABORT_LIMIT_S, f"rank {self.rank} could not end its operations")
         self._order.settle(_ABORT_LIMIT_S)
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Direct: every rank deals with every other itself. One or two steps; for small messages and few ranks.
+"""Direct: every rank exchanges messages with every other. One or two steps; for small messages, few ranks.
 
 ::
 
@@ -8,8 +8,8 @@
     v /  \\ v
     3 <--> 2
 
-Sums are made in the order of ranks, 0 first, wherever they are made: one_shot makes them everywhere and all
-ranks still end with the same bits; two_shot makes each in one place and ends with those same bits too.
+Sums are made in the order of ranks, 0 first, wherever they are made: one_shot makes them on all ranks,
+which still end with the same bits; two_shot makes each on one rank and ends with those same bits too.
 
 Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH",
 Int. J. High Perform. Comput. Appl. 19 (2005), on all-to-all (posting all at once, and pairwise exchange).
@@ -17,14 +17,13 @@ Int. J. High Perform. Comput. Appl. 19 (2005), on all-to-all (posting all at onc
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 from flagcx.schedule.compose import ChunkTransfer, recv, reverse, schedule_of, send
 from flagcx.schedule.model import (
     Buffer,
     Copy,
-    Local,
     Program,
     Recv,
     Reduce,
@@ -45,23 +44,26 @@ def _others(size: int, rank: int) -> Iterator[int]:
     return ((rank + i) % size for i in range(1, size))
 
 
-def _arrival(source: int, rank: int, chunks: int, first: int, count: int) -> Span:
-    """Where ``rank`` keeps chunks ``first`` to ``first + count`` of what ``source`` sent, in SCRATCH."""
-    slot = source if source < rank else source - 1
-    return span_of(SCRATCH, slot * chunks + first, count)
+def _add_up(size: int, chunks: int, rank: int, result: Span, targets: Iterable[int] | None = None) -> Step:
+    """Chunk ``q % chunks`` of every rank to each rank q of ``targets``, which adds up in the order of ranks.
 
-
-def _add_in_rank_order(size: int, rank: int, own: Span, result: Span, arrived) -> tuple[Local, ...]:
-    """Local work: result = (..((x0 + x1) + x2) + ..), where ``own`` is x of ``rank``.
-
-    In a call in place ``own`` and ``result`` are the same memory, so it must not be written before x of
-    ``rank`` has been added.
+    In a call in place ``result`` and this rank's part of INPUT are the same memory, so it is not written
+    before that part has been added: result = (..((x0 + x1) + x2) + ..).
     """
-    if rank == 0:
-        return (Copy(own, result), *(Reduce(arrived(q), result) for q in range(1, size)))
-    total = arrived(0)
-    added = (Reduce(own if q == rank else arrived(q), total) for q in range(1, size))
-    return (*added, Copy(total, result))
+    targets = range(size) if targets is None else targets
+    transfers: list[Transfer] = [
+        Send(span_of(INPUT, q % chunks), q) for q in _others(size, rank) if q in targets
+    ]
+    if rank not in targets:
+        return Step(tuple(transfers))
+    first = rank % chunks
+    parts = [span_of(SCRATCH, (q if q < rank else q - 1) * chunks + first) for q in range(size)]
+    transfers += [Recv(parts[q], q) for q in _others(size, rank)]
+    parts[rank] = span_of(INPUT, first)
+    total = result if rank == 0 else parts[0]
+    added = [Reduce(part, total) for part in parts[1:]]
+    local = (Copy(parts[0], result), *added) if rank == 0 else (*added, Copy(total, result))
+    return Step(tuple(transfers), local)
 
 
 def one_shot_allreduce(size: int) -> Schedule:
@@ -74,16 +76,12 @@ def one_shot_allreduce(size: int) -> Schedule:
         Steps: 1. Sent by each rank: the message n-1 times; SCRATCH has n-1 messages. All ranks end with
         the same bits. Any number of ranks.
     """
+
+    def make(rank: int) -> Program:
+        return Program(rank, (_add_up(size, 1, rank, span_of(OUTPUT, 0)),))
+
     check("allreduce", size, 1)
-    return Schedule("allreduce", "one_shot", size, 1, partial(_one_shot, size), aligned=True)
-
-
-def _one_shot(size: int, rank: int) -> Program:
-    arrived = partial(_arrival, rank=rank, chunks=1, first=0, count=1)
-    own, result = span_of(INPUT, 0), span_of(OUTPUT, 0)
-    transfers: list[Transfer] = [Send(own, q) for q in _others(size, rank)]
-    transfers += [Recv(arrived(q), q) for q in _others(size, rank)]
-    return Program(rank, (Step(tuple(transfers), _add_in_rank_order(size, rank, own, result, arrived)),))
+    return Schedule("allreduce", "one_shot", size, 1, make, aligned=True)
 
 
 def two_shot_allreduce(size: int) -> Schedule:
@@ -96,25 +94,15 @@ def two_shot_allreduce(size: int) -> Schedule:
         Steps: 2. Sent by each rank: 2(n-1)/n of the message, the least possible. All ranks end with the
         bits that one_shot ends with. Any number of ranks.
     """
+
+    def make(rank: int) -> Program:
+        block = span_of(OUTPUT, rank)
+        transfers: list[Transfer] = [Send(block, q) for q in _others(size, rank)]
+        transfers += [Recv(span_of(OUTPUT, q), q) for q in _others(size, rank)]
+        return Program(rank, (_add_up(size, size, rank, block), Step(tuple(transfers))))
+
     check("allreduce", size, size)
-    return Schedule("allreduce", "two_shot", size, size, partial(_two_shot, size), aligned=True)
-
-
-def _two_shot(size: int, rank: int) -> Program:
-    block = span_of(OUTPUT, rank)
-    transfers: list[Transfer] = [Send(block, q) for q in _others(size, rank)]
-    transfers += [Recv(span_of(OUTPUT, q), q) for q in _others(size, rank)]
-    return Program(rank, (_collect(size, 1, rank, block), Step(tuple(transfers))))
-
-
-def _collect(size: int, pieces: int, rank: int, result: Span) -> Step:
-    """Block q of every rank to rank q, which adds them up in the order of ranks."""
-    first = rank * pieces
-    arrived = partial(_arrival, rank=rank, chunks=size * pieces, first=first, count=pieces)
-    transfers: list[Transfer] = [Send(span_of(INPUT, q * pieces, pieces), q) for q in _others(size, rank)]
-    transfers += [Recv(arrived(q), q) for q in _others(size, rank)]
-    own = span_of(INPUT, first, pieces)
-    return Step(tuple(transfers), _add_in_rank_order(size, rank, own, result, arrived))
+    return Schedule("allreduce", "two_shot", size, size, make, aligned=True)
 
 
 def direct_reduce_scatter(size: int) -> Schedule:
@@ -127,12 +115,12 @@ def direct_reduce_scatter(size: int) -> Schedule:
         Steps: 1. Sent by each rank: (n-1)/n of the message, the least possible. Any number of ranks;
         blocks of any sizes.
     """
+
+    def make(rank: int) -> Program:
+        return Program(rank, (_add_up(size, size, rank, span_of(OUTPUT, 0)),))
+
     check("reduce_scatter", size, size)
-    return Schedule("reduce_scatter", "direct", size, size, partial(_reduce_scatter, size), aligned=True)
-
-
-def _reduce_scatter(size: int, rank: int) -> Program:
-    return Program(rank, (_collect(size, 1, rank, span_of(OUTPUT, 0)),))
+    return Schedule("reduce_scatter", "direct", size, size, make, aligned=True)
 
 
 def direct_reduce(size: int, root: int = 0) -> Schedule:
@@ -146,17 +134,12 @@ def direct_reduce(size: int, root: int = 0) -> Schedule:
         Steps: 1. Sent by each rank but the root: the message once; the root has n-1 messages in SCRATCH.
         Any number of ranks.
     """
+
+    def make(rank: int) -> Program:
+        return Program(rank, (_add_up(size, 1, rank, span_of(OUTPUT, 0), targets=(root,)),))
+
     check("reduce", size, 1, root)
-    return Schedule("reduce", "direct", size, 1, partial(_reduce, size, root), root, aligned=True)
-
-
-def _reduce(size: int, root: int, rank: int) -> Program:
-    own = span_of(INPUT, 0)
-    if rank != root:
-        return Program(rank, (Step((Send(own, root),)),))
-    arrived = partial(_arrival, rank=rank, chunks=1, first=0, count=1)
-    transfers = tuple(Recv(arrived(q), q) for q in _others(size, rank))
-    return Program(rank, (Step(transfers, _add_in_rank_order(size, rank, own, span_of(OUTPUT, 0), arrived)),))
+    return Schedule("reduce", "direct", size, 1, make, root, aligned=True)
 
 
 def _to_all(size: int, rank: int) -> Iterator[ChunkTransfer]:
@@ -238,18 +221,19 @@ def direct_alltoall(size: int) -> Schedule:
         Steps: 1. Sent by each rank: (n-1)/n of the message, the least possible. Any number of ranks;
         blocks of any sizes.
     """
+
+    def make(rank: int) -> Program:
+        transfers: list[Transfer] = [Send(span_of(INPUT, q), q) for q in _others(size, rank)]
+        transfers += [Recv(span_of(OUTPUT, q), q) for q in _others(size, rank)]
+        own = Copy(span_of(INPUT, rank), span_of(OUTPUT, rank))
+        return Program(rank, (Step(tuple(transfers), (own,)),))
+
     check("alltoall", size, size)
-    return Schedule("alltoall", "direct", size, size, partial(_alltoall, size), aligned=True)
-
-
-def _alltoall(size: int, rank: int) -> Program:
-    transfers: list[Transfer] = [Send(span_of(INPUT, q), q) for q in _others(size, rank)]
-    transfers += [Recv(span_of(OUTPUT, q), q) for q in _others(size, rank)]
-    return Program(rank, (Step(tuple(transfers), (Copy(span_of(INPUT, rank), span_of(OUTPUT, rank)),)),))
+    return Schedule("alltoall", "direct", size, size, make, aligned=True)
 
 
 def pairwise_alltoall(size: int) -> Schedule:
-    """In step i every rank sends to the one i further on, so each link carries one message at a time.
+    """In step i every rank sends to the rank i further on, so each link carries one message at a time.
 
     Args:
         size: Number of ranks.
@@ -258,15 +242,15 @@ def pairwise_alltoall(size: int) -> Schedule:
         Steps: n-1. Sent by each rank: (n-1)/n of the message, the least possible. Any number of ranks;
         blocks of any sizes.
     """
+
+    def make(rank: int) -> Program:
+        own = (Copy(span_of(INPUT, rank), span_of(OUTPUT, rank)),)
+        steps = [Step((), own)] if size == 1 else []
+        for i in range(1, size):
+            target, source = (rank + i) % size, (rank - i) % size
+            transfers = (Send(span_of(INPUT, target), target), Recv(span_of(OUTPUT, source), source))
+            steps.append(Step(transfers, own if i == 1 else ()))
+        return Program(rank, tuple(steps))
+
     check("alltoall", size, size)
-    return Schedule("alltoall", "pairwise", size, size, partial(_pairwise, size), aligned=True)
-
-
-def _pairwise(size: int, rank: int) -> Program:
-    own = (Copy(span_of(INPUT, rank), span_of(OUTPUT, rank)),)
-    steps = [Step((), own)] if size == 1 else []
-    for i in range(1, size):
-        target, source = (rank + i) % size, (rank - i) % size
-        transfers = (Send(span_of(INPUT, target), target), Recv(span_of(OUTPUT, source), source))
-        steps.append(Step(transfers, own if i == 1 else ()))
-    return Program(rank, tuple(steps))
+    return Schedule("alltoall", "pairwise", size, size, make, aligned=True)

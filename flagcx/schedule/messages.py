@@ -198,9 +198,8 @@ def _deadlock(matching: Matching, current: list[int]) -> ScheduleError:
         peer = m.target if sends else m.source
         does = f"sends {m.src} to" if sends else f"receives {m.dst} from"
         there = f"receives it in its step {m.recv_step}" if sends else f"sends it in its step {m.send_step}"
-        texts.append(
-            f"rank {rank} in step {current[rank]} {does} rank {peer}, which {there} and is in step {current[peer]}"
-        )
+        texts.append(f"rank {rank} in step {current[rank]} {does} rank {peer}, which {there}")
+        texts[-1] += f" and is in step {current[peer]}"
     message, sends = waits[ring[0]]
     span = message.src if sends else message.dst
     return fault("deadlock: " + "; ".join(texts), ring[0], current[ring[0]], span)

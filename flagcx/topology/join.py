@@ -59,7 +59,7 @@ def join(machines: Sequence[Topology]) -> Topology:
                     "network",
                     LinkKind.NETWORK,
                     speed or _DEFAULT_NIC_GB_PER_S,
-                    speeds.NETWORK_LATENCY_US,
+                    speeds.LATENCY_US["network"],
                     1,
                     speed == 0,
                 )

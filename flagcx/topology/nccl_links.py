@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 from flagcx.errors import TopologyError
 from flagcx.topology import speeds
-from flagcx.topology.graph import Device, DeviceKind, Link, LinkKind
+from flagcx.topology.builder import Builder
+from flagcx.topology.graph import Device, DeviceKind, LinkKind
 from flagcx.topology.markup import Element
 
 BUS_ID = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
@@ -28,12 +28,8 @@ _NVSWITCH_BOARDS = {
 }
 
 
-@dataclass(slots=True)
-class Fabric:
-    """NVSwitches and the links of the fast fabric."""
-
-    switches: list[Device] = field(default_factory=list)
-    links: list[Link] = field(default_factory=list)
+#: NVLinks or xGMI links by (GPU id, id of the GPU or PCI address of the switch at the other end, kind).
+Counts = dict[tuple[str, str, LinkKind], int]
 
 
 def read(
@@ -41,8 +37,8 @@ def read(
     devices: Mapping[str, Device],
     elements: Sequence[tuple[str, Element]],
     notes: Counter[str],
-) -> Fabric:
-    """The fabric that the ``gpu`` elements name.
+) -> Counts:
+    """The links of the fast fabric that the ``gpu`` elements name, each pair once.
 
     Args:
         source: The file's name, for messages.
@@ -54,7 +50,7 @@ def read(
         TopologyError: A link's target or count is not what it should be.
     """
     by_bus = {(devices[id].host, devices[id].pci_bus_id): id for id, _ in elements}
-    counts: dict[tuple[str, str, LinkKind], int] = {}
+    counts: Counts = {}
     loops: dict[str, int] = {}
     for id, element in elements:
         for child in element.children:
@@ -72,15 +68,18 @@ def read(
             else:
                 kind = LinkKind.NVLINK if child.tag == "nvlink" else LinkKind.XGMI
                 counts[id, end, kind] = counts.get((id, end, kind), 0) + count
-    return _build(devices, _symmetric(counts, loops, notes), notes)
+    return _symmetric(counts, loops, notes)
 
 
-def assume_nvswitch(gpus: Sequence[Device], notes: Counter[str]) -> Fabric:
-    """The fabric of a static file that names none, where its GPUs are of a kind that always has one.
+def assume_nvswitch(gpus: Sequence[Device], notes: Counter[str]) -> tuple[Counts, int | None]:
+    """The links of a static file that names none, where its GPUs are of a kind that always has NVSwitches.
 
     Args:
         gpus: The file's GPUs.
         notes: Takes the assumption.
+
+    Returns:
+        The links, and the GPUs' compute capability times ten where that is known.
     """
     kinds = {gpu.attribute("device").lower() for gpu in gpus}
     if len(gpus) == 8 and len(kinds) == 1 and (board := _NVSWITCH_BOARDS.get(next(iter(kinds)))):
@@ -89,14 +88,12 @@ def assume_nvswitch(gpus: Sequence[Device], notes: Counter[str]) -> Fabric:
             f"no NVLinks are in the file; eight GPUs of PCI device {next(iter(kinds))} are taken to be on "
             f"a board with NVSwitches, {count} NVLinks each"
         ] += 1
-        devices = {gpu.id: gpu for gpu in gpus}
-        counts = {(gpu.id, HIDDEN_SWITCH, LinkKind.NVLINK): count for gpu in gpus}
-        return _build(devices, counts, notes, sm)
+        return {(gpu.id, HIDDEN_SWITCH, LinkKind.NVLINK): count for gpu in gpus}, sm
     if gpus:
         notes[
             "no NVLinks are in the file; NCCL adds them on the running machine. Planned over PCIe alone"
         ] += 1
-    return Fabric()
+    return {}, None
 
 
 def _target(source: str, element: Element) -> str:
@@ -119,11 +116,9 @@ def _count(source: str, element: Element) -> int:
     return int(text)
 
 
-def _symmetric(
-    counts: dict[tuple[str, str, LinkKind], int], loops: dict[str, int], notes: Counter[str]
-) -> dict[tuple[str, str, LinkKind], int]:
+def _symmetric(counts: Counts, loops: dict[str, int], notes: Counter[str]) -> Counts:
     """Each pair once, with the count of whichever end names more; loops become bridged neighbours."""
-    joined: dict[tuple[str, str, LinkKind], int] = {}
+    joined: Counts = {}
     for (a, b, kind), count in counts.items():
         back = counts.get((b, a, kind))
         if back is not None and back != count:
@@ -143,32 +138,29 @@ def _symmetric(
     return joined
 
 
-def _build(
-    devices: Mapping[str, Device],
-    counts: Mapping[tuple[str, str, LinkKind], int],
-    notes: Counter[str],
-    sm: int | None = None,
-) -> Fabric:
-    fabric = Fabric()
+def add_fabric(machine: Builder, counts: Counts, sm: int | None) -> None:
+    """Adds links, and the NVSwitches at their ends, to a machine.
+
+    Args:
+        machine: Has every other device.
+        counts: The links.
+        sm: Compute capability times ten, where the file does not name it and it is known.
+    """
+    devices = machine.devices
     switches: dict[tuple[int, str], str] = {}
-    targets = sorted({(devices[a].host, b) for a, b, _ in counts if b not in devices})
-    for index, (host, bus_id) in enumerate(targets):
-        id = f"{f'host{host}/' if host else ''}nvswitch{index}"
-        switches[host, bus_id] = id
-        fabric.switches.append(Device(id, DeviceKind.NVSWITCH, index, host, pci_bus_id=bus_id))
+    for host, bus_id in sorted({(devices[a].host, b) for a, b, _ in counts if b not in devices}):
+        id = f"{f'host{host}/' if host else ''}nvswitch{len(switches)}"
+        switches[host, bus_id] = machine.add(DeviceKind.NVSWITCH, id, host=host, pci_bus_id=bus_id)
     for (a, b, kind), count in counts.items():
-        ends = [devices[a]] + ([devices[b]] if b in devices else [])
-        rates = [rate for end in ends if (rate := _rate(end, kind, sm)) is not None]
-        rate = min(rates, default=None)
+        end = switches.get((devices[a].host, b), b)
+        rates = [_rate(devices[id], kind, sm) for id in (a, end) if id not in switches.values()]
+        rate = min((known for known in rates if known is not None), default=None)
         if rate is None:
             rate = speeds.DEFAULT_NVLINK_GB_PER_S if kind is LinkKind.NVLINK else speeds.DEFAULT_XGMI_GB_PER_S
-            notes[
+            machine.notes[
                 f"a GPU's model is not in the file; {rate:g} GB/s assumed for each of its {kind.value} links"
             ] += 1
-        latency = speeds.NVLINK_LATENCY_US if b in devices else speeds.NVSWITCH_LATENCY_US
-        end = b if b in devices else switches[devices[a].host, b]
-        fabric.links.append(Link(a, end, kind, rate * count, latency, count, not rates))
-    return fabric
+        machine.link(a, end, kind, rate * count, count, assumed=not any(rates))
 
 
 def _rate(gpu: Device, kind: LinkKind, sm: int | None) -> float | None:

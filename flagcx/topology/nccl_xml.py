@@ -10,12 +10,13 @@ Source: NCCL ``src/graph/xml.cc``, versions 1 (NCCL) and 2 (RCCL, with ``xgmi`` 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
 from flagcx.errors import TopologyError
 from flagcx.topology import markup, nccl_links, speeds
+from flagcx.topology.builder import Builder
 from flagcx.topology.graph import Device, DeviceKind, Link, LinkKind, Port
 from flagcx.topology.markup import Element
 from flagcx.topology.topology import Topology
@@ -53,13 +54,7 @@ def parse(text: str, source: str = "<text>") -> Topology:
     """
     root = markup.parse(text, source)
     _check_root(root, source)
-    reader = _Reader(source)
-    for element in root.children:
-        if element.tag == "cpu":
-            reader.cpu(element)
-        else:
-            reader.skip(element)
-    return reader.finish()
+    return _Reader(source).read(root)
 
 
 def _check_root(root: Element, source: str) -> None:
@@ -82,21 +77,28 @@ def _check_root(root: Element, source: str) -> None:
         )
 
 
-@dataclass(slots=True)
-class _Reader:
+class _Reader(Builder):
     """The state of one read: devices and links so far, and what was noticed."""
 
-    source: str
-    devices: dict[str, Device] = field(default_factory=dict)
-    links: list[Link] = field(default_factory=list)
-    notes: Counter[str] = field(default_factory=Counter)
-    hosts: dict[str, int] = field(default_factory=dict)
-    gpu_elements: list[tuple[str, Element]] = field(default_factory=list)
-    static_gpus: list[str] = field(default_factory=list)
-    shared_nics: dict[tuple, str] = field(default_factory=dict)
-    cpu_count: int = 0
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.source = source
+        self.hosts: dict[str, int] = {}
+        self.gpu_elements: list[tuple[str, Element]] = []
+        self.static_gpus: list[str] = []
+        self.shared_nics: dict[tuple, str] = {}
 
     # -- elements
+
+    def read(self, root: Element) -> Topology:
+        for element in root.children:
+            if element.tag == "cpu":
+                self.cpu(element)
+            else:
+                self.skip(element)
+        if not self.of(DeviceKind.CPU):
+            raise TopologyError(f"{self.source}: no <cpu> element, so no machine; expected at least one")
+        return self.finish()
 
     def cpu(self, element: Element) -> None:
         key = element.attributes.get("host_hash", "")
@@ -107,13 +109,9 @@ class _Reader:
         if id in self.devices:
             self.notes[f"NUMA node {index} is listed more than once; its parts are put together"] += 1
         else:
-            self.cpu_count += 1
-            if self.cpu_count > _MOST_CPUS:
-                raise TopologyError(
-                    f"{self.source}, line {element.line}: over {_MOST_CPUS} NUMA nodes; refused"
-                )
-            attributes = tuple(element.attributes.items())
-            self.devices[id] = Device(id, DeviceKind.CPU, index, host, attributes=attributes)
+            if len(self.of(DeviceKind.CPU)) >= _MOST_CPUS:
+                raise self.error(element, f"over {_MOST_CPUS} NUMA nodes; refused")
+            self.add(DeviceKind.CPU, id, index, host=host, attributes=tuple(element.attributes.items()))
         for child in element.children:
             if child.tag == "pci":
                 self.pci(child, id, host)
@@ -127,11 +125,11 @@ class _Reader:
         kind = _kind(element)
         id = f"{_prefix(host)}pci:{bus_id}"
         if id in self.devices:
-            raise TopologyError(f"{self.source}, line {element.line}: PCI device {bus_id} is listed twice")
+            raise self.error(element, f"PCI device {bus_id} is listed twice")
         attributes = tuple((key, value) for key, value in element.attributes.items() if key != "busid")
-        self.devices[id] = Device(id, kind, 0, host, pci_bus_id=bus_id, attributes=attributes)
+        self.add(kind, id, 0, host=host, pci_bus_id=bus_id, attributes=attributes)
         bandwidth, assumed = self.pcie_bandwidth(element, kind)
-        self.links.append(Link(parent, id, LinkKind.PCIE, bandwidth, speeds.PCIE_LATENCY_US, 1, assumed))
+        self.link(parent, id, LinkKind.PCIE, bandwidth, assumed=assumed)
         if kind is DeviceKind.GPU and not any(child.tag == "gpu" for child in element.children):
             self.static_gpus.append(id)
         for child in element.children:
@@ -151,9 +149,7 @@ class _Reader:
     def gpu(self, element: Element, id: str) -> None:
         device = self.devices[id]
         if any(key == "gpu.dev" for key, _ in device.attributes):
-            raise TopologyError(
-                f"{self.source}, line {element.line}: a second gpu in PCI device {device.pci_bus_id}"
-            )
+            raise self.error(element, f"a second gpu in PCI device {device.pci_bus_id}")
         self.number(element, "dev", 0, 1 << 16, required=True)
         attributes = tuple((f"gpu.{key}", value) for key, value in element.attributes.items())
         self.devices[id] = replace(device, attributes=device.attributes + attributes)
@@ -163,16 +159,14 @@ class _Reader:
         """A NIC with no PCI place: interfaces that NCCL lists under every NUMA node."""
         for port in self.ports(element):
             key = (host, port)
-            id = self.shared_nics.get(key)
-            if id is None:
+            if key not in self.shared_nics:
                 id = f"{_prefix(host)}net:{len(self.shared_nics)}"
-                self.shared_nics[key] = id
-                self.devices[id] = Device(id, DeviceKind.NIC, 0, host, ports=(port,))
+                self.shared_nics[key] = self.add(DeviceKind.NIC, id, 0, host=host, ports=(port,))
                 self.notes[
                     "a network interface has no PCI place; it is taken as near every NUMA node it is under"
                 ] += 1
             bandwidth = port.speed_gb_per_s or speeds.nic_gb_per_s(10_000)
-            self.links.append(Link(cpu, id, LinkKind.PCIE, bandwidth, speeds.PCIE_LATENCY_US, 1, True))
+            self.link(cpu, self.shared_nics[key], LinkKind.PCIE, bandwidth, assumed=True)
 
     def ports(self, element: Element) -> tuple[Port, ...]:
         ports = []
@@ -191,6 +185,9 @@ class _Reader:
     def skip(self, element: Element) -> None:
         self.notes[f"element <{element.tag[:40]}> is not understood here and is left out"] += 1
 
+    def error(self, element: Element, text: str) -> TopologyError:
+        return TopologyError(f"{self.source}, line {element.line}: {text}")
+
     # -- attributes
 
     def number(
@@ -205,18 +202,20 @@ class _Reader:
             value = None
         if value is None or not least <= value <= most:
             shown = "nothing" if text is None else repr(text[:40])
-            raise TopologyError(
-                f"{self.source}, line {element.line}: attribute {name} of <{element.tag[:40]}> is {shown}; "
-                f"expected a whole number from {least} to {most}"
+            raise self.error(
+                element,
+                f"attribute {name} of <{element.tag[:40]}> is {shown}; expected a whole number from {least} "
+                f"to {most}",
             )
         return value
 
     def bus_id(self, element: Element, name: str) -> str:
         text = element.attributes.get(name, "").lower()
         if not nccl_links.BUS_ID.fullmatch(text):
-            raise TopologyError(
-                f"{self.source}, line {element.line}: attribute {name} of <{element.tag[:40]}> is "
-                f"{text[:40]!r}; expected a PCI address like 0000:0c:00.0"
+            raise self.error(
+                element,
+                f"attribute {name} of <{element.tag[:40]}> is {text[:40]!r}; expected a PCI address like "
+                "0000:0c:00.0",
             )
         return text
 
@@ -251,24 +250,42 @@ class _Reader:
     # -- the whole
 
     def finish(self) -> Topology:
-        if not any(device.kind is DeviceKind.CPU for device in self.devices.values()):
-            raise TopologyError(f"{self.source}: no <cpu> element, so no machine; expected at least one")
         final = self.final_devices()
-        devices = list(final.values())
         renamed = {old: device.id for old, device in final.items()}
-        links = [replace(link, a=renamed[link.a], b=renamed[link.b]) for link in self.links]
-        by_id = {device.id: device for device in devices}
+        self.devices = {device.id: device for device in final.values()}
+        self.links = [replace(link, a=renamed[link.a], b=renamed[link.b]) for link in self.links]
         elements = [(renamed[id], element) for id, element in self.gpu_elements]
-        fabric = nccl_links.read(self.source, by_id, elements, self.notes)
-        if not self.gpu_elements:
-            fabric = nccl_links.assume_nvswitch([by_id[renamed[id]] for id in self.static_gpus], self.notes)
-        links += _socket_links(devices, self.notes)
-        notes = [note if count == 1 else f"{note} ({count} times)" for note, count in self.notes.items()]
-        everything = devices + fabric.switches, _merged(links + fabric.links)
+        if elements:
+            counts = nccl_links.read(self.source, self.devices, elements, self.notes)
+            sm = None
+        else:
+            gpus = [self.devices[renamed[id]] for id in self.static_gpus]
+            counts, sm = nccl_links.assume_nvswitch(gpus, self.notes)
+        split = len(self.links)
+        nccl_links.add_fabric(self, counts, sm)
+        fabric, self.links = self.links[split:], self.links[:split]
+        self.sockets()
+        self.links = _merged(self.links + fabric)
         try:
-            return Topology(*everything, name=Path(self.source).stem, notes=notes)
+            return self.topology(Path(self.source).stem)
         except TopologyError as error:
             raise TopologyError(f"{self.source}: {error}") from None
+
+    def sockets(self) -> None:
+        """Every NUMA node of a host to every other, as NCCL has them."""
+        unnamed = False
+        for a, b in combinations(self.of(DeviceKind.CPU), 2):
+            if a.host == b.host:
+                speed = [speeds.socket_speed(dict(cpu.attributes)) for cpu in (a, b)]
+                known = [one for one in speed if one is not None]
+                rate = min(known, default=speeds.DEFAULT_SOCKET_GB_PER_S)
+                self.link(a.id, b.id, LinkKind.SOCKET, rate, assumed=not known)
+                unnamed |= not known
+        if unnamed:
+            self.notes[
+                f"the CPU is not named; {speeds.DEFAULT_SOCKET_GB_PER_S:g} GB/s assumed between its NUMA "
+                "nodes"
+            ] += 1
 
     def final_devices(self) -> dict[str, Device]:
         """Final ids and indices by first id: GPUs by ``dev`` or bus order, NICs in file order."""
@@ -320,32 +337,6 @@ def _kind(element: Element) -> DeviceKind:
     if pci_class.startswith("0x02"):
         return DeviceKind.NIC
     return DeviceKind.PCI_DEVICE
-
-
-def _socket_links(devices: list[Device], notes: Counter[str]) -> list[Link]:
-    """Every NUMA node of a host to every other, as NCCL has them."""
-    links = []
-    cpus = [device for device in devices if device.kind is DeviceKind.CPU]
-    for a, b in combinations(cpus, 2):
-        if a.host == b.host:
-            known = [speed for speed in (_socket_speed(a), _socket_speed(b)) if speed is not None]
-            speed = min(known, default=speeds.DEFAULT_SOCKET_GB_PER_S)
-            links.append(Link(a.id, b.id, LinkKind.SOCKET, speed, speeds.SOCKET_LATENCY_US, 1, not known))
-    if any(link.assumed for link in links):
-        notes[
-            f"the CPU is not named; {speeds.DEFAULT_SOCKET_GB_PER_S:g} GB/s assumed between its NUMA nodes"
-        ] += 1
-    return links
-
-
-def _socket_speed(cpu: Device) -> float | None:
-    def whole(name: str) -> int | None:
-        text = cpu.attribute(name)
-        return int(text) if text.isdecimal() and len(text) < 9 else None
-
-    return speeds.socket_gb_per_s(
-        cpu.attribute("arch"), cpu.attribute("vendor"), whole("familyid"), whole("modelid")
-    )
 
 
 def _merged(links: list[Link]) -> list[Link]:

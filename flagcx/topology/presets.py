@@ -3,21 +3,77 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from itertools import combinations
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 from flagcx.errors import TopologyError
 from flagcx.topology import speeds
+from flagcx.topology.builder import Builder
 from flagcx.topology.graph import Device, DeviceKind, Link, LinkKind, Port
 from flagcx.topology.join import nic_speed, place_host
 from flagcx.topology.topology import Topology
 
 #: GB/s in one direction of InfiniBand HDR (200 Gbit/s), NDR (400) and EDR (100).
 HDR, NDR, EDR = 25.0, 50.0, 12.5
+_INTEL, _AMD = "GenuineIntel", "AuthenticAMD"
 _DGX1_NVLINKS = (
     (0, 1, 1), (0, 2, 1), (0, 3, 2), (0, 4, 2), (1, 2, 2), (1, 3, 1), (1, 5, 2), (2, 3, 2),
     (2, 6, 1), (3, 7, 1), (4, 5, 1), (4, 6, 1), (4, 7, 2), (5, 6, 2), (5, 7, 1), (6, 7, 2),
 )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What a machine is made of.
+
+    Attributes:
+        sm: Compute capability of its GPUs, times ten.
+        vendor: Of its CPUs, one for each socket.
+        gt: GT/s of its PCIe links, 16 lanes each.
+        switches: PCIe switches below each socket; 0 to hang everything on the socket.
+        gpus: GPUs below each switch.
+        nics: NICs below each switch.
+        nic_gb_per_s: Speed of every NIC.
+        model: Model of the CPUs.
+        sockets: CPUs.
+        socket_nics: NICs on each socket itself.
+        nvlinks: (GPU, GPU, NVLinks) for each joined pair.
+        planes: NVLinks of every GPU to each NVSwitch.
+    """
+
+    sm: int
+    vendor: str
+    gt: float
+    switches: int
+    gpus: int
+    nics: int
+    nic_gb_per_s: float
+    model: int = 49
+    sockets: int = 2
+    socket_nics: int = 0
+    nvlinks: tuple[tuple[int, int, int], ...] = ()
+    planes: tuple[int, ...] = ()
+
+
+_PRESETS = MappingProxyType(
+    {
+        # NVLink bridges in pairs of GPUs.
+        "8xa100-pcie": _Parts(
+            80, _AMD, 16.0, 2, 2, 0, HDR, socket_nics=1, nvlinks=tuple((n, n + 1, 12) for n in (0, 2, 4, 6))
+        ),
+        # A hybrid cube mesh of NVLinks between V100.
+        "dgx-1v": _Parts(70, _INTEL, 8.0, 2, 2, 1, EDR, 79, nvlinks=_DGX1_NVLINKS),
+        "dgx-2": _Parts(70, _INTEL, 8.0, 4, 2, 1, EDR, 85, planes=(1,) * 6),
+        "dgx-a100": _Parts(80, _AMD, 16.0, 2, 2, 2, HDR, planes=(2,) * 6),
+        "dgx-h100": _Parts(90, _INTEL, 32.0, 4, 1, 1, NDR, 143, planes=(5, 5, 4, 4)),
+        "dgx-h200": _Parts(90, _INTEL, 32.0, 4, 1, 1, NDR, 207, planes=(5, 5, 4, 4)),
+        "hgx-b200": _Parts(100, _INTEL, 32.0, 4, 1, 1, NDR, 207, planes=(9, 9)),
+        # A workstation: no NVLink, one 10 Gbit/s NIC.
+        "4xpcie": _Parts(89, _AMD, 16.0, 0, 4, 1, 1.25, sockets=1),
+    }
+)
 
 
 def preset(name: str) -> Topology:
@@ -33,185 +89,67 @@ def preset(name: str) -> Topology:
         >>> preset("dgx-h100")
         <Topology dgx-h100: 8 GPUs, 4 NVSwitches, 2 NUMA nodes, 8 NICs>
     """
-    makers = _makers()
-    if name not in makers:
-        raise TopologyError(f"no preset {name!r}; there are {', '.join(makers)}")
-    return makers[name]()
+    if name not in _PRESETS:
+        raise TopologyError(f"no preset {name!r}; there are {', '.join(_PRESETS)}")
+    return _Machine(_PRESETS[name]).build(name)
 
 
 def preset_names() -> tuple[str, ...]:
     """The names that ``preset`` knows."""
-    return tuple(_makers())
+    return tuple(_PRESETS)
 
 
-def _makers() -> dict[str, Callable[[], Topology]]:
-    return {
-        "8xa100-pcie": a100_pcie_8,
-        "dgx-1v": dgx_1v,
-        "dgx-2": dgx_2,
-        "dgx-a100": dgx_a100,
-        "dgx-h100": dgx_h100,
-        "dgx-h200": dgx_h200,
-        "hgx-b200": hgx_b200,
-        "4xpcie": workstation_4,
-    }
+class _Machine(Builder):
+    """Builds one machine from its parts."""
 
+    def __init__(self, parts: _Parts) -> None:
+        super().__init__()
+        self.parts = parts
 
-def a100_pcie_8() -> Topology:
-    """The article's machine: 8 x A100 80 GB PCIe, NVLink bridges in pairs, two sockets, one HDR NIC each."""
-    build = _Machine("8xa100-pcie", sm=80, vendor="AuthenticAMD", gt=16.0)
-    for socket in range(2):
-        cpu = build.cpu(socket)
-        for _ in range(2):
-            switch = build.switch(cpu)
-            build.gpu(switch), build.gpu(switch)
-        build.nic(cpu, HDR)
-    for first in range(0, 8, 2):
-        build.nvlink(first, first + 1, 12)
-    return build.done()
-
-
-def dgx_1v() -> Topology:
-    """DGX-1 with 8 x V100: a hybrid cube mesh of NVLinks, four PCIe switches with an EDR NIC each."""
-    build = _Machine("dgx-1v", sm=70, vendor="GenuineIntel", model=79, gt=8.0)
-    for socket in range(2):
-        cpu = build.cpu(socket)
-        for _ in range(2):
-            switch = build.switch(cpu)
-            build.gpu(switch), build.gpu(switch), build.nic(switch, EDR)
-    for a, b, count in _DGX1_NVLINKS:
-        build.nvlink(a, b, count)
-    return build.done()
-
-
-def dgx_2() -> Topology:
-    """DGX-2: 16 x V100 behind NVSwitches, two sockets, eight EDR NICs."""
-    build = _Machine("dgx-2", sm=70, vendor="GenuineIntel", model=85, gt=8.0)
-    for socket in range(2):
-        cpu = build.cpu(socket)
-        for _ in range(4):
-            switch = build.switch(cpu)
-            build.gpu(switch), build.gpu(switch), build.nic(switch, EDR)
-    build.nvswitches(6, 1)
-    return build.done()
-
-
-def dgx_a100() -> Topology:
-    """DGX A100: 8 x A100 SXM behind six NVSwitches, four NUMA nodes' PCIe switches, eight HDR NICs."""
-    build = _Machine("dgx-a100", sm=80, vendor="AuthenticAMD", gt=16.0)
-    for socket in range(2):
-        cpu = build.cpu(socket)
-        for _ in range(2):
-            switch = build.switch(cpu)
-            build.gpu(switch), build.gpu(switch), build.nic(switch, HDR), build.nic(switch, HDR)
-    build.nvswitches(6, 2)
-    return build.done()
-
-
-def dgx_h100() -> Topology:
-    """DGX H100: 8 x H100 SXM behind four NVSwitches, each GPU with an NDR NIC on its own PCIe switch."""
-    return _hopper("dgx-h100", 90, 143)
-
-
-def dgx_h200() -> Topology:
-    """DGX H200: as DGX H100, on newer Xeons."""
-    return _hopper("dgx-h200", 90, 207)
-
-
-def hgx_b200() -> Topology:
-    """HGX B200: 8 x B200 behind two NVSwitches, each GPU with an NDR NIC on its own PCIe switch."""
-    return _hopper("hgx-b200", 100, 207, (9, 9))
-
-
-def workstation_4() -> Topology:
-    """A workstation: 4 GPUs on PCIe 4.0 below one socket, no NVLink, one 10 Gbit/s NIC."""
-    build = _Machine("4xpcie", sm=89, vendor="AuthenticAMD", gt=16.0)
-    cpu = build.cpu(0)
-    for _ in range(4):
-        build.gpu(cpu)
-    build.nic(cpu, 1.25)
-    return build.done()
-
-
-def _hopper(name: str, sm: int, model: int, planes: Sequence[int] = (5, 5, 4, 4)) -> Topology:
-    build = _Machine(name, sm=sm, vendor="GenuineIntel", model=model, gt=32.0)
-    for socket in range(2):
-        cpu = build.cpu(socket)
-        for _ in range(4):
-            switch = build.switch(cpu)
-            build.gpu(switch), build.nic(switch, NDR)
-    for count in planes:
-        build.nvswitches(1, count)
-    return build.done()
-
-
-class _Machine:
-    """Collects one machine's parts in the order they are named."""
-
-    def __init__(self, name: str, *, sm: int, vendor: str, gt: float, model: int = 49) -> None:
-        self.name, self.sm, self.vendor, self.gt, self.model = name, sm, vendor, gt, model
-        self.devices: list[Device] = []
-        self.links: list[Link] = []
-        self.bus = 0
-
-    def count(self, kind: DeviceKind) -> int:
-        return sum(device.kind is kind for device in self.devices)
+    def build(self, name: str) -> Topology:
+        parts = self.parts
+        for socket in range(parts.sockets):
+            cpu = self.cpu(socket)
+            for _ in range(parts.switches or 1):
+                above = self.pci(DeviceKind.PCIE_SWITCH, "switch", cpu) if parts.switches else cpu
+                for _ in range(parts.gpus):
+                    self.gpu(above)
+                for _ in range(parts.nics):
+                    self.nic(above)
+            for _ in range(parts.socket_nics):
+                self.nic(cpu)
+        rate = speeds.nvlink_gb_per_s(parts.sm) or 0.0
+        for a, b, count in parts.nvlinks:
+            self.link(f"gpu{a}", f"gpu{b}", LinkKind.NVLINK, rate * count, count)
+        for number, count in enumerate(parts.planes):
+            switch = self.add(DeviceKind.NVSWITCH, f"nvswitch{number}", pci_bus_id=f"0000:f{number}:00.0")
+            for gpu in self.of(DeviceKind.GPU):
+                self.link(gpu.id, switch, LinkKind.NVLINK, rate * count, count)
+        speed = speeds.socket_speed(dict(self.devices["cpu0"].attributes))
+        self.join_cpus(speed or speeds.DEFAULT_SOCKET_GB_PER_S)
+        return self.topology(name)
 
     def cpu(self, index: int) -> str:
-        family = "6" if self.vendor == "GenuineIntel" else "143"
-        attributes = (
-            ("arch", "x86_64"), ("vendor", self.vendor), ("familyid", family), ("modelid", str(self.model)),
-        )  # fmt: skip
-        self.devices.append(Device(f"cpu{index}", DeviceKind.CPU, index, attributes=attributes))
-        return f"cpu{index}"
+        vendor, model = self.parts.vendor, str(self.parts.model)
+        family = "6" if vendor == _INTEL else "143"
+        attributes = (("arch", "x86_64"), ("vendor", vendor), ("familyid", family), ("modelid", model))
+        return self.add(DeviceKind.CPU, f"cpu{index}", attributes=attributes)
 
-    def pci(self, kind: DeviceKind, id: str, parent: str, **more: object) -> str:
-        self.bus += 1
-        device = Device(id, kind, self.count(kind), pci_bus_id=f"0000:{self.bus:02x}:00.0", **more)  # type: ignore[arg-type]
-        self.devices.append(device)
-        speed = speeds.pcie_gb_per_s(self.gt, 16)
-        self.links.append(Link(parent, id, LinkKind.PCIE, speed, speeds.PCIE_LATENCY_US))
+    def pci(self, kind: DeviceKind, word: str, parent: str, **facts: Any) -> str:
+        bus = 1 + sum(device.pci_bus_id != "" for device in self.devices.values())
+        id = self.add(kind, f"{word}{len(self.of(kind))}", pci_bus_id=f"0000:{bus:02x}:00.0", **facts)
+        self.link(parent, id, LinkKind.PCIE, speeds.pcie_gb_per_s(self.parts.gt, 16))
         return id
 
-    def switch(self, parent: str) -> str:
-        return self.pci(DeviceKind.PCIE_SWITCH, f"switch{self.count(DeviceKind.PCIE_SWITCH)}", parent)
+    def gpu(self, parent: str) -> None:
+        index = str(len(self.of(DeviceKind.GPU)))
+        facts = {"dev": index, "sm": str(self.parts.sm), "rank": index, "gdr": "1"}
+        attributes = tuple((f"gpu.{name}", value) for name, value in facts.items())
+        self.pci(DeviceKind.GPU, "gpu", parent, attributes=attributes)
 
-    def gpu(self, parent: str) -> str:
-        index = self.count(DeviceKind.GPU)
-        attributes = (
-            ("gpu.dev", str(index)),
-            ("gpu.sm", str(self.sm)),
-            ("gpu.rank", str(index)),
-            ("gpu.gdr", "1"),
-        )
-        return self.pci(DeviceKind.GPU, f"gpu{index}", parent, attributes=attributes)
-
-    def nic(self, parent: str, gb_per_s: float) -> str:
-        index = self.count(DeviceKind.NIC)
-        name = f"mlx5_{index}"
-        return self.pci(DeviceKind.NIC, f"nic{index}", parent, name=name, ports=(Port(name, gb_per_s),))
-
-    def nvlink(self, a: int, b: int, count: int) -> None:
-        rate = (speeds.nvlink_gb_per_s(self.sm) or 0.0) * count
-        self.links.append(Link(f"gpu{a}", f"gpu{b}", LinkKind.NVLINK, rate, speeds.NVLINK_LATENCY_US, count))
-
-    def nvswitches(self, planes: int, count: int) -> None:
-        """So many NVSwitches, each joined to every GPU by ``count`` NVLinks."""
-        rate = (speeds.nvlink_gb_per_s(self.sm) or 0.0) * count
-        for _ in range(planes):
-            index = self.count(DeviceKind.NVSWITCH)
-            id = f"nvswitch{index}"
-            self.devices.append(Device(id, DeviceKind.NVSWITCH, index, pci_bus_id=f"0000:f{index}:00.0"))
-            for gpu in [device.id for device in self.devices if device.kind is DeviceKind.GPU]:
-                self.links.append(Link(gpu, id, LinkKind.NVLINK, rate, speeds.NVSWITCH_LATENCY_US, count))
-
-    def done(self) -> Topology:
-        speed = speeds.socket_gb_per_s("x86_64", self.vendor, 6, self.model) or speeds.DEFAULT_SOCKET_GB_PER_S
-        cpus = [device.id for device in self.devices if device.kind is DeviceKind.CPU]
-        sockets = [
-            Link(a, b, LinkKind.SOCKET, speed, speeds.SOCKET_LATENCY_US) for a, b in combinations(cpus, 2)
-        ]
-        return Topology(self.devices, [*self.links, *sockets], name=self.name)
+    def nic(self, parent: str) -> None:
+        name = f"mlx5_{len(self.of(DeviceKind.NIC))}"
+        self.pci(DeviceKind.NIC, "nic", parent, name=name, ports=(Port(name, self.parts.nic_gb_per_s),))
 
 
 # -- clusters
@@ -254,7 +192,7 @@ def cluster(
         for rail, nic in enumerate(rails):
             leaf = f"leaf{host // hosts_per_leaf}.{rail}"
             speed = nic_speed(nic)
-            links.append(Link(names[nic.id], leaf, LinkKind.NETWORK, speed, speeds.NETWORK_LATENCY_US))
+            links.append(Link(names[nic.id], leaf, LinkKind.NETWORK, speed, speeds.LATENCY_US["network"]))
     switches, above = _fat_tree(rails, hosts, hosts_per_leaf, oversubscription)
     return Topology(devices + switches, links + above, name=f"{machine.name} x {hosts}", notes=machine.notes)
 
@@ -272,7 +210,7 @@ def _fat_tree(
             switches.append(Device(id, DeviceKind.NETWORK_SWITCH, len(switches), -1))
             if groups * len(rails) > 1:
                 speed = below * nic_speed(nic) / oversubscription
-                links.append(Link(id, "spine", LinkKind.NETWORK, speed, speeds.NETWORK_LATENCY_US))
+                links.append(Link(id, "spine", LinkKind.NETWORK, speed, speeds.LATENCY_US["network"]))
     if links:
         switches.append(Device("spine", DeviceKind.NETWORK_SWITCH, len(switches), -1))
     return switches, links

@@ -8,19 +8,18 @@ rest.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from itertools import combinations
 
 from flagcx.topology import speeds
-from flagcx.topology.graph import Device, DeviceKind, Link, LinkKind, Port
+from flagcx.topology.builder import UNBOUND_GB_PER_S, Builder
+from flagcx.topology.graph import DeviceKind, LinkKind, Port
 from flagcx.topology.smi_matrix import Matrix
 from flagcx.topology.topology import Topology
 
 _LEVELS = ("PIX", "PXB", "PHB", "NODE")
 _MOST_LINKS = 18
-_UNBOUND_GB_PER_S = 1000.0
 #: What a GPU with so many NVLinks in all is taken for: compute capability and PCIe GT/s.
 _BY_LINKS = {2: (75, 8.0), 4: (86, 16.0), 6: (70, 8.0), 12: (80, 16.0), 18: (90, 32.0)}
 
@@ -33,93 +32,76 @@ def build(matrix: Matrix, name: str, sm: int | None) -> Topology:
         name: The topology's name.
         sm: Compute capability times ten, or None to guess it from the number of NVLinks.
     """
-    return _Builder(matrix, sm).build(name)
+    return _Tree(matrix, sm).build(name)
 
 
-@dataclass(slots=True)
-class _Builder:
-    matrix: Matrix
-    sm: int | None
-    gt: float = speeds.DEFAULT_PCIE_GT
-    devices: dict[str, Device] = field(default_factory=dict)
-    links: list[Link] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    counts: Counter[DeviceKind] = field(default_factory=Counter)
+class _Tree(Builder):
+    def __init__(self, matrix: Matrix, sm: int | None) -> None:
+        super().__init__()
+        self.matrix, self.sm = matrix, sm
+        self.gt = speeds.DEFAULT_PCIE_GT
+        others = [name for name in matrix.names if name not in matrix.gpus]
+        self.ids = {name: f"gpu{int(name[3:])}" for name in matrix.gpus}
+        self.ids |= {name: f"nic{number}" for number, name in enumerate(others)}
 
     def build(self, name: str) -> Topology:
-        numbers = self.nvlinks()
+        counts = self.nvlinks()
         self.ends()
         parts = self.partitions()
         for position, members in enumerate(parts["NODE"]):
             cpu = self.cpu(members, position)
-            roots = [part for part in parts["PHB"] if part[0] in members]
-            for root in roots:
+            for root in (part for part in parts["PHB"] if part[0] in members):
                 self.root(root, cpu, parts)
-        cpus = [device.id for device in self.devices.values() if device.kind is DeviceKind.CPU]
-        for a, b in combinations(cpus, 2):
-            self.link(a, b, LinkKind.SOCKET, speeds.DEFAULT_SOCKET_GB_PER_S, speeds.SOCKET_LATENCY_US)
-        self.fabric(numbers)
-        self.notes.append(
+        self.join_cpus(speeds.DEFAULT_SOCKET_GB_PER_S)
+        self.fabric(counts)
+        self.notes[
             f"the text has no bandwidths; assumed {self.gt:g} GT/s PCIe with {speeds.DEFAULT_PCIE_WIDTH} "
             f"lanes and {speeds.DEFAULT_SOCKET_GB_PER_S:g} GB/s between NUMA nodes"
-        )
+        ] += 1
         order = sorted(self.devices.values(), key=lambda device: device.kind is not DeviceKind.GPU)
-        return Topology(order, self.links, name=name, notes=self.notes)
+        self.devices = {device.id: device for device in order}
+        self.links = [replace(link, assumed=True) for link in self.links]
+        return self.topology(name)
 
     # -- what NVLink says
 
     def nvlinks(self) -> dict[tuple[str, str], int]:
-        """NVLinks by pair; settles which GPU this is taken for."""
-        cells = self.matrix.cells
-        numbers = {
-            (a, b): int(cells[a, b][2:])
-            for a, b in combinations(self.matrix.gpus, 2)
-            if cells[a, b].startswith("NV")
-        }
-        numbers = {pair: count for pair, count in numbers.items() if count > 0}
-        if numbers:
-            totals = [sum(c for pair, c in numbers.items() if gpu in pair) for gpu in self.matrix.gpus]
-            most = max(totals) if max(totals) <= _MOST_LINKS else max(numbers.values())
-            guess = _BY_LINKS.get(most)
-            if guess is not None:
-                self.gt = guess[1]
+        """NVLinks by pair of GPUs; settles what GPU this is taken for."""
+        cells = {pair: self.matrix.cells[pair] for pair in combinations(self.matrix.gpus, 2)}
+        counts = {pair: int(cell[2:]) for pair, cell in cells.items() if cell.startswith("NV")}
+        counts = {pair: count for pair, count in counts.items() if count > 0}
+        if counts:
+            total = max(_total(counts, gpu) for gpu in self.matrix.gpus)
+            most = total if total <= _MOST_LINKS else max(counts.values())
+            sm, self.gt = _BY_LINKS.get(most, (None, self.gt))
             if self.sm is None:
-                self.sm = guess[0] if guess else None
-                rate = speeds.nvlink_gb_per_s(self.sm) or speeds.DEFAULT_NVLINK_GB_PER_S
-                self.notes.append(
+                self.sm = sm
+                rate = speeds.nvlink_gb_per_s(sm) or speeds.DEFAULT_NVLINK_GB_PER_S
+                self.notes[
                     f"the text does not name the GPU; by its {most} NVLinks they are taken to have "
                     f"{rate:g} GB/s each"
-                )
-        return numbers
+                ] += 1
+        return counts
 
-    def fabric(self, numbers: dict[tuple[str, str], int]) -> None:
+    def fabric(self, counts: dict[tuple[str, str], int]) -> None:
         """Direct links where a GPU has that many, or a switch where it could not."""
         rate = speeds.nvlink_gb_per_s(self.sm) or speeds.DEFAULT_NVLINK_GB_PER_S
-        groups = _components(self.matrix.gpus, numbers)
-        switches = 0
-        for group in groups:
-            inside = {pair: count for pair, count in numbers.items() if pair[0] in group}
-            total = max(
-                (sum(count for pair, count in inside.items() if gpu in pair) for gpu in group), default=0
-            )
+        for group in _components(self.matrix.gpus, counts):
+            inside = {pair: count for pair, count in counts.items() if pair[0] in group}
+            total = max(_total(inside, gpu) for gpu in group)
             complete = len(inside) == len(group) * (len(group) - 1) // 2
             if total > _MOST_LINKS and complete and len(set(inside.values())) == 1:
                 count = next(iter(inside.values()))
-                id = f"nvswitch{switches}"
-                self.devices[id] = Device(id, DeviceKind.NVSWITCH, switches)
-                switches += 1
+                switch = self.fresh(DeviceKind.NVSWITCH, "nvswitch")
                 for gpu in group:
-                    self.link(
-                        self.id(gpu), id, LinkKind.NVLINK, rate * count, speeds.NVSWITCH_LATENCY_US, count
-                    )
-                self.notes.append(
+                    self.link(self.ids[gpu], switch, LinkKind.NVLINK, rate * count, count)
+                self.notes[
                     f"{count} NVLinks to each of {len(group) - 1} GPUs are more than a GPU has; taken "
                     "for NVSwitches"
-                )
+                ] += 1
             else:
                 for (a, b), count in inside.items():
-                    ends = self.id(a), self.id(b)
-                    self.link(*ends, LinkKind.NVLINK, rate * count, speeds.NVLINK_LATENCY_US, count)
+                    self.link(self.ids[a], self.ids[b], LinkKind.NVLINK, rate * count, count)
 
     # -- what PCIe says
 
@@ -137,10 +119,10 @@ class _Builder:
             for a, b in combinations(self.matrix.gpus, 2)
         )
         if hidden:
-            self.notes.append(
+            self.notes[
                 f"NVLink hides the PCIe tree between GPUs ({hidden} pairs); those are given PCIe "
                 "roots of their own"
-            )
+            ] += 1
         return parts
 
     def same_numa(self, parts: list[list[str]]) -> list[list[str]]:
@@ -173,65 +155,50 @@ class _Builder:
 
     def cpu(self, members: list[str], position: int) -> str:
         affinity, numa = self.home(members) or ("", "")
-        used = {device.index for device in self.devices.values() if device.kind is DeviceKind.CPU}
+        used = {cpu.index for cpu in self.of(DeviceKind.CPU)}
         number = int(numa) if numa.isdecimal() and len(numa) < 6 and int(numa) not in used else position
         while number in used:
             number += 1
         mask = speeds.cpu_mask(affinity)
         attributes = (("affinity", mask),) if mask else ()
-        self.devices[f"cpu{number}"] = Device(f"cpu{number}", DeviceKind.CPU, number, attributes=attributes)
-        return f"cpu{number}"
+        return self.add(DeviceKind.CPU, f"cpu{number}", number, attributes=attributes)
 
     def root(self, members: list[str], cpu: str, parts: dict[str, list[list[str]]]) -> None:
         """A PCIe root with its trees of switches."""
-        id = self.fresh(DeviceKind.HOST_BRIDGE, "root")
-        self.link(id, cpu, LinkKind.PCIE, _UNBOUND_GB_PER_S, speeds.PCIE_LATENCY_US)
+        root = self.fresh(DeviceKind.HOST_BRIDGE, "root")
+        self.link(root, cpu, LinkKind.PCIE, UNBOUND_GB_PER_S)
         for tree in (part for part in parts["PXB"] if part[0] in members):
             leaves = [part for part in parts["PIX"] if part[0] in tree]
-            above = id
-            if len(leaves) > 1:
-                above = self.fresh(DeviceKind.PCIE_SWITCH, "switch")
-                self.pcie(above, id)
+            above = self.switch(root) if len(leaves) > 1 else root
             for leaf in leaves:
-                below = above
-                if len(leaf) > 1 or len(leaves) > 1:
-                    below = self.fresh(DeviceKind.PCIE_SWITCH, "switch")
-                    self.pcie(below, above)
+                below = self.switch(above) if len(leaf) > 1 or len(leaves) > 1 else above
                 for name in leaf:
-                    self.pcie(self.id(name), below)
+                    self.pcie(self.ids[name], below)
 
     def ends(self) -> None:
-        nics = 0
-        for name in self.matrix.names:
-            id = self.id(name)
+        attributes = (("gpu.sm", str(self.sm)),) if self.sm else ()
+        for name, id in self.ids.items():
             if name in self.matrix.gpus:
-                attributes = (("gpu.sm", str(self.sm)),) if self.sm else ()
-                self.devices[id] = Device(id, DeviceKind.GPU, int(name[3:]), attributes=attributes)
+                self.add(DeviceKind.GPU, id, int(name[3:]), attributes=attributes)
             else:
-                interface = self.matrix.legend.get(name, name)
-                self.devices[id] = Device(
-                    id, DeviceKind.NIC, nics, name=interface, ports=(Port(interface, 0.0),)
-                )
-                nics += 1
+                port = Port(self.matrix.legend.get(name, name), 0.0)
+                self.add(DeviceKind.NIC, id, name=port.name, ports=(port,))
 
-    def id(self, name: str) -> str:
-        if name in self.matrix.gpus:
-            return f"gpu{int(name[3:])}"
-        others = [other for other in self.matrix.names if other not in self.matrix.gpus]
-        return f"nic{others.index(name)}"
+    def switch(self, above: str) -> str:
+        switch = self.fresh(DeviceKind.PCIE_SWITCH, "switch")
+        self.pcie(switch, above)
+        return switch
 
     def fresh(self, kind: DeviceKind, word: str) -> str:
-        index = self.counts[kind]
-        self.counts[kind] += 1
-        self.devices[f"{word}{index}"] = Device(f"{word}{index}", kind, index)
-        return f"{word}{index}"
+        return self.add(kind, f"{word}{len(self.of(kind))}")
 
     def pcie(self, a: str, b: str) -> None:
-        speed = speeds.pcie_gb_per_s(self.gt, speeds.DEFAULT_PCIE_WIDTH)
-        self.link(a, b, LinkKind.PCIE, speed, speeds.PCIE_LATENCY_US)
+        self.link(a, b, LinkKind.PCIE, speeds.pcie_gb_per_s(self.gt, speeds.DEFAULT_PCIE_WIDTH))
 
-    def link(self, a: str, b: str, kind: LinkKind, bandwidth: float, latency: float, count: int = 1) -> None:
-        self.links.append(Link(a, b, kind, bandwidth, latency, count, True))
+
+def _total(counts: dict[tuple[str, str], int], gpu: str) -> int:
+    """NVLinks of a GPU."""
+    return sum(count for pair, count in counts.items() if gpu in pair)
 
 
 def _components(names: Sequence[str], pairs: Iterable[tuple[str, str]]) -> list[list[str]]:

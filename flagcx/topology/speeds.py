@@ -9,6 +9,8 @@ Source: NCCL's topology search (``graph/topo.h``) for NVLink, PCIe, sockets and 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
 
 #: GB/s for each NVLink and direction, by the least compute capability (times ten) that has it.
 _NVLINK_BY_SM = ((100, 40.1), (90, 20.6), (86, 12.0), (70, 20.0), (60, 18.0))
@@ -26,12 +28,9 @@ DEFAULT_SOCKET_GB_PER_S = 10.0
 DEFAULT_NVLINK_GB_PER_S = 20.0
 DEFAULT_XGMI_GB_PER_S = 24.0
 
-#: One way over one edge of the graph, in microseconds. A path's latency is the sum over its edges.
-NVLINK_LATENCY_US = 0.6
+#: One way over one link, in microseconds, by kind. A path's latency is the sum over its links.
+LATENCY_US = MappingProxyType({"nvlink": 0.6, "xgmi": 0.6, "pcie": 0.5, "socket": 0.5, "network": 1.35})
 NVSWITCH_LATENCY_US = 0.3
-PCIE_LATENCY_US = 0.5
-SOCKET_LATENCY_US = 0.5
-NETWORK_LATENCY_US = 1.35
 
 
 def nvlink_gb_per_s(sm: int | None) -> float | None:
@@ -93,29 +92,32 @@ def pcie_form(bandwidth_gb_per_s: float) -> tuple[float, int]:
     return min(forms, key=lambda form: abs(pcie_gb_per_s(*form) - bandwidth_gb_per_s))
 
 
-def socket_gb_per_s(arch: str, vendor: str, family: int | None, model: int | None) -> float | None:
+def socket_speed(cpu: Mapping[str, str]) -> float | None:
     """Bandwidth between two sockets (or NUMA nodes) of a CPU in one direction, GB/s.
 
     Args:
-        arch: ``x86_64``, ``arm64``, ``ppc64`` or "".
-        vendor: ``GenuineIntel``, ``AuthenticAMD`` or "".
-        family: CPU family, or None.
-        model: CPU model, or None.
+        cpu: ``arch``, ``vendor``, ``familyid`` and ``modelid``, as NCCL's XML has them, where known.
 
     Returns:
         GB/s, or None for a CPU that is not in the table.
     """
+    arch, vendor = cpu.get("arch", ""), cpu.get("vendor", "")
     if arch in ("arm64", "aarch64"):
         return 6.0
     if arch.startswith("ppc"):
         return 32.0
     if vendor == "AuthenticAMD":
         return 16.0
+    family, model = (_whole(cpu.get(name, "")) for name in ("familyid", "modelid"))
     if vendor == "GenuineIntel" and model is not None and family == 6:
         return next(
             (speed for least, speed in ((0xCF, 40.0), (0x8F, 22.0), (0x55, 10.0)) if model >= least), 6.0
         )
     return None
+
+
+def _whole(text: str) -> int | None:
+    return int(text) if text.isdecimal() and len(text) < 9 else None
 
 
 def nic_gb_per_s(speed_mbit_per_s: float) -> float:

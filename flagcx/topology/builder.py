@@ -1,0 +1,51 @@
+"""Collects the parts of a machine: readers of files, detection and presets build with it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import combinations
+from typing import Any
+
+from flagcx.topology import speeds
+from flagcx.topology.graph import Device, DeviceKind, Link, LinkKind
+from flagcx.topology.topology import Topology
+
+#: For the link between a PCIe root and its CPU, which limits nothing.
+UNBOUND_GB_PER_S = 1000.0
+
+
+class Builder:
+    """The devices and links of a machine so far, and notes on what is assumed, with their number."""
+
+    def __init__(self) -> None:
+        self.devices: dict[str, Device] = {}
+        self.links: list[Link] = []
+        self.notes: Counter[str] = Counter()
+
+    def of(self, kind: DeviceKind) -> list[Device]:
+        """The devices of a kind so far."""
+        return [device for device in self.devices.values() if device.kind is kind]
+
+    def add(self, kind: DeviceKind, id: str, index: int | None = None, **facts: Any) -> str:
+        """Adds a device, under the next number of its kind unless one is given; gives its id."""
+        self.devices[id] = Device(id, kind, len(self.of(kind)) if index is None else index, **facts)
+        return id
+
+    def link(
+        self, a: str, b: str, kind: LinkKind, gb_per_s: float, count: int = 1, *, assumed: bool = False
+    ) -> None:
+        """Adds a link, with the latency of its kind; add the devices first."""
+        latency = speeds.LATENCY_US[kind.value]
+        if kind.is_gpu_fabric and DeviceKind.NVSWITCH in (self.devices[a].kind, self.devices[b].kind):
+            latency = speeds.NVSWITCH_LATENCY_US
+        self.links.append(Link(a, b, kind, gb_per_s, latency, count, assumed))
+
+    def join_cpus(self, gb_per_s: float, *, assumed: bool = False) -> None:
+        """Joins every NUMA node to every other, as NCCL has them."""
+        for a, b in combinations(self.of(DeviceKind.CPU), 2):
+            self.link(a.id, b.id, LinkKind.SOCKET, gb_per_s, assumed=assumed)
+
+    def topology(self, name: str) -> Topology:
+        """The machine."""
+        notes = [note if count == 1 else f"{note} ({count} times)" for note, count in self.notes.items()]
+        return Topology(self.devices.values(), self.links, name=name, notes=notes)

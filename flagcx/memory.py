@@ -24,7 +24,7 @@ import weakref
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -137,8 +137,9 @@ class PoolStats:
         return 1 - self.largest_free_nbytes / free if free > 0 else 0.0
 
     def __add__(self, other: PoolStats) -> PoolStats:
-        *sums, _ = map(sum, zip(astuple(self), astuple(other), strict=True))
-        return PoolStats(*sums, largest_free_nbytes=max(self.largest_free_nbytes, other.largest_free_nbytes))
+        sums = PoolStats(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+        largest = max(self.largest_free_nbytes, other.largest_free_nbytes)
+        return replace(sums, largest_free_nbytes=largest)
 
 
 class Pool:

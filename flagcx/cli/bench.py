@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json as json_format
 import platform
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flagcx.cli.start_ranks import count_ranks, launch_quietly, reporting_errors
+from flagcx.cli.start_ranks import Report, count_ranks, launch_reporting, reporting_errors
 
 if TYPE_CHECKING:
     from flagcx.cli.bench_ranks import BenchTask
     from flagcx.cli.bench_table import BenchRow
-
-Tell = Callable[[str, Any], object]
 
 
 def bench(
@@ -67,24 +64,22 @@ def bench(
     raise typer.Exit(int(wrong > 0))
 
 
-def _run(task: BenchTask, ranks: int, share_gpu: bool, tell: Tell) -> int:
+def _run(task: BenchTask, ranks: int, share_gpu: bool, report: Report) -> int:
     """Lets the ranks measure; returns how many elements were wrong."""
     from flagcx.bootstrap.environment import identify
-    from flagcx.cli.progress import heard
     from flagcx.config import environment
 
     size = identify(environment()).size
     if size > 1:
         task.check_ranks(size)
-        return measure(task, tell)
+        return measure(task, report)
     count = count_ranks(ranks, task.gpu, share_gpu)
     task.check_ranks(count)
-    with heard(tell) as address:
-        return launch_quietly(_measure_and_tell, count, (task, address), share_gpu)[0]
+    return launch_reporting(measure, count, task, report, share_gpu)
 
 
-def measure(task: BenchTask, tell: Tell) -> int:
-    """What every rank does; rank 0 tells of each row, before them of the job, and of all at the end.
+def measure(task: BenchTask, report: Report) -> int:
+    """The part of every rank. Rank 0 reports the job ("head"), each row, and all rows ("end").
 
     Returns:
         How many elements were wrong.
@@ -95,55 +90,47 @@ def measure(task: BenchTask, tell: Tell) -> int:
     from flagcx.cli.bench_ranks import ArraySource, rows
 
     with flagcx.init() as comm:
-        memory = ArraySource(comm, task)
         if comm.rank:
-            return sum(timing.wrong for row in rows(comm, task, memory) for timing in row.timings)
+            report = lambda *_: None  # noqa: E731
+        arrays = ArraySource(comm, task)
         chosen = task.algorithm or "chosen by flagcx"
-        title = f"{task.collective}, {comm.size} ranks, {memory.describe()}, algorithm {chosen}"
+        title = f"{task.collective}, {comm.size} ranks, {arrays.describe()}, algorithm {chosen}"
         versions = {
             "flagcx": flagcx.__version__,
             "python": platform.python_version(),
             "numpy": np.__version__,
         }
         further = {"algorithm": task.algorithm, "symmetric": task.symmetric, "gpu": task.gpu}
-        tell("head", (title, {**further, "versions": versions}))
+        report("head", (title, {**further, "versions": versions}))
         found: list[BenchRow] = []
-        for row in rows(comm, task, memory):
+        for row in rows(comm, task, arrays):
             found.append(row)
-            tell("row", row)
-        tell("end", found)
+            report("row", row)
+        report("end", found)
         return sum(timing.wrong for row in found for timing in row.timings)
 
 
-def _measure_and_tell(task: BenchTask, address: str) -> int:
-    """A rank that the command started."""
-    from flagcx.cli.progress import telling
-
-    with telling(address) as line:
-        return measure(task, lambda *what: line.send(what))
-
-
-def _as_table() -> Tell:
+def _as_table() -> Report:
     from flagcx.cli.bench_table import footer, format_row, header
 
-    def tell(what: str, value: Any) -> None:
-        if what == "head":
+    def report(kind: str, value: Any) -> None:
+        if kind == "head":
             typer.echo(f"# {value[0]}\n{header()}")
-        elif what == "row":
+        elif kind == "row":
             typer.echo(format_row(value))
         else:
             typer.echo(footer(value))
 
-    return tell
+    return report
 
 
-def _as_json() -> Tell:
+def _as_json() -> Report:
     common: dict[str, Any] = {}
 
-    def tell(what: str, value: Any) -> None:
-        if what == "head":
+    def report(kind: str, value: Any) -> None:
+        if kind == "head":
             common.update(value[1])
-        elif what == "row":
+        elif kind == "row":
             typer.echo(json_format.dumps({**value.as_json(), **common}))
 
-    return tell
+    return report

@@ -1,7 +1,7 @@
-"""What each collective must leave behind, worked out by NumPy: data, buffers and expected results.
+"""Data, buffers and expected results of each collective, worked out by NumPy.
 
-Every rank can make the data of all ranks, so it knows by itself what it has to end with. All values
-are chosen so that the right result is exact in the message's dtype, in any order of addition.
+Every rank can make the data of all ranks, so it works out its expected result without communication. All
+values are chosen so that the right result is exact in the message's dtype, in any order of addition.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ PERIOD = 65521
 """Elements after which the data repeats: a prime, so that no two chunks of one message are alike."""
 
 SHIFT = 7919
-"""By how many elements the data of a block is turned against that of the block before."""
+"""Elements by which the data of each block is rolled against that of the block before."""
 
 _WHOLE_UP_TO = {"float16": 2**11, "bfloat16": 2**8, "float8_e4m3fn": 2**4, "float8_e5m2": 2**3}
-"""Up to where whole numbers are exact; in the other dtypes, further than is needed here."""
+"""The limit of exact whole numbers; that of the other dtypes is further away than is needed here."""
 
 
 @dataclass(frozen=True, slots=True)
 class BenchMessage:
-    """What is carried, and how: the same on every rank.
+    """A collective on a message: the same on every rank.
 
     Attributes:
         collective: Its name.
@@ -46,11 +46,11 @@ class BenchMessage:
     op: ReduceOp | None
 
     def blocks(self, rank: int) -> tuple[int, int]:
-        """How many blocks of ``count`` elements ``rank`` gives, and how many it gets."""
+        """Blocks of ``count`` elements in the ``sendbuf`` of ``rank``, and in its ``recvbuf``."""
         kind = COLLECTIVES[self.collective]
-        given = kind.input_blocks(self.size) if kind.has_input(rank, self.root) else 0
-        got = kind.output_blocks(self.size) if kind.has_output(rank, self.root) else 0
-        return given, got
+        sent = kind.input_blocks(self.size) if kind.has_input(rank, self.root) else 0
+        received = kind.output_blocks(self.size) if kind.has_output(rank, self.root) else 0
+        return sent, received
 
     @property
     def nbytes(self) -> int:
@@ -60,7 +60,7 @@ class BenchMessage:
 
 
 def data(message: BenchMessage, rank: int, block: int) -> np.ndarray:
-    """The first ``PERIOD`` elements of a block that ``rank`` gives; then they repeat.
+    """The first ``PERIOD`` elements of a block that ``rank`` contributes; then they repeat.
 
     Raises:
         ArgumentError: No data of this dtype has an exact result over so many ranks.
@@ -92,7 +92,7 @@ def _values_below(message: BenchMessage) -> int:
 
 
 def expected(message: BenchMessage, rank: int, block: int) -> np.ndarray:
-    """The first ``PERIOD`` elements that a block of ``rank``'s result must have; then they repeat."""
+    """The first ``PERIOD`` elements of a block of ``rank``'s expected result; then they repeat."""
     kind = COLLECTIVES[message.collective]
     sources = kind.expected(rank, block, message.size, 1, message.root)
     parts = np.stack([data(message, source, part) for source, part in sources])
@@ -111,13 +111,13 @@ class Buffers:
     Args:
         message: The message.
         rank: This rank.
-        storage: An array in which they are laid out; it has ``storage_count`` elements at least.
-        in_place: Whether input and output lie over each other.
+        storage: The array in which they are laid out; it has ``storage_count`` elements at least.
+        in_place: Whether ``sendbuf`` and ``recvbuf`` overlap as in a call in place.
         module: NumPy, or CuPy for a storage on a GPU.
 
     Attributes:
-        given: What the rank contributes, or None.
-        got: Where its result goes, or None; it overlaps ``given`` in a call in place.
+        sendbuf: The rank's contribution, or None.
+        recvbuf: The place of its result, or None.
     """
 
     def __init__(
@@ -126,24 +126,24 @@ class Buffers:
         self._message, self._rank, self._module = message, rank, module
         inputs, outputs = (blocks * message.count for blocks in message.blocks(rank))
         start_in, start_out = (0, inputs) if not in_place else _overlap(message, rank)
-        self.given = storage[start_in : start_in + inputs] if message.blocks(rank)[0] else None
-        self.got = storage[start_out : start_out + outputs] if message.blocks(rank)[1] else None
+        self.sendbuf = storage[start_in : start_in + inputs] if message.blocks(rank)[0] else None
+        self.recvbuf = storage[start_out : start_out + outputs] if message.blocks(rank)[1] else None
 
     def fill(self) -> None:
-        """Writes this rank's data; the result's place first gets something else."""
-        if self.got is not None:
-            self.got.view(np.uint8)[:] = 1
+        """Writes this rank's data into ``sendbuf``, after other bytes into ``recvbuf``."""
+        if self.recvbuf is not None:
+            self.recvbuf.view(np.uint8)[:] = 1
         for block in range(self._message.blocks(self._rank)[0]):
-            values = repeated(data(self._message, self._rank, block), self._message.count)
+            values = np.resize(data(self._message, self._rank, block), self._message.count)
             # As bytes: CuPy does not know all of NumPy's dtypes.
-            self._block(self.given, block)[:] = self._module.asarray(values.view(np.uint8))
+            self._block(self.sendbuf, block)[:] = self._module.asarray(values.view(np.uint8))
 
     def count_wrong(self) -> int:
-        """How many elements of the result are not what they must be."""
+        """How many elements of the result differ from the expected ones."""
         wrong = 0
         for block in range(self._message.blocks(self._rank)[1]):
-            want = repeated(expected(self._message, self._rank, block), self._message.count)
-            bytes_got = self._block(self.got, block)
+            want = np.resize(expected(self._message, self._rank, block), self._message.count)
+            bytes_got = self._block(self.recvbuf, block)
             got = bytes_got if self._module is np else self._module.asnumpy(bytes_got)
             wrong += int(np.count_nonzero(got.view(want.dtype) != want))
         return wrong
@@ -153,18 +153,13 @@ class Buffers:
         return array[block * self._message.count : (block + 1) * self._message.count].view(np.uint8)
 
 
-def repeated(values: np.ndarray, count: int) -> np.ndarray:
-    """``values`` over and over, ``count`` elements in all."""
-    return np.resize(values, count)
-
-
 def storage_count(message: BenchMessage, rank: int) -> int:
     """How many elements the buffers of ``rank`` take, out of place."""
     return sum(message.blocks(rank)) * message.count
 
 
 def has_place(message: BenchMessage) -> tuple[bool, bool]:
-    """Whether the collective has a form out of place, and one in place."""
+    """Whether the collective has a form out of place, and a form in place."""
     return message.collective != "broadcast", message.collective != "alltoall"
 
 

@@ -1,7 +1,7 @@
-"""What every rank of ``flagcx bench`` does: verifies and times one collective over a range of sizes.
+"""The ranks of ``flagcx bench``: verify and time one collective over a range of sizes.
 
-Each time is the median over several rounds; a round is a batch of calls after a barrier and counts with its
-slowest rank. Each size begins with a call on fresh data, whose result is compared with NumPy's.
+Each time is the median over several rounds; a round is a batch of calls after a barrier, and its time is
+that of its slowest rank. Each size begins with a call on fresh data, whose result is compared with NumPy's.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ BATCH_S = 0.02
 _MOST_CALLS = 1024
 _WARM_UP = 20
 _LEAST_WARM_UP = 4
-"""Calls with the same arrays after which a plan on a GPU surely replays a graph."""
+"""Calls with the same arrays after which a plan on a GPU certainly replays a graph."""
 
 
 @dataclass(frozen=True, slots=True)
 class BenchTask:
-    """What is measured.
+    """A measurement that the user asks for.
 
     Attributes:
-        collective: Its name.
+        collective: The collective's name.
         begin: The first size in bytes: of the whole message, all blocks together where there are blocks.
         end: The last size at most.
-        factor: From one size to the next.
+        factor: The ratio of each size to the one before.
         dtype: Name of the dtype.
         op: Name of the operation, for collectives that reduce.
         root: The root, for rooted collectives.
-        algorithm: Its name; flagcx chooses if None.
+        algorithm: The algorithm's name; flagcx chooses if None.
         symmetric: Whether arrays are those of ``comm.empty``.
         gpu: Whether they are on GPUs.
         rounds: Rounds for each time.
@@ -66,11 +66,7 @@ class BenchTask:
     rounds: int = 7
 
     def check(self) -> None:
-        """Refuses what cannot be measured, before any rank is started.
-
-        Raises:
-            ArgumentError: A name is unknown, there is no size, or the sizes don't end.
-        """
+        """Raises ArgumentError for unknown names and for sizes that are none or don't end."""
         if self.collective not in NAMES:
             raise ArgumentError(
                 f"collective={self.collective!r} is not known; expected one of {', '.join(NAMES)}"
@@ -81,11 +77,11 @@ class BenchTask:
         sizes(self.begin, self.end, self.factor)
 
     def check_ranks(self, size: int) -> None:
-        """Refuses what so many ranks cannot do, before any is started, or sends anything.
+        """Checks the task for ``size`` ranks, before any is started or sends anything.
 
         Raises:
-            ArgumentError: There is no such algorithm, or it cannot serve so many ranks.
-            RankError: The root is none of them.
+            ArgumentError: There is no such algorithm, or it does not serve so many ranks.
+            RankError: The root is no rank.
         """
         root = self._root(size)
         if self.algorithm is not None and not (self.gpu and self.algorithm == Algorithm.NATIVE):
@@ -99,7 +95,7 @@ class BenchTask:
         return self.root
 
     def message(self, comm: Communicator, nbytes: int) -> BenchMessage:
-        """What is carried at one size."""
+        """The collective and its message at one size."""
         kind, dtype = COLLECTIVES[self.collective], dtype_of(self.dtype)
         count = nbytes // dtype.numpy.itemsize // (comm.size if kind.blocks else 1)
         op = resolve_op(self.op, dtype) if kind.reduces else None
@@ -107,11 +103,7 @@ class BenchTask:
 
 
 class ArraySource:
-    """Where arrays come from, and how to wait until calls on them are over.
-
-    Args:
-        comm: The communicator.
-        task: What is measured.
+    """Makes the arrays of a task, and waits until calls on them are over.
 
     Attributes:
         module: NumPy or CuPy.
@@ -133,12 +125,12 @@ class ArraySource:
         return self.module.zeros(count * dtype.itemsize, np.uint8).view(dtype)
 
     def settle(self) -> None:
-        """Waits until all that was enqueued is done."""
+        """Waits until all enqueued work is done."""
         if self._gpu:
             self.module.cuda.get_current_stream().synchronize()
 
     def describe(self) -> str:
-        """What arrays they are, in words."""
+        """The kind of arrays, in words."""
         kind = "CuPy" if self._gpu else "NumPy"
         return f"{kind} arrays of comm.empty" if self._symmetric else f"{kind} arrays"
 
@@ -147,7 +139,7 @@ def bind(
     comm: Any, message: BenchMessage, buffers: Buffers, in_place: bool, algorithm: str | None
 ) -> Callable:
     """One call of the collective on the given buffers, without arguments."""
-    name, given, got = message.collective, buffers.given, buffers.got
+    name = message.collective
     options: dict[str, Any] = {"algorithm": algorithm}
     if message.op is not None:
         options["op"] = message.op
@@ -155,24 +147,24 @@ def bind(
         options["root"] = message.root
     in_place_by_default = name == "broadcast" or (in_place and name in ("allreduce", "reduce"))
     if not in_place_by_default:
-        options["out"] = got
+        options["out"] = buffers.recvbuf
     method = getattr(comm, name)
-    first = got if name == "broadcast" else given
+    first = buffers.recvbuf if name == "broadcast" else buffers.sendbuf
     return lambda: method(first, **options)
 
 
-def time_calls(comm: Any, memory: ArraySource, call: Callable, rounds: int) -> float:
-    """The time of a call in us: the median over the rounds, each with its slowest rank."""
+def time_calls(comm: Any, arrays: ArraySource, call: Callable, rounds: int) -> float:
+    """The time of a call in us: the median over the rounds, where the slowest rank's time counts."""
 
     def batch(calls: int) -> float:
-        for _ in range(max(min(calls, _WARM_UP), _LEAST_WARM_UP if memory.module is not np else 1)):
+        for _ in range(max(min(calls, _WARM_UP), _LEAST_WARM_UP if arrays.module is not np else 1)):
             call()
-        memory.settle()
+        arrays.settle()
         comm.barrier()
         start = time.perf_counter()
         for _ in range(calls):
             call()
-        memory.settle()
+        arrays.settle()
         seconds = (time.perf_counter() - start) / calls
         return float(comm.allreduce(np.array([seconds]), op="max")[0])
 
@@ -184,26 +176,26 @@ def time_calls(comm: Any, memory: ArraySource, call: Callable, rounds: int) -> f
 
 
 def measure(
-    comm: Any, memory: ArraySource, message: BenchMessage, storage: Any, in_place: bool, task: BenchTask
+    comm: Any, arrays: ArraySource, message: BenchMessage, storage: Any, in_place: bool, task: BenchTask
 ) -> BenchTiming:
     """Verifies one call on fresh data, then times calls on zeros, which never overflow."""
-    buffers = Buffers(message, comm.rank, storage, in_place, memory.module)
+    buffers = Buffers(message, comm.rank, storage, in_place, arrays.module)
     call = bind(comm, message, buffers, in_place, task.algorithm)
     buffers.fill()
     call()
-    memory.settle()
+    arrays.settle()
     wrong = comm.allreduce(np.array([buffers.count_wrong()]))
     storage.view(np.uint8)[:] = 0
-    return BenchTiming(time_calls(comm, memory, call, task.rounds), int(wrong[0]))
+    return BenchTiming(time_calls(comm, arrays, call, task.rounds), int(wrong[0]))
 
 
-def rows(comm: Communicator, task: BenchTask, memory: ArraySource) -> Iterator[BenchRow]:
+def rows(comm: Communicator, task: BenchTask, arrays: ArraySource) -> Iterator[BenchRow]:
     """Measures every size, smallest first. All ranks must call it."""
     for nbytes in sizes(task.begin, task.end, task.factor):
         message = task.message(comm, nbytes)
-        storage = memory.storage(storage_count(message, comm.rank), message.dtype.numpy)
+        storage = arrays.storage(storage_count(message, comm.rank), message.dtype.numpy)
         out_of_place, in_place = (
-            measure(comm, memory, message, storage, place, task) if has else None
+            measure(comm, arrays, message, storage, place, task) if has else None
             for place, has in zip((False, True), has_place(message), strict=True)
         )
         yield BenchRow(

@@ -2,7 +2,7 @@
 
 Algorithm bandwidth is size / time, where size counts the whole message: of all ranks together for
 collectives that have a block for each rank. Bus bandwidth is the algorithm bandwidth times the share of
-the message that the busiest link has to carry, so that it can be held against the link's own speed.
+the message that the busiest link has to carry, so that it can be compared with the link's own speed.
 
 Source: nccl-tests, doc/PERFORMANCE.md.
 """
@@ -11,40 +11,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from flagcx.errors import ArgumentError
-
-_BUS_SHARE = MappingProxyType(
-    {
-        "allreduce": lambda size: 2 * (size - 1) / size,
-        **dict.fromkeys(
-            ("allgather", "reduce_scatter", "alltoall", "gather", "scatter"), lambda size: (size - 1) / size
-        ),
-        **dict.fromkeys(("broadcast", "reduce", "sendrecv"), lambda size: 1.0),
-    }
-)
+from flagcx.schedule.collectives import COLLECTIVES
 
 
 def bus_share(collective: str, size: int) -> float:
-    """Bus bandwidth as a multiple of algorithm bandwidth.
-
-    Args:
-        collective: Its name.
-        size: Number of ranks.
+    """Bus bandwidth as a multiple of algorithm bandwidth, for ``size`` ranks.
 
     Example:
         >>> bus_share("allreduce", 4)
         1.5
     """
-    share: float = _BUS_SHARE[collective](size)
-    return share
+    if collective == "allreduce":
+        return 2 * (size - 1) / size
+    return (size - 1) / size if COLLECTIVES[collective].blocks else 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class BenchTiming:
-    """One half of a row.
+    """The measurement of one form of a call, in place or not: one half of a row.
 
     Attributes:
         time_us: Time of a call, in us.
@@ -68,7 +55,7 @@ class BenchRow:
         op: Name of the reduction; "none" where nothing is reduced.
         root: The root, or -1.
         out_of_place: Its timing, or None where the collective has no such form.
-        in_place: Likewise.
+        in_place: The same for the form in place.
     """
 
     collective: str
@@ -91,7 +78,7 @@ class BenchRow:
 
     @property
     def timings(self) -> Sequence[BenchTiming]:
-        """The halves that there are."""
+        """The timings of the forms that the collective has."""
         return [timing for timing in (self.out_of_place, self.in_place) if timing]
 
     def as_json(self) -> dict[str, Any]:
@@ -123,7 +110,7 @@ def header() -> str:
 
 
 def format_row(row: BenchRow) -> str:
-    """One line of the table; a form that a collective doesn't have shows as dashes."""
+    """One line of the table; a form that the collective does not have shows as dashes."""
     left = _LEFT.format(row.nbytes, row.count, row.dtype, row.op, row.root)
     return left + "".join(_half(row, timing) for timing in (row.out_of_place, row.in_place))
 

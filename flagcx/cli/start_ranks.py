@@ -1,11 +1,14 @@
-"""What the commands that start ranks on this host have in common: how many there are, errors, and Ctrl-C."""
+"""What the commands that start ranks on this host share: the number of ranks, reports, errors and Ctrl-C."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
+import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
 import typer
@@ -20,20 +23,24 @@ from flagcx.errors import (
 )
 
 _EXPLAINED = (ArgumentError, MissingDependencyError, ResourceError, TopologyError)
-"""Errors whose message says all there is to know: where they were raised tells the user nothing."""
+"""Errors whose message is enough: a traceback would tell the user nothing more."""
+_LAST_REPORTS_S = 10.0
+"""How long the last reports of a rank that has ended are waited for."""
+
+Report = Callable[..., object]
 
 
 def count_ranks(ranks: int | None, gpu: bool, share_gpu: bool) -> int:
     """How many ranks to start.
 
     Args:
-        ranks: As many as the user asks for; if 0 or None, one for each core, or each GPU.
+        ranks: The number that the user asks for; if 0 or None, one for each core, or each GPU.
         gpu: Whether arrays are on GPUs.
         share_gpu: Whether several ranks may use one.
 
     Raises:
         ArgumentError: ``share_gpu`` without ``gpu``.
-        MissingDependencyError: Arrays shall be on GPUs, and CuPy, a driver or a GPU is missing.
+        MissingDependencyError: CuPy, a driver or a GPU is missing for arrays on GPUs.
         ResourceError: There are fewer GPUs than ranks, which may not share.
     """
     if share_gpu and not gpu:
@@ -49,7 +56,7 @@ def count_ranks(ranks: int | None, gpu: bool, share_gpu: bool) -> int:
 
 
 def count_gpus() -> int:
-    """The GPUs that this process sees."""
+    """The number of GPUs that this process sees."""
     from flagcx.kernels.cuda import load_cupy
 
     return int(load_cupy().cuda.runtime.getDeviceCount())
@@ -58,13 +65,7 @@ def count_gpus() -> int:
 def launch_quietly(
     function: Callable[..., Any], ranks: int, args: Sequence[Any], share_gpu: bool = False
 ) -> list[Any]:
-    """``fc.launch``, where Ctrl-C ends the ranks without a traceback of each: those tell nobody anything.
-
-    Args:
-        function: What every rank calls.
-        ranks: How many ranks there are.
-        args: Its arguments.
-        share_gpu: Whether several ranks may use one GPU.
+    """``fc.launch``, where Ctrl-C ends the ranks without a traceback of each.
 
     Raises:
         KeyboardInterrupt: Ctrl-C; all ranks have ended.
@@ -76,34 +77,68 @@ def launch_quietly(
         return launch(function, ranks, args, share_gpu=share_gpu)
 
 
+def launch_reporting(
+    function: Callable[[Any, Report], Any], ranks: int, task: Any, report: Report, share_gpu: bool
+) -> Any:
+    """Calls ``function(task, report)`` on all ranks, whose calls of ``report`` are carried out here.
+
+    Returns:
+        Rank 0's result, once all reports have come.
+    """
+    with _listening(report) as address:
+        return launch_quietly(_call_reporting, ranks, (function, task, address), share_gpu)[0]
+
+
+def _call_reporting(function: Callable[[Any, Report], Any], task: Any, address: str) -> Any:
+    with Client(address, family="AF_UNIX") as connection:
+        return function(task, lambda *values: connection.send(values))
+
+
+@contextlib.contextmanager
+def _listening(report: Report) -> Iterator[str]:
+    """Takes the ranks' reports on threads of its own, the last ones as the block ends; gives the address."""
+    threads: list[threading.Thread] = []
+
+    def listen(connection: Connection) -> None:
+        with contextlib.suppress(EOFError, OSError), connection:
+            while True:
+                report(*connection.recv())
+
+    def accept(listener: Listener) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                threads.append(threading.Thread(target=listen, args=(listener.accept(),), daemon=True))
+                threads[-1].start()
+
+    with tempfile.TemporaryDirectory(prefix="flagcx-") as directory:
+        address = os.path.join(directory, "progress")
+        with Listener(address, family="AF_UNIX", backlog=256) as listener:
+            threading.Thread(target=accept, args=(listener,), daemon=True).start()
+            yield address
+            for thread in threads:
+                thread.join(_LAST_REPORTS_S)
+
+
 @contextlib.contextmanager
 def reporting_errors(command: str) -> Iterator[None]:
-    """Ends the command with exit code 2 and a line for an error of our own, and with 130 for Ctrl-C.
-
-    Args:
-        command: Its name.
-    """
+    """Ends the command with exit code 2 and a line for an error of flagcx, and with 130 for Ctrl-C."""
     try:
         yield
     except KeyboardInterrupt:
         typer.echo(f"\nflagcx {command}: interrupted", err=True)
         raise typer.Exit(128 + signal.SIGINT) from None
     except FlagcxError as error:
-        typer.echo(f"flagcx {command}: {_words(error)}", err=True)
+        # One line where that is enough; else with the traceback of the rank that failed.
+        enough = isinstance(error, LaunchError) and isinstance(error.__cause__, _EXPLAINED)
+        typer.echo(f"flagcx {command}: {error.__cause__ if enough else error}", err=True)
         raise typer.Exit(2) from None
-
-
-def _words(error: FlagcxError) -> str:
-    """An error in a line where that says it all; else with the traceback of the rank that failed."""
-    cause = error.__cause__
-    return str(cause if isinstance(error, LaunchError) and isinstance(cause, _EXPLAINED) else error)
 
 
 @contextlib.contextmanager
 def _quiet_when_interrupted() -> Iterator[None]:
-    """Within it, what ranks write to stderr after Ctrl-C is not passed on."""
+    """In its block, output of the ranks to stderr after Ctrl-C is dropped."""
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield  # It is ignored, or somebody else's to handle.
+        yield  # The signal is ignored, or the caller handles it.
         return
     with contextlib.ExitStack() as silence:
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flagcx.cli.start_ranks import count_ranks, launch_quietly, reporting_errors
+from flagcx.cli.start_ranks import count_ranks, launch_reporting, reporting_errors
 from flagcx.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -84,7 +84,6 @@ class Task:
 
 def _tune(ranks: int, task: Task, share_gpu: bool) -> Path | None:
     from flagcx.bootstrap.environment import identify
-    from flagcx.cli.progress import heard
     from flagcx.config import environment
 
     _check(task.collectives)
@@ -92,8 +91,8 @@ def _tune(ranks: int, task: Task, share_gpu: bool) -> Path | None:
         with _bar() as report:
             return measure(task, report)
     count = count_ranks(ranks, task.gpu, share_gpu)
-    with _bar() as report, heard(report) as address:
-        return launch_quietly(_measure_and_tell, count, (task, address), share_gpu)[0]
+    with _bar() as report:
+        return launch_reporting(measure, count, task, report, share_gpu)
 
 
 def _check(collectives: tuple[str, ...]) -> None:
@@ -160,14 +159,6 @@ def _gpu_bench(comm: Communicator) -> tuple[Bench, Fit]:
     assert executor is not None
     bench = DeviceBench(executor.transport, cupy, Clock(comm._host.transport), executor.selector.order)
     return bench, fit_on_device(executor.transport)
-
-
-def _measure_and_tell(task: Task, address: str) -> Path | None:
-    """A rank that the command started: rank 0 tells the command how far it is."""
-    from flagcx.cli.progress import telling
-
-    with telling(address) as line:
-        return measure(task, lambda *progress: line.send(progress))
 
 
 @contextlib.contextmanager

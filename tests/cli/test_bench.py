@@ -67,7 +67,7 @@ def three_ranks(collective, in_place):
         storage = np.empty(oracle.storage_count(sent, rank), np.float32)
         ranks.append(oracle.Buffers(sent, rank, storage, in_place))
         ranks[-1].fill()
-    given = [None if buffers.given is None else buffers.given.copy() for buffers in ranks]
+    given = [None if buffers.sendbuf is None else buffers.sendbuf.copy() for buffers in ranks]
     return ranks, carried_out(collective, given)
 
 
@@ -76,9 +76,9 @@ def three_ranks(collective, in_place):
 def test_right_result_has_nothing_wrong(collective, in_place):
     ranks, results = three_ranks(collective, in_place)
     for buffers, result in zip(ranks, results, strict=True):
-        assert (buffers.got is None) == (result is None)
+        assert (buffers.recvbuf is None) == (result is None)
         if result is not None:
-            buffers.got[:] = result
+            buffers.recvbuf[:] = result
             assert buffers.count_wrong() == 0
 
 
@@ -90,10 +90,10 @@ def test_wrong_results_are_counted(collective):
             continue
         assert buffers.count_wrong() > 0  # nothing has been done yet
         for faulty in (np.roll(result, 5) if result.size > 5 else result[::-1], 2 * result):
-            buffers.got[:] = faulty
+            buffers.recvbuf[:] = faulty
             assert buffers.count_wrong() > result.size / 2
-        buffers.got[:] = result
-        buffers.got[-1] += 1
+        buffers.recvbuf[:] = result
+        buffers.recvbuf[-1] += 1
         assert buffers.count_wrong() == 1
 
 
@@ -103,8 +103,8 @@ def test_in_place_the_own_block_is_shared(collective, in_place):
     sent = message(collective)
     storage = np.empty(oracle.storage_count(sent, 1), np.float32)
     buffers = oracle.Buffers(sent, 1, storage, in_place)
-    assert np.shares_memory(buffers.given, buffers.got) == in_place
-    larger, smaller = sorted((buffers.given, buffers.got), key=len, reverse=True)
+    assert np.shares_memory(buffers.sendbuf, buffers.recvbuf) == in_place
+    larger, smaller = sorted((buffers.sendbuf, buffers.recvbuf), key=len, reverse=True)
     assert (smaller.ctypes.data == larger[5:].ctypes.data) == in_place  # rank 1's block of 5
 
 
@@ -358,7 +358,7 @@ def test_arrays_on_a_gpu_are_filled_and_compared_as_bytes():
     for each in buffers:
         each.fill()
         assert each.count_wrong() == 5
-    buffers[0].got[:] = sum(each.given.astype(np.float32) for each in buffers)
+    buffers[0].recvbuf[:] = sum(each.sendbuf.astype(np.float32) for each in buffers)
     assert buffers[0].count_wrong() == 0
 
 

@@ -95,11 +95,6 @@ def _moving(size: int, bit: int) -> list[int]:
     return [distance for distance in range(size) if distance & bit]
 
 
-def blocks_moved(size: int) -> int:
-    """Blocks that each rank sends in the alltoall, with those it passes on."""
-    return sum(distance.bit_count() for distance in range(size))
-
-
 def _alltoall_program(size: int, rank: int) -> Program:
     """Blocks wait in SCRATCH, packed by the step in which they move next; ``slot`` has their places."""
     bits = [1 << k for k in range(doublings(size))]

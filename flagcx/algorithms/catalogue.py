@@ -1,16 +1,14 @@
-"""The algorithms: their names, and a table of those that come with flagcx.
+"""The algorithms: their names, and those that come with flagcx.
 
-An algorithm is a function of the number of ranks that returns a schedule; almost all else that is known of it
-follows from that function and its schedules. The table adds whether blocks may differ in size, whether sums
-are made in the order of ranks, and what the busiest rank sends, which would take the programs of all ranks to
-count.
+An algorithm is a function of the number of ranks that returns a schedule; what else is known of it follows
+from that function and its schedules.
 """
 
 from __future__ import annotations
 
 import enum
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -31,11 +29,11 @@ from flagcx.algorithms import (
 from flagcx.errors import ArgumentError
 from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.schedule.model import Schedule
-from flagcx.schedule.pattern import Pattern, check, doublings
-from flagcx.schedule.traffic import rounds_of
+from flagcx.schedule.pattern import Pattern, check
+from flagcx.schedule.traffic import rounds_of, sent_chunks
 
-ClosedForm = Callable[[int, int], Fraction]
-"""(ranks, pieces) -> what the busiest rank sends, as a share of the message."""
+_FEW = 64
+"""Of more ranks than this, not all are looked at to find the busiest."""
 
 
 class Algorithm(str, enum.Enum):
@@ -103,7 +101,6 @@ class AlgorithmEntry:
         uneven: Whether blocks may have different sizes (allgatherv and so on). Collectives without blocks
             take any count with any algorithm.
         ordered: Whether sums are made in the order of ranks, 0 first, wherever they are made.
-        closed_form: What the busiest rank sends; None where it is counted.
         trusted: Whether it is verified by the project's own tests; others are when a schedule is built.
     """
 
@@ -114,7 +111,6 @@ class AlgorithmEntry:
     grouped: bool = False
     uneven: bool = False
     ordered: bool = False
-    closed_form: ClosedForm | None = None
     trusted: bool = False
 
     @property
@@ -186,11 +182,17 @@ class AlgorithmEntry:
         return rounds_of(schedule).steps
 
     def sent(self, size: int, pieces: int = 1) -> Fraction:
-        """What the busiest rank sends, as a share of the message (of all blocks, where there are blocks)."""
-        if self.closed_form is not None:
-            return self.closed_form(size, pieces)
+        """What the busiest rank sends, as a share of the message (of all blocks, where there are blocks).
+
+        Of many ranks of a trusted algorithm, a few are looked at: in all of these, the busiest is the root, a
+        neighbour, in the middle, at a power of two, or any rank.
+        """
         schedule = self._example(size, pieces)
-        return Fraction(int(rounds_of(schedule).sent_chunks().max()), schedule.chunks)
+        power = 1 << (size.bit_length() - 1)
+        ranks: Iterable[int] = range(size)
+        if size > _FEW and self.trusted:
+            ranks = {0, 1, 2, 3, size // 2 - 1, size // 2, power // 2, power - 1, power % size, size - 1}
+        return Fraction(max(sent_chunks(schedule, rank) for rank in ranks), schedule.chunks)
 
 
 def takes(function: Callable[..., Schedule], name: str) -> bool:
@@ -201,113 +203,66 @@ def takes(function: Callable[..., Schedule], name: str) -> bool:
 
 def builtin_entries() -> Iterator[AlgorithmEntry]:
     """The entries that come with flagcx, by collective, in the order of ``Algorithm``."""
-    for function, closed_form, *traits in _table():
+    in_rank_order = (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT, Algorithm.DIRECT)
+    for function in _FUNCTIONS:
         made = function(1)
+        kind, algorithm = COLLECTIVES[made.collective], Algorithm(made.algorithm)
         yield AlgorithmEntry(
-            Algorithm(made.algorithm),
-            made.collective,
+            algorithm,
+            kind.name,
             function,
             pipelined=takes(function, "pieces"),
             grouped=takes(function, "groups"),
-            uneven="uneven" in traits,
-            ordered="ordered" in traits,
-            closed_form=closed_form,
+            uneven=kind.blocks and function is not bruck.bruck_alltoall,
+            ordered=kind.reduces and algorithm in in_rank_order,
             trusted=True,
         )
 
 
-def _table() -> tuple[tuple, ...]:
-    """Each algorithm's function, what the busiest rank sends, and the traits that hold."""
-    dbt, lanes = double_binary_tree, hierarchical.default_lanes
-    return (
-        (ring.ring_allreduce, _twice(_but_one)),
-        (chain.chain_allreduce, _choose(0, 1, 2)),
-        (tree.tree_allreduce, _choose(0, 1, 2, 2, 3)),
-        (binomial.binomial_allreduce, _log_times),
-        (dbt.double_binary_tree_allreduce, _choose(0, 1, 1.5, 2)),
-        (recursive.recursive_doubling_allreduce, _doubled),
-        (recursive.halving_doubling_allreduce, _halved),
-        (direct.one_shot_allreduce, _to_each, "ordered"),
-        (direct.two_shot_allreduce, _twice(_but_one), "ordered"),
-        (bruck.bruck_allreduce, _twice(_but_one)),
-        (hierarchical.hierarchical_allreduce, lambda n, k: hierarchical.allreduce_sent(lanes(n))),
-        (chain.chain_reduce, _once),
-        (tree.tree_reduce, _once),
-        (binomial.binomial_reduce, _once),
-        (dbt.double_binary_tree_reduce, _once),
-        (direct.direct_reduce, _once, "ordered"),
-        (hierarchical.hierarchical_reduce, _once),
-        (scatter_allgather.reduce_scatter_gather_reduce, lambda n, k: _but_one(n) + _branch(n)),
-        (chain.chain_broadcast, _once),
-        (tree.tree_broadcast, _choose(0, 1, 2)),
-        (binomial.binomial_broadcast, _log_times),
-        (dbt.double_binary_tree_broadcast, _once),
-        (direct.direct_broadcast, _to_each),
-        (hierarchical.hierarchical_broadcast, lambda n, k: hierarchical.broadcast_sent(lanes(n))),
-        (scatter_allgather.scatter_allgather_broadcast, _twice(_but_one)),
-        (ring.ring_allgather, _but_one, "uneven"),
-        (
-            recursive.recursive_doubling_allgather,
-            lambda n, k: Fraction(recursive.blocks_sent_by_rank_0(n), n),
-            "uneven",
-        ),
-        (direct.direct_allgather, _but_one, "uneven"),
-        (bruck.bruck_allgather, _but_one, "uneven"),
-        (hierarchical.hierarchical_allgather, lambda n, k: hierarchical.allgather_sent(lanes(n)), "uneven"),
-        (ring.ring_reduce_scatter, _but_one, "uneven"),
-        (recursive.halving_reduce_scatter, _but_one, "uneven"),
-        (direct.direct_reduce_scatter, _but_one, "uneven", "ordered"),
-        (bruck.bruck_reduce_scatter, _but_one, "uneven"),
-        (hierarchical.hierarchical_reduce_scatter, _but_one, "uneven"),
-        (binomial.binomial_gather, _branch, "uneven"),
-        (direct.direct_gather, lambda n, k: _once(n) / n, "uneven"),
-        (binomial.binomial_scatter, _but_one, "uneven"),
-        (direct.direct_scatter, _but_one, "uneven"),
-        (direct.direct_alltoall, _but_one, "uneven"),
-        (bruck.bruck_alltoall, lambda n, k: Fraction(bruck.blocks_moved(n), n)),
-        (direct.pairwise_alltoall, _but_one, "uneven"),
-        (binomial.binomial_barrier, _log_times),
-        (recursive.recursive_doubling_barrier, _doubled),
-        (dissemination.dissemination_barrier, _log_times),
-    )
-
-
-def _log_times(n: int, k: int = 1) -> Fraction:
-    return Fraction(doublings(n))
-
-
-def _once(n: int, k: int = 1) -> Fraction:
-    return Fraction(min(n - 1, 1))
-
-
-def _to_each(n: int, k: int = 1) -> Fraction:
-    return Fraction(n - 1)
-
-
-def _but_one(n: int, k: int = 1) -> Fraction:
-    """(n-1)/n: all blocks but one, the least where each rank owns one of n."""
-    return Fraction(n - 1, n)
-
-
-def _branch(n: int, k: int = 1) -> Fraction:
-    """The blocks that the busiest rank but the root sends up a binomial tree."""
-    return Fraction(max((min(1 << j, n - (1 << j)) for j in range(doublings(n))), default=0), n)
-
-
-def _twice(function: Callable) -> Callable:
-    return lambda n, k: 2 * function(n, k)
-
-
-def _choose(*sent: float) -> Callable[[int, int], Fraction]:
-    """``sent[n - 1]``, the last from there on: how many children the busiest rank of a tree has."""
-    return lambda n, k: Fraction(sent[min(n, len(sent)) - 1])
-
-
-def _doubled(n: int, k: int = 1) -> Fraction:
-    _, exponent, extra = recursive.core(n)
-    return Fraction(exponent + (1 if extra else 0))
-
-
-def _halved(n: int, k: int = 1) -> Fraction:
-    power, _, extra = recursive.core(n)
-    return 2 * _but_one(power) + (1 if extra else 0)
+_FUNCTIONS: tuple[Callable[..., Schedule], ...] = (
+    ring.ring_allreduce,
+    chain.chain_allreduce,
+    tree.tree_allreduce,
+    binomial.binomial_allreduce,
+    double_binary_tree.double_binary_tree_allreduce,
+    recursive.recursive_doubling_allreduce,
+    recursive.halving_doubling_allreduce,
+    direct.one_shot_allreduce,
+    direct.two_shot_allreduce,
+    bruck.bruck_allreduce,
+    hierarchical.hierarchical_allreduce,
+    chain.chain_reduce,
+    tree.tree_reduce,
+    binomial.binomial_reduce,
+    double_binary_tree.double_binary_tree_reduce,
+    direct.direct_reduce,
+    hierarchical.hierarchical_reduce,
+    scatter_allgather.reduce_scatter_gather_reduce,
+    chain.chain_broadcast,
+    tree.tree_broadcast,
+    binomial.binomial_broadcast,
+    double_binary_tree.double_binary_tree_broadcast,
+    direct.direct_broadcast,
+    hierarchical.hierarchical_broadcast,
+    scatter_allgather.scatter_allgather_broadcast,
+    ring.ring_allgather,
+    recursive.recursive_doubling_allgather,
+    direct.direct_allgather,
+    bruck.bruck_allgather,
+    hierarchical.hierarchical_allgather,
+    ring.ring_reduce_scatter,
+    recursive.halving_reduce_scatter,
+    direct.direct_reduce_scatter,
+    bruck.bruck_reduce_scatter,
+    hierarchical.hierarchical_reduce_scatter,
+    binomial.binomial_gather,
+    direct.direct_gather,
+    binomial.binomial_scatter,
+    direct.direct_scatter,
+    direct.direct_alltoall,
+    bruck.bruck_alltoall,
+    direct.pairwise_alltoall,
+    binomial.binomial_barrier,
+    recursive.recursive_doubling_barrier,
+    dissemination.dissemination_barrier,
+)

@@ -24,6 +24,7 @@ from flagcx.schedule.compose import ChunkTransfer, recv, reverse, schedule_of, s
 from flagcx.schedule.model import (
     Buffer,
     Copy,
+    Local,
     Program,
     Recv,
     Reduce,
@@ -61,7 +62,7 @@ def _add_up(size: int, chunks: int, rank: int, result: Span, targets: Iterable[i
     transfers += [Recv(parts[q], q) for q in _others(size, rank)]
     parts[rank] = span_of(INPUT, first)
     total = result if rank == 0 else parts[0]
-    added = [Reduce(part, total) for part in parts[1:]]
+    added: list[Local] = [Reduce(part, total) for part in parts[1:]]
     local = (Copy(parts[0], result), *added) if rank == 0 else (*added, Copy(total, result))
     return Step(tuple(transfers), local)
 

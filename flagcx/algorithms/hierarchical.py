@@ -23,9 +23,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import cached_property, partial
-from itertools import accumulate, chain, pairwise
+from itertools import chain, groupby, pairwise
 from math import isqrt
 
 from flagcx.errors import ArgumentError
@@ -105,19 +104,14 @@ class Lanes:
         return self.groups[group][lane :: self.count]
 
 
-def default_lanes(size: int) -> Lanes:
-    """The lanes of the default groups."""
-    return Lanes(even_groups(size))
-
-
 def lanes_of(size: int, groups: Sequence[Sequence[int]] | None) -> Lanes:
-    """Checks that the groups have every rank once.
+    """The lanes of these groups, or of the default ones.
 
     Raises:
         ArgumentError: A group is empty, or the ranks of all groups are not 0 to ``size - 1``.
     """
     if groups is None:
-        return default_lanes(size)
+        return Lanes(even_groups(size))
     frozen = tuple(tuple(group) for group in groups)
     if not all(frozen) or sorted(chain.from_iterable(frozen)) != list(range(size)):
         raise ArgumentError(
@@ -177,19 +171,6 @@ def hierarchical_allreduce(size: int, groups: Sequence[Sequence[int]] | None = N
     return schedule_of("allreduce", "hierarchical", size, chunks, rounds, partial(_there_and_back, lanes))
 
 
-def allreduce_sent(lanes: Lanes) -> Fraction:
-    """What the busiest rank of the allreduce sends: a lane's owner in the largest group."""
-    groups, owners = len(lanes.groups), lanes.count * len(lanes.groups)
-    adding = owners - 1
-    spreading = groups - 1 + (lanes.widest - 1) * groups
-    return max(Fraction(adding + spreading, owners), Fraction(lanes.gathering))
-
-
-def broadcast_sent(lanes: Lanes) -> Fraction:
-    """What the root of the broadcast sends, where it owns a lane and its group is the largest."""
-    return Fraction(lanes.count - 1 + lanes.between + lanes.widest - 1, lanes.count)
-
-
 def _broadcast(lanes: Lanes, root: int, rank: int) -> Iterator[ChunkTransfer]:
     count = len(lanes.groups)
     home, _ = lanes.place(root)
@@ -243,19 +224,6 @@ def hierarchical_reduce(size: int, root: int = 0, groups: Sequence[Sequence[int]
     return reverse(hierarchical_broadcast(size, root, groups))
 
 
-def allgather_sent(lanes: Lanes) -> Fraction:
-    """What the busiest rank of the allgather sends: an owner of lane 0, which has the most blocks."""
-    count = len(lanes.groups)
-    own = [len(lanes.blocks(g, 0)) for g in range(count)]
-    before = tuple(accumulate(own * 2, initial=0))
-    busiest = 0
-    for g, group in enumerate(lanes.groups):
-        between = sum(before[g + min(1 << k, count - (1 << k))] - before[g] for k in range(lanes.between))
-        inside = (len(group) - 1) * sum(own) - (own[g] - 1)
-        busiest = max(busiest, between + inside)
-    return Fraction(busiest, sum(map(len, lanes.groups)))
-
-
 def _allgather(lanes: Lanes, rank: int) -> Iterator[ChunkTransfer]:
     group, place = lanes.place(rank)
     lane = place % lanes.count
@@ -271,15 +239,11 @@ def _between_groups(lanes: Lanes, group: int, lane: int) -> Iterator[ChunkTransf
     """The blocks of a lane to the owners of that lane in all groups."""
     count = len(lanes.groups)
     for k in range(lanes.between):
-        distance = 1 << k
-        for transfer, first, other in (
-            (send, group, group - distance),
-            (recv, group + distance, group + distance),
-        ):
-            peer = lanes.groups[other % count][lane]
-            for number in range(min(distance, count - distance)):
+        near, far = (group - (1 << k)) % count, (group + (1 << k)) % count
+        for transfer, first, other in ((send, group, near), (recv, far, far)):
+            for number in range(min(1 << k, count - (1 << k))):
                 for start, stop in _runs(lanes.blocks((first + number) % count, lane)):
-                    yield transfer(lanes.gathering + k, peer, start, stop)
+                    yield transfer(lanes.gathering + k, lanes.groups[other][lane], start, stop)
 
 
 def _blocks_to_group(lanes: Lanes, rank: int) -> Iterator[ChunkTransfer]:
@@ -297,15 +261,9 @@ def _blocks_to_group(lanes: Lanes, rank: int) -> Iterator[ChunkTransfer]:
 
 def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Blocks as ``(start, stop)``, with neighbours together."""
-    start = stop = -1
-    for block in blocks:
-        if block != stop:
-            if stop > start:
-                yield start, stop
-            start = block
-        stop = block + 1
-    if stop > start:
-        yield start, stop
+    for _, run in groupby(enumerate(blocks), lambda item: item[1] - item[0]):
+        numbers = [block for _, block in run]
+        yield numbers[0], numbers[-1] + 1
 
 
 def hierarchical_allgather(size: int, groups: Sequence[Sequence[int]] | None = None) -> Schedule:

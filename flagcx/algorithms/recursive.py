@@ -137,13 +137,6 @@ def _allgather(size: int, rank: int) -> Iterator[ChunkTransfer]:
         yield from (send(last, rank + power, *run) for run in _all_but(size, rank + power))
 
 
-def blocks_sent_by_rank_0(size: int) -> int:
-    """Blocks that the busiest rank of the allgather sends."""
-    power, exponent, extra = core(size)
-    doubling = power - 1 + sum(min(1 << k, extra) for k in range(exponent))
-    return doubling + (size - 1 if extra else 0)
-
-
 def _held(size: int, rank: int, width: int) -> Iterator[tuple[int, int]]:
     """The blocks of a group of ``width`` ranks and of those folded on them."""
     power, _, extra = core(size)

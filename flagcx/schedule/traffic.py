@@ -26,6 +26,7 @@ from flagcx.errors import ScheduleError
 from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.schedule.lower import levels
 from flagcx.schedule.model import Buffer, Copy, RecvReduce, Reduce, Schedule, Send, Span, Step
+from flagcx.schedule.pattern import Pattern
 
 #: All programs are made where they name no more chunks than this together.
 MOST_CHUNKS = 3_000_000
@@ -91,6 +92,14 @@ class Rounds:
             for number in key:
                 np.add.at(total, self.kinds[number].source, self.kinds[number].chunks * count)
         return total
+
+
+def sent_chunks(schedule: Schedule, rank: int) -> int:
+    """Chunks that one rank sends; its program alone is made, or read from its pattern."""
+    if isinstance(schedule.make, Pattern):
+        return sum(t.stop - t.start for t in schedule.make.transfers(rank) if t.kind is Send)
+    steps = schedule.program(rank).steps
+    return sum(len(t.src) for step in steps for t in step.transfers if isinstance(t, Send))
 
 
 # -- one rank's side of a level

@@ -1,4 +1,4 @@
-"""The steps and bytes that the catalogue states, against counts from the programs."""
+"""The steps and bytes that an entry states, against counts from all programs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from flagcx.algorithms import build, catalogue, entry
 from flagcx.schedule.model import Program, Step
-from flagcx.schedule.traffic import rounds_of
+from flagcx.schedule.traffic import rounds_of, sent_chunks
 from tests.algorithms.test_verified import names
 from tests.ranges import exhaustive
 
@@ -22,7 +22,7 @@ def counted(schedule):
 
 @pytest.mark.parametrize("sizes", [(*range(1, 10), 17), *exhaustive([(*range(10, 17), 31, 32, 33)])])
 @pytest.mark.parametrize("entry", catalogue(), ids=names)
-def test_closed_forms(entry, sizes):
+def test_what_an_entry_states(entry, sizes):
     root = 0 if entry.rooted else None
     for size in sizes:
         for pieces in (1, 2, 3, 7) if entry.pipelined and size <= 12 else (1,):
@@ -51,3 +51,11 @@ def test_counts_see_a_step_more_and_a_chunk_more():
     longer = replace(schedule, make=programs.__getitem__)
     (steps, sent), (more_steps, more_sent) = counted(schedule), counted(longer)
     assert (more_steps, more_sent) == (steps + 1, sent + Fraction(1, 4))
+
+
+@pytest.mark.parametrize("entry", [e for e in catalogue() if "direct" not in str(e.algorithm)], ids=names)
+def test_a_few_of_many_ranks_show_the_busiest(entry):
+    for size in (65, 100, 127, 128, 129):
+        schedule = entry.make(size, 0 if entry.rooted else None)
+        busiest = max(sent_chunks(schedule, rank) for rank in range(size))
+        assert entry.sent(size) == Fraction(busiest, schedule.chunks), size

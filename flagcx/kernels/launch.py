@@ -10,7 +10,7 @@ import numpy as np
 from flagcx.dtypes import DType, ReduceOp
 from flagcx.errors import OperationError
 from flagcx.kernels.compile import load_kernel
-from flagcx.kernels.fuse import Chain, Finish, Phase
+from flagcx.kernels.fuse import Chain, Finish, Phase, Place
 from flagcx.kernels.source import NAME, THREADS, has_kernel, kernel_source
 
 Memories = tuple[int, int, int, int]
@@ -48,7 +48,7 @@ class FusedKernels:
         """
         if not has_kernel(dtype, op):
             assert op is not None
-            return [_Generic(self._cupy, phase, dtype, op, factor) for phase in phases]
+            return [_generic(self._cupy, phase, dtype, op, factor) for phase in phases]
         function = load_kernel(self._cupy, self._device, kernel_source(dtype, op), NAME)
         parts = [p[i : i + _MAX_CHAINS] for p in phases for i in range(0, len(p), _MAX_CHAINS)]
         return [self._fused(function, part, dtype, factor, stream) for part in parts]
@@ -66,52 +66,40 @@ class FusedKernels:
         pack = THREADS * max(1, 16 // dtype.numpy.itemsize)
         wanted = -(-max(c.count for c in chains) // pack)
         grid = max(1, min(wanted, self._blocks // len(chains))), len(chains)
-        return _Fused(function, grid, table, 6 * len(rows) * 8, factor)
+        at = table.data.ptr, table.data.ptr + 6 * len(rows) * 8
+
+        def launch(memories: Memories, stream: Any, table: Any = table) -> None:  # keeps the table alive
+            function(grid, (THREADS,), (*at, *memories, factor), stream=stream)
+
+        return launch
 
 
-class _Fused:
-    """One launch of a compiled kernel."""
-
-    __slots__ = ("_at", "_factor", "_function", "_grid", "_table")
-
-    def __init__(self, function: Any, grid: tuple[int, int], table: Any, sources: int, factor: float) -> None:
-        self._function, self._grid, self._table, self._factor = function, grid, table, factor
-        self._at = table.data.ptr, table.data.ptr + sources
-
-    def __call__(self, memories: Memories, stream: Any) -> None:
-        self._function(self._grid, (THREADS,), (*self._at, *memories, self._factor), stream=stream)
-
-
-class _Generic:
+def _generic(cupy: Any, chains: Phase, dtype: DType, op: ReduceOp, factor: float) -> Launch:
     """One phase of a caller's own operation: its CuPy kernel, launched once for each source."""
+    combine, element = cupy_function(cupy, op), dtype.numpy
 
-    __slots__ = ("_chains", "_combine", "_cupy", "_dtype", "_factor")
+    def view(memories: Memories, place: Place, count: int) -> Any:
+        start = memories[place[0]] + place[1] * element.itemsize
+        memory = cupy.cuda.UnownedMemory(start, count * element.itemsize, None)
+        return cupy.ndarray((count,), element, cupy.cuda.MemoryPointer(memory, 0))
 
-    def __init__(self, cupy: Any, chains: Phase, dtype: DType, op: ReduceOp, factor: float) -> None:
-        self._cupy, self._chains, self._dtype, self._factor = cupy, chains, dtype.numpy, factor
-        self._combine = cupy_function(cupy, op)
-
-    def __call__(self, memories: Memories, stream: Any) -> None:
-        with stream:
-            for chain in self._chains:
-                self._run(chain, memories)
-
-    def _run(self, chain: Chain, memories: Memories) -> None:
-        to = self._view(memories, chain.to, chain.count)
-        first, *others = (self._view(memories, source, chain.count) for source in chain.sources)
+    def run(chain: Chain, memories: Memories) -> None:
+        to = view(memories, chain.to, chain.count)
+        first, *others = (view(memories, source, chain.count) for source in chain.sources)
         for other in others:
-            self._combine(first, other, to)
+            combine(first, other, to)
             first = to
         if chain.finish is Finish.SCALE:
-            self._cupy.multiply(first, self._factor, to)
+            cupy.multiply(first, factor, to)
         elif not others:
             to[...] = first
 
-    def _view(self, memories: Memories, place: tuple[int, int], count: int) -> Any:
-        nbytes = count * self._dtype.itemsize
-        start = memories[place[0]] + place[1] * self._dtype.itemsize
-        memory = self._cupy.cuda.UnownedMemory(start, nbytes, None)
-        return self._cupy.ndarray((count,), self._dtype, self._cupy.cuda.MemoryPointer(memory, 0))
+    def launch(memories: Memories, stream: Any) -> None:
+        with stream:
+            for chain in chains:
+                run(chain, memories)
+
+    return launch
 
 
 def cupy_function(cupy: Any, op: ReduceOp) -> Callable:

@@ -188,10 +188,12 @@ class StreamOrder:
             ) from error
 
     def report(self) -> FlagcxError:
-        """A fresh exception of the failure, for the caller to raise."""
-        assert self.failure is not None
-        self.reported = True
-        return again(self.failure)
+        """A copy of the failure to raise, so that each raise has a traceback of its own."""
+        error, self.reported = self.failure, True
+        assert error is not None
+        if isinstance(error, CommunicationError):
+            return type(error)(str(error), peer=error.peer)
+        return type(error)(str(error))
 
     def settle(self, limit_s: float) -> None:
         """Waits on the host, for at most ``limit_s``, until all operations have ended, done or failed."""
@@ -214,10 +216,3 @@ class StreamOrder:
         self._last = self._latest = self._captured = self._marker = None
         self._last_ptr = -1
         self._kept.clear()
-
-
-def again(error: FlagcxError) -> FlagcxError:
-    """A copy of ``error``, so that each raise has a traceback of its own."""
-    if isinstance(error, CommunicationError):
-        return type(error)(str(error), peer=error.peer)
-    return type(error)(str(error))

@@ -23,17 +23,39 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 from report import format_size, write_json_lines
 
 from flagcx.algorithms.candidate import Candidate
 from flagcx.cost.model import model_of
-from flagcx.cost.nccl import FITTED, PRIOR, NcclAlgorithm, nccl_algorithms, predict_us
+from flagcx.cost.nccl import FITTED, NcclAlgorithm, nccl_algorithms, predict_us
 from flagcx.errors import TopologyError
 from flagcx.selection.device_rules import pieces_on_device
 from flagcx.topology import LinkKind, Topology, cluster, files, preset
 from flagcx.topology.graph import DeviceKind, Link
+
+#: What is known before any fit: NCCL's constants for the latencies (us), a usual round trip of TCP, and plans
+#: nearly taken at their word.
+PRIOR: Mapping[str, float] = MappingProxyType(
+    {
+        "base": 7.0,
+        "replayed": 4.0,
+        "driven": 3.0,
+        "latency_nvlink": 1.0,
+        "latency_xgmi": 1.0,
+        "latency_pcie": 1.5,
+        "latency_network": 5.0,
+        "latency_tcp": 30.0,
+        "efficiency_nvlink": 0.95,
+        "efficiency_xgmi": 0.95,
+        "efficiency_pcie": 0.9,
+        "efficiency_network": 0.9,
+        "efficiency_nvls": 0.85,
+        "pipeline": 1.0,
+    }
+)
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "machines"
 RESULTS = Path(__file__).resolve().parent / "results"

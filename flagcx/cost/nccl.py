@@ -33,26 +33,6 @@ from flagcx.topology import DeviceKind, LinkKind, Topology, best_order
 from flagcx.topology.nccl_bandwidth import nccl_bandwidth
 from flagcx.topology.routes import Routes
 
-#: What is known before any fit: NCCL's constants for the latencies (us), a usual round trip of TCP, and plans
-#: nearly taken at their word.
-PRIOR: Mapping[str, float] = MappingProxyType(
-    {
-        "base": 7.0,
-        "replayed": 4.0,
-        "driven": 3.0,
-        "latency_nvlink": 1.0,
-        "latency_xgmi": 1.0,
-        "latency_pcie": 1.5,
-        "latency_network": 5.0,
-        "latency_tcp": 30.0,
-        "efficiency_nvlink": 0.95,
-        "efficiency_xgmi": 0.95,
-        "efficiency_pcie": 0.9,
-        "efficiency_network": 0.9,
-        "efficiency_nvls": 0.85,
-        "pipeline": 1.0,
-    }
-)
 #: The constants fitted on all published tables: ``python bench/model_vs_measured.py --fit``.
 FITTED: Mapping[str, float] = MappingProxyType(
     {
@@ -164,7 +144,7 @@ def predict_us(
     Args:
         found: What NCCL can choose from.
         nbytes: Bytes of each message.
-        constants: As ``PRIOR`` names them.
+        constants: As ``FITTED`` names them.
         driven: How many GPUs one process drives: it launches for one after the other.
         replayed: Whether calls are replayed in a CUDA graph, as schedules are.
 
@@ -183,7 +163,7 @@ def predict(
     gpus: Sequence[int] | None = None,
     links: GpuLinks | None = None,
 ) -> Prediction | None:
-    """What NCCL's own collective costs, replayed in a CUDA graph as all candidates are.
+    """What NCCL's own collective costs, replayed in a CUDA graph as all candidates are; None if not known.
 
     Where the ranks of one host reach each other's memory (``links``), its time is that of the law in
     ``flagcx.cost.peer_memory``: fitted to replays there, for every collective, beside what competes with it.
@@ -197,9 +177,6 @@ def predict(
         topology: The machine or cluster, or None where it is not known.
         gpus: The GPU of each rank; the first ones by index by default.
         links: How the GPUs of one host reach each other; None where NCCL has no competitor.
-
-    Returns:
-        None where nothing is known of it.
     """
     law = None if links is None else peer_memory.predict(NATIVE, collective, nbytes, size, links)
     if topology is None or collective != "allreduce" or not 1 < size <= MOST_RANKS:

@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from flagcx.algorithms import Algorithm
 from flagcx.algorithms.candidate import Candidate
@@ -88,13 +88,7 @@ class LatencyBandwidth:
     ramp_nbytes: float = 1.0
 
     def time_us(self, carried: float, size: int, unit_gb_per_s: float) -> float:
-        """The time in us.
-
-        Args:
-            carried: Bytes that the narrowest part carries.
-            size: Number of ranks.
-            unit_gb_per_s: What a speed of 1 is.
-        """
+        """The time in us of ``carried`` bytes over the narrowest part, where a speed of 1 is the unit."""
         speed = self.crowd if self.crowd and size > 2 else self.speed
         filling = self.fill_us * carried / (carried + self.ramp_nbytes)
         return self.latency_us + self.step_us * (size - 1) + filling + carried / (speed * unit_gb_per_s * 1e3)
@@ -119,7 +113,7 @@ class NcclLaw:
     speed: float
 
     def time_us(self, carried: float, size: int, unit_gb_per_s: float) -> float:
-        """The time in us; see ``LatencyBandwidth.time_us``."""
+        """The time in us of ``carried`` bytes over the narrowest part, where a speed of 1 is the unit."""
         unit = unit_gb_per_s * 1e3
         levels = (size - 1).bit_length()
         few = self.latency_us + self.level_us * levels + carried / (self.quick * unit)
@@ -182,12 +176,11 @@ COSTS: Mapping[bool, PeerCosts] = MappingProxyType({False: APART, True: TOGETHER
 """The laws by ``GpuLinks.one_gpu``."""
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(NamedTuple):
     """What a call loads.
 
     Attributes:
-        steps: Hops that a message makes, one behind the other; 0 where that is not known.
+        steps: Hops that a message makes, one after the other; 0 where that is not known.
         pushed: Bytes that a rank sends.
         touched: Bytes that all ranks together read and write.
     """
@@ -198,13 +191,7 @@ class Load:
 
 
 def load_of(candidate: Candidate, collective: str, nbytes: int, size: int) -> Load:
-    """What a call loads, without flags.
-
-    Args:
-        candidate: An algorithm with a protocol for the peers' memory, or ``NATIVE``.
-        collective: Name of the collective.
-        nbytes: Bytes of the message, or of one block where there is one a rank.
-        size: Number of ranks.
+    """What a call loads, without flags; see ``predict_us`` for the arguments.
 
     Example:
         >>> load_of(Candidate("two_shot", 1, "peer_memory"), "allreduce", 1024, 4).pushed

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flagcx.cost.nccl import FITTED, PRIOR, nccl_algorithms, predict_us
+from flagcx.cost.nccl import FITTED, nccl_algorithms, predict_us
 from flagcx.topology import cluster, preset
 
 ROOT = Path(__file__).parents[2]
@@ -32,14 +32,20 @@ def bench(monkeypatch):
     sys.modules.pop("model_vs_measured", None)
 
 
-def test_a_ring_is_latency_bytes_and_a_pipeline():
+def test_a_ring_is_latency_bytes_and_a_pipeline(bench):
     (ring,) = nccl_algorithms(preset("dgx-a100"))
-    constants = {**PRIOR, "base": 10.0, "latency_nvlink": 2.0, "efficiency_nvlink": 0.5, "pipeline": 0.0}
+    constants = {
+        **bench.PRIOR,
+        "base": 10.0,
+        "latency_nvlink": 2.0,
+        "efficiency_nvlink": 0.5,
+        "pipeline": 0.0,
+    }
     speed = 240.0 * 8 / 14 * 0.5
     expected = 10.0 + 14 * 2.0 + SIZES / speed / 1000
     assert predict_us([ring], SIZES, constants) == pytest.approx(expected)
     driven = predict_us([ring], SIZES, constants, driven=8)
-    assert driven - expected == pytest.approx(7 * PRIOR["driven"] + 0 * SIZES)
+    assert driven - expected == pytest.approx(7 * bench.PRIOR["driven"] + 0 * SIZES)
 
 
 def test_in_switch_reduction_is_for_hopper_and_more_than_four():
@@ -52,8 +58,8 @@ def test_in_switch_reduction_is_for_hopper_and_more_than_four():
     assert dict(nccl_algorithms(two, rdma=False)[0].steps).keys() == {"nvlink", "tcp"}
 
 
-def test_the_fitted_constants_are_those_of_the_prior():
-    assert FITTED.keys() == PRIOR.keys()
+def test_the_fitted_constants_are_those_of_the_prior(bench):
+    assert FITTED.keys() == bench.PRIOR.keys()
 
 
 def test_tables_are_read(bench):
@@ -70,7 +76,7 @@ def test_tables_are_read(bench):
 
 
 def test_a_fit_finds_the_constants_that_made_the_data(bench):
-    truth = {**PRIOR, "base": 33.0, "latency_nvlink": 2.2, "efficiency_nvlink": 0.8}
+    truth = {**bench.PRIOR, "base": 33.0, "latency_nvlink": 2.2, "efficiency_nvlink": 0.8}
     points = {}
     for name in ("dgx-a100", "dgx-1v", "dgx-2"):
         found = nccl_algorithms(preset(name))
@@ -87,7 +93,7 @@ def test_a_machine_unlike_the_others_is_told_apart(bench):
     for name in ("dgx-a100", "dgx-1v", "dgx-2", "dgx-h100", "hgx-b200"):
         slow = 3.0 if name == "dgx-2" else 1.0
         found = nccl_algorithms(preset(name), nvls=False)
-        points[name] = [bench.Points(found, SIZES, slow * predict_us(found, SIZES, PRIOR))]
+        points[name] = [bench.Points(found, SIZES, slow * predict_us(found, SIZES, bench.PRIOR))]
     errors = {row["machine"]: row["large"] for row in bench.leave_one_out(points)}
     assert errors["dgx-2"] > 0.5 and errors["dgx-a100"] < 0.1
 

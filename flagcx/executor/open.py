@@ -66,8 +66,8 @@ def _between_hosts(context: TransportContext, groups: Groups) -> tuple[Any, Sele
             "this communicator was made without a store, which ranks on several hosts need"
         )
     along_hosts = tuple(rank for group in groups for rank in group)
-    measured = TuningInfo(None, "not measured between hosts")
-    return open_transport(HOST, context), Selector(MultiHostRules(groups), measured, along_hosts, groups)
+    found = TuningInfo(None, "not measured between hosts", order=along_hosts)
+    return open_transport(HOST, context), Selector(MultiHostRules(groups), found, groups)
 
 
 def groups_of(hosts: Sequence[str]) -> Groups:

@@ -24,8 +24,6 @@ _PIPELINE_NBYTES = 256 << 10
 _ATTACH_NBYTES = 128 << 10
 _TINY_NBYTES = 4 << 10
 _ATTACH_REDUCE_NBYTES = 1 << 20
-_MOST_PREDICTED = 64
-"""Up to so many ranks of one host the model is asked: a host has no more."""
 
 
 class Rules(ABC):
@@ -117,11 +115,11 @@ class HostRules(Rules):
 
     def predict(self, candidate: Candidate, request: Request) -> Prediction | None:
         """What the model of cores and memory says."""
-        from flagcx.cost.shared_memory import predict_on_host
+        from flagcx.cost.shared_memory import MOST_RANKS, predict_on_host
         from flagcx.transport.shared_memory.channel import RENDEZVOUS_NBYTES
 
         collective, nbytes, size, *_ = request
-        if not 1 < size <= _MOST_PREDICTED:
+        if not 1 < size <= MOST_RANKS:
             return None
         if not candidate.protocol and self._attached and nbytes >= RENDEZVOUS_NBYTES:
             candidate = replace(candidate, protocol=CROSS_MEMORY)

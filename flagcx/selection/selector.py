@@ -40,30 +40,42 @@ _MOST_CHOICES = 4096
 
 @dataclass(frozen=True, slots=True)
 class TuningInfo:
-    """What rank 0 tells the others of measured times.
+    """What rank 0 found out and tells the others.
 
     Attributes:
-        table: Its table, or None.
-        note: Where the table comes from, or why there is none.
+        table: Its measured times, or None.
+        note: Where these come from, or why there are none.
         live: Whether choices are corrected while the job runs.
         path: The file to write corrections back to; empty if to none.
+        order: The ranks along the machine's links, for rings and trees; None where all are equally close.
+        predicted: Times of schedules on GPUs by the model of its machine, or None where it says nothing.
+        links: How the ranks' GPUs reach each other, or None where there are none.
     """
 
     table: Table | None = None
     note: str = ""
     live: bool = False
     path: str = ""
+    order: Order | None = None
+    predicted: Table | None = None
+    links: GpuLinks | None = None
 
     def to_bytes(self) -> bytes:
         """As text, to travel."""
-        text = None if self.table is None else self.table.to_json()
-        return json.dumps([text, self.note, self.live, self.path]).encode()
+        tables = [table and table.to_json() for table in (self.table, self.predicted)]
+        links = self.links and astuple(self.links)
+        return json.dumps([*tables, self.note, self.live, self.path, self.order, links]).encode()
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> TuningInfo:
         """Back from the text."""
-        text, note, live, path = json.loads(raw)
-        return cls(None if text is None else Table.from_json(text), note, live, path)
+        *texts, note, live, path, order, links = json.loads(raw)
+        table, predicted = (text and Table.from_json(text) for text in texts)
+        if links is not None:
+            from flagcx.cost.peer_memory import GpuLinks
+
+            links = GpuLinks(*links)
+        return cls(table, note, live, path, order and tuple(order), predicted, links)
 
 
 class Selector:
@@ -71,8 +83,7 @@ class Selector:
 
     Args:
         rules: What there is to choose from, and the choice where nothing was measured.
-        tuning: The measured times that rank 0 found.
-        order: The ranks along the machine's links, for rings and trees; None where all are equally close.
+        tuning: What rank 0 found out.
         groups: The ranks of each host, for hierarchies; None for the algorithm's default.
 
     Attributes:
@@ -80,18 +91,13 @@ class Selector:
         note: Where the measured times come from, or why there are none.
         live: Whether choices are corrected while the job runs.
         path: The file to write corrections back to; empty if to none.
+        order: The ranks along the machine's links; None where all are equally close.
     """
 
-    def __init__(
-        self,
-        rules: Rules,
-        tuning: TuningInfo | None = None,
-        order: Order | None = None,
-        groups: Groups | None = None,
-    ) -> None:
+    def __init__(self, rules: Rules, tuning: TuningInfo | None = None, groups: Groups | None = None) -> None:
         tuning = tuning or TuningInfo()
         self.table, self.note, self.live, self.path = tuning.table, tuning.note, tuning.live, tuning.path
-        self.rules, self.order, self.groups = rules, order, groups
+        self.rules, self.order, self.groups = rules, tuning.order, groups
         self._fields = rules.fields
         self._made: dict[tuple, Candidate] = {}
 
@@ -224,42 +230,6 @@ class PiggybackExchange:
         return [raw[8 + length :] for raw, length in zip(everybodys, lengths, strict=True)]
 
 
-@dataclass(frozen=True, slots=True)
-class SharedDecision:
-    """What rank 0 found out for arrays on GPUs, as all ranks have it.
-
-    Attributes:
-        tuning: Its measured times, or why there are none.
-        links: How the GPUs reach each other.
-        predicted: Times of schedules by the model of its machine, or None where it says nothing.
-        order: The ranks along the machine's links, or None where all are equally close.
-    """
-
-    tuning: TuningInfo
-    links: GpuLinks
-    predicted: Table | None = None
-    order: Order | None = None
-
-    def to_bytes(self) -> bytes:
-        """As text, to travel."""
-        predicted = None if self.predicted is None else self.predicted.to_json()
-        tuning = self.tuning.to_bytes().decode()
-        return json.dumps([tuning, astuple(self.links), predicted, self.order]).encode()
-
-    @classmethod
-    def from_bytes(cls, raw: bytes) -> SharedDecision:
-        """Back from the text."""
-        from flagcx.cost.peer_memory import GpuLinks
-
-        tuning, links, predicted, order = json.loads(raw)
-        return cls(
-            TuningInfo.from_bytes(tuning.encode()),
-            GpuLinks(*links),
-            None if predicted is None else Table.from_json(predicted),
-            None if order is None else tuple(order),
-        )
-
-
 def device_selector(
     store: Store,
     transport: NcclTransport,
@@ -276,11 +246,12 @@ def device_selector(
         environ: The process's environment, for the cache directory.
         detect: Looks at the machine.
     """
+    from flagcx.cost.peer_memory import NVLINK
     from flagcx.selection.device_rules import DeviceRules
 
     found = agree(store, transport, config, environ, detect)
     looks = detect if config.topology_detection else None
-    return Selector(DeviceRules(transport, found.links, found.predicted, looks), found.tuning, found.order)
+    return Selector(DeviceRules(transport, found.links or NVLINK, found.predicted, looks), found)
 
 
 def agree(
@@ -289,24 +260,24 @@ def agree(
     config: Config,
     environ: Mapping[str, str],
     detect: Callable[[], Topology],
-) -> SharedDecision:
+) -> TuningInfo:
     """Rank 0 looks for a table and at the machine; all ranks take its word. See ``device_selector``."""
     found = b""
     if store.rank == 0:
         found = _look(transport, config, environ, detect).to_bytes()
-    return SharedDecision.from_bytes(store.exchange("device/choices", found, config.init_timeout_s)[0])
+    return TuningInfo.from_bytes(store.exchange("device/choices", found, config.init_timeout_s)[0])
 
 
 def _look(
     transport: NcclTransport, config: Config, environ: Mapping[str, str], detect: Callable[[], Topology]
-) -> SharedDecision:
+) -> TuningInfo:
     from flagcx.cost.peer_memory import links_of
     from flagcx.selection.placement import gpus_of, plan_order
     from flagcx.selection.predicted import predicted_table
 
     identities = transport.identities
     fit = fit_on_device(transport)
-    found = SharedDecision(look_for_table(config, fit, environ, "flagcx tune --gpu"), links_of(identities))
+    found = replace(look_for_table(config, fit, environ, "flagcx tune --gpu"), links=links_of(identities))
     one_host = len({identity.host for identity in identities}) == 1
     if not (config.topology_detection and transport.size > 1 and one_host):
         return found  # What rank 0 sees is its own host.

@@ -17,7 +17,7 @@ from flagcx.cost.peer_memory import NVLINK, GpuLinks, links_over
 from flagcx.selection.candidates import Request
 from flagcx.selection.device_rules import Capabilities, DeviceRules, choose_on_device, obstacle_on_device
 from flagcx.selection.placement import plan_order
-from flagcx.selection.selector import Selector, SharedDecision, TuningInfo, agree, fit_on_device
+from flagcx.selection.selector import Selector, TuningInfo, agree, fit_on_device
 from flagcx.selection.table import Fit, Point, Table, save_table, table_path
 from flagcx.topology import preset
 
@@ -55,10 +55,10 @@ def _bus_ids(machine):
 
 def _selector(possible, predicted=None, table=None, shared=None):
     """A selector where calls have some capabilities, by what rank 0 found or by tables."""
-    shared = shared or SharedDecision(TuningInfo(table), NVLINK, predicted)
+    shared = shared or TuningInfo(table, links=NVLINK, predicted=predicted)
     rules = DeviceRules(Transport([]), shared.links, shared.predicted)
     rules.capabilities = lambda request: replace(possible, links=rules.links)
-    return Selector(rules, shared.tuning, shared.order)
+    return Selector(rules, shared)
 
 
 def _table(times, nbytes=4096, collective="allreduce"):
@@ -160,7 +160,7 @@ def test_why_a_candidate_is_not_taken(candidate, possible, uneven, message):
 def _agree_on_threads(machines, bus_ids, tables):
     """What each rank has after ``agree``, where each sees another machine and has another file."""
     ranks = len(machines)
-    agreed: dict[int, SharedDecision] = {}
+    agreed: dict[int, TuningInfo] = {}
     with StoreServer(ranks) as server:
         stores = [RemoteStore(server.address, server.authkey, rank, ranks) for rank in range(ranks)]
 
@@ -198,7 +198,7 @@ def test_ranks_with_other_files_and_other_machines_choose_as_rank_0_says(tmp_pat
     assert {each.links for each in agreed} == {links_over(machine, [0, 1, 2])}
     assert links_over(machine, [0, 1, 2]) != links_over(other, [0, 1, 2])
     for nbytes in (1 << 10, 1 << 17, 1 << 24, 1 << 30):
-        untold = [_selector(PEERS, shared=replace(each, tuning=TuningInfo())) for each in agreed]
+        untold = [_selector(PEERS, shared=replace(each, table=None)) for each in agreed]
         made = {selector.choose(Request("allreduce", nbytes, 3)) for selector in untold}
         assert len(made) == 1 and "by the model of peer memory" in made.pop().reason
     request = Request("allreduce", 1 << 26, 3)
@@ -227,14 +227,14 @@ def test_a_table_of_other_gpus_is_not_used(tmp_path):
     save_table(Table(other, {}), table_path(here, environ))
     with pytest.warns(RuntimeWarning, match="is ignored: it was measured with versions .*flagcx tune --gpu"):
         agreed = agree(LocalStore(), Transport(_bus_ids(machine)), Config(), environ, lambda: machine)
-    assert agreed.tuning.table is None
+    assert agreed.table is None
 
 
 def test_a_file_named_for_numpy_arrays_is_passed_over_in_silence(tmp_path, recwarn):
     path = tmp_path / "host.json"
     save_table(Table(replace(FIT, transport="shared_memory"), {}), path)
     agreed = agree(LocalStore(), Transport(["0"]), Config(tuning_file=str(path)), {}, preset)
-    assert agreed.tuning.note == f"{path} was measured with shared_memory, this is nccl"
+    assert agreed.note == f"{path} was measured with shared_memory, this is nccl"
     assert not recwarn.list
 
 
@@ -246,7 +246,7 @@ def test_a_machine_that_cannot_be_read_has_no_order_and_no_model(tmp_path):
     agreed = agree(LocalStore(), Transport(["0000:0c:00.0"] * 2), Config(), environ, broken)
     assert (agreed.order, agreed.predicted) == (None, None)
     assert agreed.links == GpuLinks(one_gpu=True, sharing=2)
-    assert agreed.tuning.note == "not measured on this machine; flagcx tune --gpu -n 2 would"
+    assert agreed.note == "not measured on this machine; flagcx tune --gpu -n 2 would"
 
 
 def test_rank_0_knows_nothing_of_other_hosts(tmp_path):
@@ -263,6 +263,6 @@ def test_in_deterministic_mode_the_rule_alone_chooses(tmp_path):
     agreed = agree(
         LocalStore(), Transport(_bus_ids(machine)), Config(deterministic=True), {}, lambda: machine
     )
-    assert (agreed.tuning.table, agreed.predicted) == (None, None)
+    assert (agreed.table, agreed.predicted) == (None, None)
     assert agreed.order == plan_order(machine, _bus_ids(machine))
     assert agreed.links == NVLINK, "it is what is assumed of any machine"

@@ -68,12 +68,13 @@ class Bound:
 
     Args:
         parts: What is done, in order.
+        plans: What the parts are taken from, which keeps their messages.
     """
 
-    __slots__ = ("_parts",)
+    __slots__ = ("_parts", "_plans")
 
-    def __init__(self, parts: Iterable[BoundPart]) -> None:
-        self._parts = tuple(parts)
+    def __init__(self, parts: Iterable[BoundPart], plans: Sequence[object] = ()) -> None:
+        self._parts, self._plans = tuple(parts), tuple(plans)
 
     @property
     def holds(self) -> bool:

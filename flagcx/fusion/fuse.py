@@ -16,6 +16,7 @@ What is fused is worked out once for arrays of the same shapes, whichever arrays
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -178,15 +179,20 @@ class _Part:
 class Fused:
     """All-reduces of many arrays as few, for arrays of certain shapes.
 
+    Its packings give their memory back when nothing refers to it any more: neither the fusion that made it,
+    nor calls that are yet to run.
+
     Args:
         parts: What is done, in order.
         agree: Called by the first run, by all ranks; nothing if None.
     """
 
-    __slots__ = ("_agree", "_parts")
+    __slots__ = ("__weakref__", "_agree", "_parts", "close")
 
     def __init__(self, parts: Sequence[_Part], agree: Callable[[], None] | None = None) -> None:
         self._parts, self._agree = tuple(parts), agree
+        self.close = weakref.finalize(self, _close, [part.packing for part in self._parts])
+        self.close.atexit = False
 
     @property
     def messages(self) -> int:
@@ -230,12 +236,6 @@ class Fused:
             places = packing.places([given[i] for i in numbers[part.first : part.last]])
             yield BoundPart(part.plan, -1, packing, places)
 
-    def close(self) -> None:
-        """Gives back what its packings have for themselves."""
-        for part in self._parts:
-            if part.packing is not None:
-                part.packing.close()
-
 
 class Fusion:
     """The fused all-reduces of one executor, kept as long as they come back.
@@ -278,15 +278,12 @@ class Fusion:
             found = Fused(parts, partial(self.executor.agree, what) if compares else None)
             self._plans[key] = found
             if len(self._plans) > _MOST_PLANS:
-                self._forget(self._plans.popitem(last=False)[1])
+                self._plans.popitem(last=False)
+                if self.bindings is not None:
+                    self.bindings.clear()
         else:
             self._plans.move_to_end(key)
         return found
-
-    def _forget(self, plan: Fused) -> None:
-        if self.bindings is not None:
-            self.bindings.clear()
-        plan.close()
 
     def _parts(
         self, dtype: DType, op: ReduceOp, algorithm: str | None, shapes: Shapes, in_place: bool
@@ -309,6 +306,12 @@ class Fusion:
         while self._plans:
             self._plans.popitem()[1].close()
         self.packer.close()
+
+
+def _close(packings: Sequence[Packing | None]) -> None:
+    for packing in packings:
+        if packing is not None:
+            packing.close()
 
 
 def cut_into_messages(shapes: Shapes, itemsize: int, limits: Limits) -> list[tuple[int, int]]:

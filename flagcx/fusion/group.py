@@ -281,7 +281,8 @@ class Reductions:
         bound = bindings.in_memory(memory, names, given)
         if bound is None and _are_apart(starts, nbytes):
             plans = [(kind.plan(arrays), numbers) for kind, arrays, numbers in self._members()]
-            bound = Bound([part for plan, numbers in plans for part in plan.bind(given, numbers)])
+            parts = [part for plan, numbers in plans for part in plan.bind(given, numbers)]
+            bound = Bound(parts, [plan for plan, _ in plans])
             bindings.put(memory, names, bound)
         return bound
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import sys
+
 import numpy as np
 import pytest
 
@@ -237,3 +240,117 @@ def _large():
 @pytest.mark.exhaustive
 def test_more_than_2_to_the_31_elements():
     assert run_ranks(_large, 2) == [(2, 2, 1)] * 2
+
+
+def _in_a_group_too_early() -> list[str]:
+    """Calls whose answer is needed before the group ends."""
+    comm = fc.init()
+    calls = (
+        lambda: comm.broadcast_object({"rank": comm.rank}),
+        lambda: comm.allgather_object(comm.rank),
+        lambda: comm.gather_object(comm.rank),
+        lambda: comm.scatter_object([1, 2]),
+        lambda: comm.allgatherv(np.ones(1 + comm.rank)),
+        lambda: comm.gatherv(np.ones(1 + comm.rank)),
+        lambda: comm.alltoallv(np.ones(2), [1, 1]),
+    )
+    told = []
+    for call in calls:
+        with pytest.raises(fc.ArgumentError, match=r"inside comm.group\(\)") as caught, comm.group():
+            call()
+        told.append(str(caught.value))
+    assert comm.allgather_object(comm.rank) == [0, 1], "nothing was sent, and the communicator goes on"
+    return told
+
+
+def test_a_group_refuses_what_must_be_answered_at_once():
+    told = run_ranks(_in_a_group_too_early, 2)[0]
+    assert all("cannot" in text or "needs counts=" in text or "receive_counts=" in text for text in told)
+
+
+def _repeats() -> None:
+    """Calls that come again, with other arrays of the kind and other results."""
+    comm = fc.init()
+    size, rank, n = comm.size, comm.rank, 6
+    for turn in range(4):
+        x = np.arange(n, dtype=np.float32) + 10 * rank + turn
+        ranks = [np.arange(n, dtype=np.float32) + 10 * q + turn for q in range(size)]
+        total = np.sum(ranks, axis=0)
+        blocks = np.stack([x + 100 * q for q in range(size)])
+        mine = np.stack([ranks[q] + 100 * rank for q in range(size)])
+        out = np.full(n, -1, np.float32)
+        assert comm.allreduce(x, out=out) is out and (out == total).all()
+        assert (comm.allreduce(x.copy(), algorithm="ring") == total).all()
+        assert (comm.allreduce(x.copy(), algorithm=fc.Algorithm.RING) == total).all()
+        gathered = comm.allgather(x)
+        assert gathered.shape == (size, n) and (gathered == ranks).all()
+        whole = np.empty((size, n), np.float32)
+        assert comm.allgather(x, out=whole) is whole and (whole == ranks).all()
+        whole[...], whole[rank] = -1, x
+        assert comm.allgather(whole[rank], out=whole) is whole and (whole == ranks).all(), "in place"
+        assert (comm.reduce_scatter(blocks) == mine.sum(axis=0)).all()
+        assert comm.reduce_scatter(blocks, out=out) is out and (out == mine.sum(axis=0)).all()
+        assert (comm.alltoall(blocks) == mine).all()
+        for root in range(size):
+            sent = x.copy()
+            assert comm.broadcast(sent, root) is sent and (sent == ranks[root]).all()
+            reduced = comm.reduce(x.copy(), root=root)
+            assert (reduced == total).all() if rank == root else reduced is None
+            reduced = comm.reduce(x, "max", root, out=out if rank == root else None)
+            assert (reduced == ranks[-1]).all() if rank == root else reduced is None
+            assert (x == ranks[rank]).all(), "left as it is"
+            gathered = comm.gather(x, root)
+            assert (gathered == ranks).all() if rank == root else gathered is None
+            part = comm.scatter(blocks if rank == root else None, root, out=out)
+            assert part is out and (out == ranks[root] + 100 * rank).all()
+        fixed = x.copy()
+        fixed.flags.writeable = False
+        assert (comm.allgather(fixed) == ranks).all(), "what is only read may be read-only"
+        with pytest.raises(fc.ArrayError, match="read-only"):
+            comm.allreduce(fixed)
+        with pytest.raises(fc.ArrayError, match="expected"):
+            comm.allgather(x, out=np.empty(n * size + 1, np.float32))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_calls_that_come_again(size):
+    run_ranks(_repeats, size)
+
+
+def _short_ways() -> dict[str, int]:
+    """How many functions of the communicator and executor a repeated call runs."""
+    rooms = re.compile("flagcx/(communicator|executor|selection)/")
+    comm = fc.init()
+    x, y, blocks = np.ones(8), np.ones(8), np.ones((comm.size, 8))
+    calls = {
+        "allreduce": lambda: comm.allreduce(x),
+        "allreduce out": lambda: comm.allreduce(x, out=y),
+        "allreduce ring": lambda: comm.allreduce(x, algorithm=fc.Algorithm.RING),
+        "allgather": lambda: comm.allgather(x),
+        "allgather out": lambda: comm.allgather(x, out=blocks),
+        "reduce_scatter": lambda: comm.reduce_scatter(blocks),
+        "alltoall": lambda: comm.alltoall(blocks),
+        "broadcast": lambda: comm.broadcast(x),
+        "reduce": lambda: comm.reduce(x),
+        "gather": lambda: comm.gather(x),
+        "scatter": lambda: comm.scatter(blocks if comm.rank == 0 else None, out=y),
+    }
+    found = {}
+    for name, call in calls.items():
+        for _ in range(3):
+            call()
+        above: list[str] = []
+
+        def note(frame, event, _, above=above):
+            if event == "call" and rooms.search(frame.f_code.co_filename):
+                above.append(frame.f_code.co_name)
+
+        sys.setprofile(note)
+        call()
+        sys.setprofile(None)
+        found[name] = len(above)
+    return found
+
+
+def test_a_repeated_call_goes_straight_to_its_plan():
+    assert max(run_ranks(_short_ways, 2)[0].values()) <= 2

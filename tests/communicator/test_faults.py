@@ -313,3 +313,47 @@ tell(first, len(os.listdir("/proc/self/fd")))
         for process in processes:
             assert process.wait(20) == 0
         wait_until(lambda: all(p.poll() is not None for p in processes))
+
+
+def test_work_that_nothing_waits_for_ends_the_job_with_its_error():
+    body = """
+comm = fc.init(timeout_s=20)
+work = comm.allreduce(np.ones(100 + comm.rank), async_op=True)
+"""
+    with job(2, body) as processes:
+        codes = [process.wait(timeout=30) for process in processes]
+        texts = [process.stdout.read() for process in processes]
+    assert codes == [1, 1], texts
+    assert all("MismatchError: ranks disagree on call 0" in text for text in texts), texts
+
+
+def test_an_error_that_was_told_is_not_told_again():
+    body = """
+comm = fc.init(timeout_s=20)
+work = comm.allreduce(np.ones(100 + comm.rank), async_op=True)
+outcome(lambda: work.wait())
+"""
+    with job(2, body) as processes:
+        codes = [process.wait(timeout=30) for process in processes]
+        texts = [process.stdout.read() for process in processes]
+    assert codes == [0, 0], texts
+
+
+def test_a_forked_child_that_ends_leaves_its_parent_alone():
+    body = """
+comm = fc.init(timeout_s=20)
+if comm.rank == 0:
+    if os.fork() == 0:
+        try:
+            comm.allreduce(np.ones(3))
+        except fc.CommunicatorError as error:
+            sys.exit(0 if "before a fork" in str(error) else 1)
+        sys.exit(2)
+    assert os.wait()[1] == 0
+tell("sum", comm.allreduce(np.ones(3))[0])
+"""
+    with job(2, body) as processes:
+        codes = [process.wait(timeout=30) for process in processes]
+        texts = [process.stdout.read() for process in processes]
+    assert codes == [0, 0], texts
+    assert all("sum 2.0" in text for text in texts), texts

@@ -294,3 +294,30 @@ def test_a_packing_puts_arrays_end_to_end():
     assert not np.shares_memory(own.flat, packing.flat) and own.flat.dtype == np.float32
     own.close()
     assert own.flat.size == 0
+
+
+def _many_under_way() -> None:
+    """More fused lists than are kept, all of them started before the first is waited for."""
+    comm = fc.init()
+    lists = [[np.full(100 + k, comm.rank + k, np.float32), np.full(3, k)] for k in range(60)]
+    works = [comm.allreduce(arrays, async_op=True) for arrays in lists]
+    for k, (work, arrays) in enumerate(zip(works, lists, strict=True)):
+        work.wait()
+        assert (arrays[0] == 2 * k + 1).all() and (arrays[1] == 2 * k).all()
+
+
+def _many_kinds() -> None:
+    """More kinds of fused arrays in one group than are kept."""
+    comm = fc.init()
+    pairs = [[np.full(n, 1 + comm.rank, np.float32) for n in (10 + k, 3)] for k in range(40)]
+    with comm.group():
+        for k, pair in enumerate(pairs):
+            for array in pair:
+                comm.allreduce(array, fc.scaled_sum(float(k)))
+    for k, pair in enumerate(pairs):
+        assert all((array == 3 * k).all() for array in pair)
+
+
+@pytest.mark.parametrize("job", [_many_under_way, _many_kinds])
+def test_a_message_that_calls_wait_for_is_kept(job):
+    run_ranks(job, 2)

@@ -6,6 +6,7 @@ from operator import attrgetter
 from typing import Any
 
 from flagcx.algorithms.candidate import Candidate
+from flagcx.algorithms.catalogue import Algorithm
 from flagcx.errors import CommunicatorError
 from flagcx.executor.host import TWO_THREADS, Executor
 from flagcx.executor.work import Work
@@ -13,7 +14,7 @@ from flagcx.profiler import RecordBuffer, RecordedPlan
 from flagcx.selection.device_rules import DeviceRules
 from flagcx.selection.selector import Selector
 from flagcx.transport.base import Call, Plan
-from flagcx.transport.nccl.native import NATIVE, native_schedule
+from flagcx.transport.nccl.native import native_schedule
 from flagcx.transport.nccl.transport import NcclTransport
 
 
@@ -64,7 +65,7 @@ class DeviceExecutor(Executor):
 
     def _make(self, collective, counts, dtype, op, root, in_place, choice: Candidate) -> Plan:
         """Compiles a choice; NCCL's own collective has no schedule to build."""
-        if choice.algorithm != NATIVE:
+        if choice.algorithm != Algorithm.NATIVE:
             return super()._make(collective, counts, dtype, op, root, in_place, choice)
         schedule = native_schedule(collective, self.size, root)
         return self.transport.compile(Call(schedule, self.rank, counts, dtype, op, in_place))

@@ -12,7 +12,6 @@ from flagcx.dtypes import DTYPES, OPS, dtype_of
 from flagcx.kernels.compile import load_kernel
 from flagcx.kernels.source import NAME, has_kernel, kernel_source
 from flagcx.schedule.collectives import COLLECTIVES
-from flagcx.transport.nccl.native import NATIVE
 from tests.gpu import oracle
 
 
@@ -26,7 +25,7 @@ def algorithms_and_collectives(counts: list[int], peer_memory: bool = True) -> l
     for collective in COLLECTIVES:
         if collective == "barrier":
             continue
-        names = [str(e.algorithm) for e in entries(collective) if e.allows(comm.size)] + [NATIVE, None]
+        names = [str(e.algorithm) for e in entries(collective) if e.allows(comm.size)] + ["native", None]
         if collective == "allreduce":
             names += ["ring|ring", "ring 3/4|two_shot", "ring|double_binary_tree"]
         if not peer_memory:
@@ -126,7 +125,7 @@ def native_dtypes() -> list[str]:
             if dtype.kind not in op.kinds:
                 continue
             try:
-                found = one_call(comm, "allreduce", NATIVE, 77, dtype, op.name)
+                found = one_call(comm, "allreduce", "native", 77, dtype, op.name)
                 faults += [] if dtype.accumulate is not None else found
             except OperationError as error:
                 if "NCCL's own allreduce does not do" not in str(error):
@@ -138,7 +137,7 @@ def large(count: int) -> list[str]:
     """All-reduces of many elements, by schedules over NCCL and by NCCL's own."""
     comm = fc.init(peer_memory=False)
     faults: list[str] = []
-    for algorithm in ("ring", "one_shot", "two_shot", "double_binary_tree", "halving_doubling", NATIVE):
+    for algorithm in ("ring", "one_shot", "two_shot", "double_binary_tree", "halving_doubling", "native"):
         faults += one_call(comm, "allreduce", algorithm, count, dtype_of("float32"))
     faults += one_call(comm, "allreduce", "two_shot", count, dtype_of("bfloat16"))
     return faults

@@ -13,12 +13,12 @@ _PREFIX = "FLAGCX_"
 
 
 def environment() -> dict[str, str]:
-    """A copy of the process's environment, for who must pass it on or read a launcher's part of it."""
+    """A copy of the process's environment, to pass on to ranks or to read a launcher's variables from."""
     return dict(os.environ)
 
 
 def cache_directory(environ: Mapping[str, str]) -> Path:
-    """Where this user's tables and kernels are kept from job to job; it need not be there yet."""
+    """The directory that keeps this user's tables and kernels from job to job; it may not exist yet."""
     base = environ.get("XDG_CACHE_HOME", "")
     cache = Path(base) if os.path.isabs(base) else Path(environ.get("HOME") or Path.home()) / ".cache"
     return cache / "flagcx"
@@ -38,18 +38,18 @@ class Config:
         init_timeout_s: How long ``init`` waits for all ranks, in seconds.
         slot_nbytes: Size of one piece of a message on its way through shared memory, in bytes.
         cross_memory: Whether large messages may go straight from one process's memory to another's.
-        peer_memory: Whether GPUs of one host may work in each other's memory, past NCCL.
-        topology_detection: Whether to look at the machine's links when they are first needed.
+        peer_memory: Whether GPUs of one host may access each other's memory directly, without NCCL.
+        topology_detection: Whether the machine's links are detected when they are first needed.
         share_gpu: Whether several ranks may use one GPU, as ``flagcx run --share-gpu`` arranges.
-        tuning: Whether tables that ``flagcx tune`` measured choose the algorithms. Rank 0's word counts.
+        tuning: Whether tables that ``flagcx tune`` measured choose the algorithms. Rank 0's setting counts.
         tuning_file: The table to use; by default the one in the user's cache directory.
         live_tuning: Whether a job that has a table tries alternatives now and then, and corrects it.
         profile: Whether operations are recorded; see ``Communicator.profiler``.
         deterministic: Whether the rule alone chooses, so that a call gives the same bits in every run.
         transport: What carries arrays, such as "shared_memory", "mpi" or "threads"; chosen by where the ranks
             are if empty. See ``flagcx.transport.registry``.
-        throttle: A slow link to imitate between ranks of one host, for trials: GB/s, and perhaps us of
-            latency behind a comma, such as "0.0125,50"; no limit if empty.
+        throttle: A slow link to imitate between ranks of one host, for trials: GB/s, and optionally a comma
+            and the latency in us, such as "0.0125,50"; no limit if empty.
         debug: "check" compares every call between ranks before it runs; "" does not.
     """
 
@@ -70,10 +70,9 @@ class Config:
     debug: str = ""
 
     def __post_init__(self) -> None:
-        if not self.timeout_s > 0:
-            raise ArgumentError(f"timeout_s must be above 0 seconds, got {self.timeout_s!r}")
-        if not self.init_timeout_s > 0:
-            raise ArgumentError(f"init_timeout_s must be above 0 seconds, got {self.init_timeout_s!r}")
+        for name in ("timeout_s", "init_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ArgumentError(f"{name} must be above 0 seconds, got {getattr(self, name)!r}")
         if self.slot_nbytes < 4096 or self.slot_nbytes % 4096:
             raise ArgumentError(f"slot_nbytes must be a multiple of 4096 bytes, got {self.slot_nbytes!r}")
         if self.debug not in ("", "check"):

@@ -1,6 +1,6 @@
 """The one table of dtypes and reduce operations.
 
-Half precision and fp8 are added up in float32 where the sum is made in one place, and rounded once.
+Where one rank adds up all contributions in half precision or fp8, it does so in float32 and rounds once.
 bfloat16 and fp8 come from ``ml_dtypes``.
 """
 
@@ -25,8 +25,8 @@ class DType:
         name: NumPy's (or ml_dtypes') name.
         numpy: The NumPy dtype.
         kind: "bool", "int", "float" or "complex".
-        accumulate: The dtype in which sums of several ranks are made, or None for the same.
-        code: A small number of its own, for signatures that ranks compare.
+        accumulate: The dtype in which contributions are added up, or None for the same.
+        code: A small number, unique in the table, for signatures that ranks compare.
     """
 
     name: str
@@ -38,16 +38,18 @@ class DType:
 
 def _table() -> dict[np.dtype, DType]:
     single = np.dtype(np.float32)
-    rows: list[tuple[np.dtype, str, np.dtype | None]] = [(np.dtype(np.bool_), "bool", None)]
-    rows += [(np.dtype(f"{sign}int{bits}"), "int", None) for sign in ("", "u") for bits in (8, 16, 32, 64)]
-    rows += [(np.dtype(np.float16), "float", single)]
-    rows += [(np.dtype(np.float32), "float", None), (np.dtype(np.float64), "float", None)]
-    rows += [(np.dtype(np.complex64), "complex", None), (np.dtype(np.complex128), "complex", None)]
-    rows += [
-        (np.dtype(t), "float", single)
-        for t in (ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
+    integers = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
+    small = [ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2]
+    rows: list[tuple[list, str, np.dtype | None]] = [
+        (["bool"], "bool", None),
+        (integers, "int", None),
+        (["float16"], "float", single),
+        (["float32", "float64"], "float", None),
+        (["complex64", "complex128"], "complex", None),
+        (small, "float", single),
     ]
-    return {dtype: DType(dtype.name, dtype, kind, acc, i) for i, (dtype, kind, acc) in enumerate(rows)}
+    flat = [(np.dtype(name), kind, wide) for names, kind, wide in rows for name in names]
+    return {dtype: DType(dtype.name, dtype, kind, wide, i) for i, (dtype, kind, wide) in enumerate(flat)}
 
 
 DTYPES: dict[np.dtype, DType] = _table()
@@ -78,8 +80,8 @@ class ReduceOp:
         ufunc: The binary NumPy ufunc that combines two arrays; for arrays on GPUs also a CuPy kernel.
         kinds: The kinds of dtype it is defined for.
         average: Whether the result is divided by the number of ranks.
-        scale: Factor that each contribution is multiplied by before, or None.
-        code: A small number of its own (0 for a ufunc that is not in the table).
+        scale: Factor by which each contribution is multiplied before, or None.
+        code: A small number, unique in the table; 0 for a ufunc that is not in it.
     """
 
     name: str
@@ -128,7 +130,7 @@ def scaled_sum(factor: float) -> ReduceOp:
 
 @lru_cache(maxsize=256)
 def resolve_op(op: str | ReduceOp | np.ufunc | Callable, dtype: DType) -> ReduceOp:
-    """Turns what a caller gives as ``op=`` into a ReduceOp that suits ``dtype``.
+    """Turns the ``op=`` argument of a call into a ReduceOp for ``dtype``.
 
     Args:
         op: A name of ``OPS``, a ReduceOp, or any binary NumPy ufunc that is associative and commutative. For
@@ -136,7 +138,7 @@ def resolve_op(op: str | ReduceOp | np.ufunc | Callable, dtype: DType) -> Reduce
         dtype: The dtype of the arrays.
 
     Raises:
-        OperationError: It is unknown, not binary, or not defined for the dtype.
+        OperationError: ``op`` is unknown, not binary, or not defined for the dtype.
     """
     if isinstance(op, str):
         if op not in OPS:
@@ -188,7 +190,7 @@ def _from_ufunc(ufunc: np.ufunc, dtype: DType) -> ReduceOp:
 
 
 def _from_kernel(kernel: Any, dtype: DType) -> ReduceOp:
-    """A CuPy ufunc, by its NumPy namesake where it has one, or a kernel of the caller's own."""
+    """A CuPy ufunc, as the NumPy ufunc of its name where there is one, or a kernel of the caller."""
     namesake = getattr(np, kernel.name.removeprefix("cupy_"), None)
     if kernel.name.startswith("cupy_") and isinstance(namesake, np.ufunc):
         return _from_ufunc(namesake, dtype)

@@ -16,11 +16,11 @@
     │   ├── PeerDiedError                a peer's process is gone
     │   ├── PeerTimeoutError (TimeoutError)  a peer did not come in time
     │   ├── MismatchError                ranks called different operations
-    │   └── AbortedError                 another rank gave up and told us
+    │   └── AbortedError                 another rank gave up and told this one
     ├── ResourceError                    no memory, no room in /dev/shm, no descriptor left
     └── MissingDependencyError (ImportError)  an optional package is not installed
 
-A message says what was wrong, what was got, what was expected and what to do.
+A message says what was wrong, the value that was got, the expected one, and the remedy.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class FlagcxError(Exception):
 
 
 class ArgumentError(FlagcxError, ValueError):
-    """The call is wrong in itself. It was refused before anything was sent."""
+    """The call is wrong. It was refused before anything was sent."""
 
 
 class ArrayError(ArgumentError):
@@ -58,17 +58,10 @@ class ScheduleError(FlagcxError):
     """
 
     def __init__(
-        self,
-        message: str,
-        *,
-        rank: int | None = None,
-        step: int | None = None,
-        chunk: int | None = None,
+        self, message: str, *, rank: int | None = None, step: int | None = None, chunk: int | None = None
     ) -> None:
         super().__init__(message)
-        self.rank = rank
-        self.step = step
-        self.chunk = chunk
+        self.rank, self.step, self.chunk = rank, step, chunk
 
 
 class TopologyError(FlagcxError, ValueError):
@@ -98,9 +91,7 @@ class LaunchError(FlagcxError):
 
     def __init__(self, message: str, *, rank: int, exit_code: int | None = None, traceback: str = "") -> None:
         super().__init__(message)
-        self.rank = rank
-        self.exit_code = exit_code
-        self.traceback = traceback
+        self.rank, self.exit_code, self.traceback = rank, exit_code, traceback
 
     def __reduce__(self) -> tuple:
         again = partial(type(self), rank=self.rank, exit_code=self.exit_code, traceback=self.traceback)
@@ -136,7 +127,7 @@ class MismatchError(CommunicationError):
 
 
 class AbortedError(CommunicationError):
-    """Another rank found an error and told the rest."""
+    """Another rank found an error and told the others."""
 
 
 class ResourceError(FlagcxError):

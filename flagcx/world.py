@@ -21,33 +21,33 @@ if TYPE_CHECKING:
 
 
 class _World:
-    """What ``init`` made. State of the process by nature: it has one place in its job."""
+    """The communicator that ``init`` made: state of the process, which is one rank of its job."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.comm: Communicator | None = None
 
     def close(self) -> None:
-        """Closes the communicator. Idempotent."""
+        """Closes the communicator, if ``init`` made one."""
         if self.comm is not None:
             self.comm.close()
 
     def close_at_exit(self) -> None:
-        """Closes the communicator when the process ends; if that shows an error, the process ends with 1."""
+        """Closes the communicator as the process ends; after an error the exit code is 1."""
         try:
             self.close()
         except FlagcxError as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(1)  # whatever else is raised here changes nothing about how the process ends
+            os._exit(1)  # an exception raised here would not change the exit code
 
 
 _WORLD = _World()
 
 
 def _world() -> _World:
-    """What ``init`` made for the rank that calls: the process, or one of its threads."""
+    """The state of the calling rank: of the process, or of one of its threads."""
     rank = thread_rank.get()
     if rank is None:
         return _WORLD
@@ -60,19 +60,23 @@ def _world() -> _World:
 def init(*, enable_topology_detection: bool = True, **settings: Any) -> Communicator:
     """Joins the ranks of the job and returns the communicator of all of them.
 
-    Who this rank is comes from what started it: ``flagcx run``, ``fc.launch``, Open MPI's or MPICH's
-    ``mpirun``, Slurm's ``srun``, torchrun; started alone, it is the only rank. In a thread of
-    ``fc.launch(..., threads=True)`` that thread is the rank. A second call returns the same
-    communicator, as long as it is open, with the settings of the first; where it asks for others it warns
-    (``RuntimeWarning``).
+    The process's rank and the number of ranks come from its launcher: ``flagcx run``, ``fc.launch``, Open
+    MPI's or MPICH's ``mpirun``, Slurm's ``srun`` or torchrun. A process that none of them started is the
+    only rank. In a thread of ``fc.launch(..., threads=True)`` that thread is the rank.
+
+    As long as the communicator is open, a further call returns it again. The settings of the first call
+    hold; a further call that asks for others warns (``RuntimeWarning``).
 
     Args:
-        enable_topology_detection: Whether to look at the machine's links when they are first needed.
+        enable_topology_detection: Whether the machine's links are detected when they are first needed.
         settings: Fields of ``fc.Config``, such as ``timeout_s=60``; they win over ``FLAGCX_*`` variables.
+
+    Returns:
+        The communicator of all ranks.
 
     Raises:
         BootstrapError: The ranks did not find each other.
-        PeerDiedError: A rank died meanwhile.
+        PeerDiedError: A rank died before all had joined.
         ArgumentError: There is no such setting.
 
     Example:
@@ -99,8 +103,8 @@ def init(*, enable_topology_detection: bool = True, **settings: Any) -> Communic
 
 
 def _warn_of_others(wanted: dict[str, Any], config: Config) -> None:
-    """Says which settings of a further call have no effect."""
-    # True is the default, which nobody need have asked for.
+    """Warns of the settings of a further call, which have no effect."""
+    # True is the default of ``init``, so the caller may not have asked for it.
     ignored = {
         name: value
         for name, value in wanted.items()
@@ -118,15 +122,15 @@ def _warn_of_others(wanted: dict[str, Any], config: Config) -> None:
 
 
 def get_topology() -> Topology:
-    """The machine that this job runs on: its GPUs, sockets, network cards and the links between them.
+    """The topology of this machine: its GPUs, sockets and network cards, and the links between them.
 
     Returns:
-        A ``Topology``; ``topology["nvlink_peers"][0]`` and ``topology["pcie_peers"][0]`` are the peers of
-        GPU 0 by NVLink and by PCIe; where there is no GPU 0, a ``TopologyError`` says so, which is a
-        ``KeyError`` too. Detected once for a process.
+        A ``Topology``, detected once in a process. ``topology["nvlink_peers"][0]`` and
+        ``topology["pcie_peers"][0]`` are the peers of GPU 0 by NVLink and by PCIe; without a GPU 0 they
+        raise ``TopologyError``, which is a ``KeyError`` too.
 
     Raises:
-        CommunicatorError: ``init`` was told not to look: ``enable_topology_detection=False``.
+        CommunicatorError: Detection is switched off: ``fc.init(enable_topology_detection=False)``.
 
     Example:
         >>> comm = fc.init(enable_topology_detection=True)  # doctest: +SKIP

@@ -1,10 +1,10 @@
-"""Ranks that share cores, with their memory laid out alike.
+"""Ranks that share cores, started without address-space layout randomisation (ASLR).
 
-A core that switches between processes predicts branches and finds code by address. Where two ranks run the
-same interpreter at the same addresses, each finds what the other has left warm: a small all-reduce of four
-ranks on two cores takes about half the time. So ranks that outnumber the cores are started without
-randomised addresses, as a debugger starts a program. (``flagcx run -n 4 bench/facade_cost.py`` shows it;
-``setarch -R`` does the same by hand.)
+A core predicts branches and caches code by address. Where it switches between ranks that run the same
+interpreter at the same addresses, each profits from the other's predictions: a small all-reduce of four ranks
+on two cores takes about half the time. So ranks that outnumber the cores are started without randomised
+addresses, as a debugger starts a program. (``flagcx run -n 4 bench/facade_cost.py`` shows it; ``setarch -R``
+does the same by hand.)
 """
 
 from __future__ import annotations
@@ -20,12 +20,9 @@ _ASK = 0xFFFFFFFF
 
 @contextlib.contextmanager
 def without_aslr(ranks: int) -> Iterator[None]:
-    """Lets processes that this thread starts in the block lie at the same addresses.
+    """Has the processes that this thread starts in the block use the same addresses.
 
-    Does nothing where there is a core for each rank, and where a sandbox forbids it.
-
-    Args:
-        ranks: Ranks on this host.
+    Does nothing where there is a core for each of the host's ``ranks``, and where a sandbox forbids it.
     """
     if ranks <= len(os.sched_getaffinity(0)):
         yield

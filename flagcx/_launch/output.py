@@ -8,7 +8,6 @@ another rank is put above the bar.
 
 from __future__ import annotations
 
-import re
 import subprocess
 import time
 from collections import deque
@@ -21,9 +20,6 @@ _LONGEST_LINE_NBYTES = 1 << 16
 _ERASE_LINE = b"\r\x1b[K"
 _TRACEBACK = "Traceback (most recent call last):"
 _CHAIN = ("direct cause of the following exception", "another exception occurred")
-_CONSEQUENCE = re.compile(
-    r"^flagcx\.errors\.(PeerDied|PeerTimeout|Aborted|Communication)Error\b", re.MULTILINE
-)
 
 Write = Callable[[bytes], object]
 
@@ -160,8 +156,3 @@ class Tail:
     def last_words(self, count: int = 20) -> str:
         """The traceback, or else the last ``count`` lines."""
         return self.traceback() or "".join(f"{line}\n" for line in list(self._lines)[-count:])
-
-
-def is_consequence(traceback: str) -> bool:
-    """Whether a traceback, or an error's full name, only says that another rank failed."""
-    return _CONSEQUENCE.search(traceback) is not None

@@ -1,4 +1,4 @@
-"""Pickling a function by value so that its tracebacks still show where its code stands."""
+"""Pickles a function by value and keeps its file names, so that its tracebacks still show its code."""
 
 from __future__ import annotations
 

@@ -22,12 +22,9 @@ _LOOK_AGAIN_S = 0.005
 def end_with_launcher(pipe: int) -> None:
     """Has the kernel kill this process's group when the launcher dies, however it dies.
 
-    The launcher holds the other end of the pipe. When its process ends the kernel closes that end, and
-    signals the owner that was set here. That needs no thread, works while the interpreter is busy in C,
-    and reaches the processes which this rank started.
-
-    Args:
-        pipe: The reading end of a pipe, which must stay open.
+    The launcher holds the writing end of the pipe, whose reading end stays open here. When the launcher ends,
+    the kernel closes the writing end and signals the owner that is set here. That needs no thread, works
+    while the interpreter is busy in C, and reaches the processes that this rank started.
     """
     fcntl.fcntl(pipe, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
@@ -37,11 +34,7 @@ def end_with_launcher(pipe: int) -> None:
 
 
 def sweep(groups: Sequence[int]) -> None:
-    """Ends what ended ranks left behind: SIGTERM, then SIGKILL. A helper that is just ending may do so.
-
-    Args:
-        groups: The groups, whose leaders have ended.
-    """
+    """Ends the processes that ended ranks left running: waits a moment, then SIGTERM, then SIGKILL."""
     remaining = [group for group in groups if has_members(group)]
     for number, patience_s in ((0, _SETTLE_S), (signal.SIGTERM, _HEED_S), (signal.SIGKILL, _HEED_S)):
         deadline = time.monotonic() + patience_s

@@ -10,11 +10,10 @@ import linecache
 import os
 import pickle
 import sys
-import time
-import traceback
 from dataclasses import dataclass
 from typing import Any
 
+from flagcx._launch.failure import Failure
 from flagcx._launch.process_groups import end_with_launcher
 
 
@@ -31,25 +30,6 @@ class PickledCall:
     path: list[str]
     sources: dict[str, list[str]]
     call: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """The exception of a rank.
-
-    Attributes:
-        at: The time on the host's monotonic clock, in seconds.
-        kind: The exception's class, with its module.
-        message: The exception's text.
-        traceback: The traceback's text.
-        exception: The pickled exception, or None if it cannot be pickled.
-    """
-
-    at: float
-    kind: str
-    message: str
-    traceback: str
-    exception: bytes | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,18 +86,12 @@ def _pickle(value: Any) -> bytes:
 
 
 def _describe(error: BaseException) -> Failure:
-    at = time.monotonic()
-    frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
-        frames = frames.tb_next
-    text = "".join(traceback.format_exception(type(error), error, frames))
     sys.last_type, sys.last_value = type(error), error  # The store's ``leave`` looks there.
-    kind = f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
     try:
         pickled = _pickle(error)
     except Exception:
         pickled = None
-    return Failure(at, kind, str(error), text, pickled)
+    return Failure.of(error, __file__, pickled)
 
 
 def read_file(descriptor: int) -> bytes:

@@ -14,8 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from flagcx._launch.failure import is_consequence
 from flagcx._launch.no_aslr import without_aslr
-from flagcx._launch.output import RankOutput, Tail, is_consequence
+from flagcx._launch.output import RankOutput, Tail
 from flagcx._launch.process_groups import end_with_launcher, sweep
 from flagcx.bootstrap.store_server import StoreServer
 from flagcx.errors import LaunchError

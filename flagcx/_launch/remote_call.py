@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flagcx._launch.output import RankOutput, Tail, is_consequence
-from flagcx._launch.rank_main import Failure, PickledCall, Success, read_file, write_file
+from flagcx._launch.failure import Failure
+from flagcx._launch.output import RankOutput, Tail
+from flagcx._launch.rank_main import PickledCall, Success, read_file, write_file
 from flagcx._launch.ranks import Command, Ending, Ranks
 from flagcx.errors import ArgumentError, LaunchError
 
@@ -66,17 +67,12 @@ def _check(
             traceback=tails[first].last_words(),
         )
     raised = [(rank, outcome) for rank, outcome in enumerate(outcomes) if isinstance(outcome, Failure)]
-    raised.sort(key=lambda pair: (is_consequence(pair[1].kind), pair[1].at))
+    raised.sort(key=lambda pair: (pair[1].is_consequence, pair[1].at))
     silent = [ended for ended in ending.exits if outcomes[ended.rank] is None]
     silent.sort(key=lambda ended: ended.after_signal)
-    if raised and (not is_consequence(raised[0][1].kind) or not silent or silent[0].after_signal):
+    if raised and (not raised[0][1].is_consequence or not silent or silent[0].after_signal):
         rank, failure = raised[0]
-        raise LaunchError(
-            f"rank {rank} raised {failure.kind}: {failure.message}\n\n{failure.traceback}",
-            rank=rank,
-            exit_code=1,
-            traceback=failure.traceback,
-        ) from _exception_of(failure)
+        raise failure.launch_error(rank) from _exception_of(failure)
     if silent:
         ended, words = silent[0], tails[silent[0].rank].last_words()
         raise LaunchError(

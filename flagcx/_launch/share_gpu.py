@@ -1,9 +1,9 @@
 """A GPU for several ranks: NVIDIA's multi-process service (MPS), private to one job.
 
 Without it the processes of a GPU take turns of some milliseconds, and a rank that waits for another inside a
-kernel wastes its whole turn. With it their kernels run side by side. The service's daemon lives in a private
-directory, so it meets no other job's, and a guardian ends it: a process that does nothing but wait until its
-pipe from the launcher is closed, which happens even if the launcher is killed.
+kernel wastes its whole turn. With it their kernels run at the same time. The service's daemon has a private
+directory, apart from those of other jobs, and a guardian ends it: a process that only waits until its pipe
+from the launcher is closed, which happens even if the launcher is killed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SHARED = MappingProxyType({"FLAGCX_SHARE_GPU": "1"})
 _START_LIMIT_S = 20.0
 _END_LIMIT_S = 20.0
 
-# Reads until the launcher closes the pipe; then ends the daemon, gently at first, and removes the directory.
+# Reads until the launcher closes the pipe; then ends the daemon, by force if it must, and removes its files.
 _GUARDIAN = """
 trap '' INT TERM HUP
 cat > /dev/null
@@ -39,11 +39,11 @@ rm -rf "$2"
 
 @contextlib.contextmanager
 def shared_gpu(environ: Mapping[str, str], control: str = CONTROL) -> Iterator[dict[str, str]]:
-    """Lets the ranks of one job share GPUs as long as the context lasts.
+    """Lets the ranks of one job share GPUs while the context lasts.
 
     Args:
         environ: The environment of the launcher.
-        control: The program that controls MPS; without it ranks share by taking turns, slowly.
+        control: The program that controls MPS; without it ranks take turns, which is slow.
 
     Yields:
         Variables for every rank.
@@ -55,7 +55,7 @@ def shared_gpu(environ: Mapping[str, str], control: str = CONTROL) -> Iterator[d
     if program is None or "CUDA_MPS_PIPE_DIRECTORY" in environ:
         if program is None:
             logger.warning("%s is not installed: the ranks take turns on the GPU, which is slow", control)
-        yield dict(SHARED)  # A daemon of the caller's own is used as it is.
+        yield dict(SHARED)  # A daemon that the caller has started is used as it is.
         return
     directory = tempfile.mkdtemp(prefix="flagcx-mps-")
     service = _prepare(directory)
@@ -72,10 +72,7 @@ def shared_gpu(environ: Mapping[str, str], control: str = CONTROL) -> Iterator[d
 
 @contextlib.contextmanager
 def sharing(environ: Mapping[str, str], share: bool) -> Iterator[dict[str, str]]:
-    """The environment for ranks that share GPUs, if ``share``; else ``environ`` as it is.
-
-    Where there is no GPU a warning says so: ranks would do their work on the CPU without a word.
-    """
+    """The environment for ranks, which share GPUs if ``share``. Warns if there is no GPU to share."""
     if not share:
         yield dict(environ)
         return
@@ -98,13 +95,9 @@ def _prepare(directory: str) -> dict[str, str]:
 
 def _guard(program: str, directory: str, environ: Mapping[str, str]) -> subprocess.Popen:
     command = ["sh", "-c", _GUARDIAN, "flagcx-mps-guardian", program, directory]
+    null = subprocess.DEVNULL
     return subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env=dict(environ),
-        start_new_session=True,
+        command, stdin=subprocess.PIPE, stdout=null, stderr=null, env=dict(environ), start_new_session=True
     )
 
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from flagcx._launch.failure import Failure
 from flagcx.bootstrap.remote_store import RemoteStore
 from flagcx.bootstrap.store_server import StoreServer
 from flagcx.bootstrap.thread_rank import ThreadRank, thread_rank
-from flagcx.errors import AbortedError, CommunicationError, LaunchError, PeerDiedError, PeerTimeoutError
+from flagcx.errors import LaunchError
 
 _GRACE_S = 5.0
 """How long the other ranks may go on after one has failed."""
-_CONSEQUENCES = (PeerDiedError, PeerTimeoutError, AbortedError, CommunicationError)
 
 
 def call_in_threads(
@@ -47,15 +46,15 @@ def call_in_threads(
             f"allow more by timeout_s",
             rank=late[0].rank.rank,
         )
-    raised = [thread for thread in threads if thread.error is not None]
+    raised = [(thread.failure, thread) for thread in threads if thread.failure is not None]
     if raised:
-        first = min(raised, key=lambda thread: (type(thread.error) in _CONSEQUENCES, thread.ended_at))
-        raise first.blame() from first.error
+        failure, thread = min(raised, key=lambda pair: (pair[0].is_consequence, pair[0].at))
+        raise failure.launch_error(thread.rank.rank) from thread.error
     return [thread.value for thread in threads]
 
 
 def _join(threads: Sequence[_RankThread], timeout_s: float | None) -> list[_RankThread]:
-    """Waits for all ranks, but for the others not for long after one has failed.
+    """Waits for all ranks; after one has failed, not for long.
 
     Returns:
         The ranks that did not end within ``timeout_s``.
@@ -63,7 +62,7 @@ def _join(threads: Sequence[_RankThread], timeout_s: float | None) -> list[_Rank
     start = time.monotonic()
     for thread in threads:
         while thread.is_alive():
-            failed = [t.ended_at for t in threads if t.error is not None]
+            failed = [t.failure.at for t in threads if t.failure is not None]
             now = time.monotonic()
             if failed and now - min(failed) > _GRACE_S:
                 return []
@@ -79,9 +78,9 @@ class _RankThread(threading.Thread):
 
     Attributes:
         rank: The rank.
-        value: What the function returned.
-        error: What it raised, or None.
-        ended_at: When it raised, on the monotonic clock, in seconds.
+        value: The function's result.
+        error: The exception that it raised, or None.
+        failure: The description of that exception, or None.
     """
 
     def __init__(
@@ -98,7 +97,7 @@ class _RankThread(threading.Thread):
         self._call = lambda: function(*args, **kwargs)
         self.value: Any = None
         self.error: BaseException | None = None
-        self.ended_at = 0.0
+        self.failure: Failure | None = None
 
     def run(self) -> None:
         """Calls the function, then closes what it has opened."""
@@ -107,26 +106,10 @@ class _RankThread(threading.Thread):
             self.value = self._call()
             self.rank.end()
         except BaseException as error:
-            self.error, self.ended_at = error, time.monotonic()
+            self.error, self.failure = error, Failure.of(error, __file__)
             self.rank.fail(f"it raised {type(error).__name__}: {str(error)[:500]}")
 
     def stop(self) -> None:
-        """Lets a rank that still runs, and those that wait for it, end with their next call."""
+        """Has a rank that still runs, and the ranks that wait for it, end with their next call."""
         if self.is_alive():
             self.rank.tell("it was ended by fc.launch")
-
-    def blame(self) -> LaunchError:
-        """The error of ``launch`` for what the function raised."""
-        error = self.error
-        assert error is not None
-        frames = error.__traceback__
-        while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
-            frames = frames.tb_next
-        text = "".join(traceback.format_exception(type(error), error, frames))
-        kind = f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
-        return LaunchError(
-            f"rank {self.rank.rank} raised {kind}: {error}\n\n{text}",
-            rank=self.rank.rank,
-            exit_code=1,
-            traceback=text,
-        )

@@ -1,4 +1,4 @@
-"""The sockets under a store: addresses as text, listening, and what happens to them in a fork."""
+"""The sockets of a store: their addresses as text, their options, and their closing after a fork."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def format_address(bound: socket.socket) -> str:
 
 
 def tune(connection: socket.socket) -> None:
-    """Sends small messages at once, and finds out within half a minute that a host has gone silent."""
+    """Has TCP send small messages at once, and find out within half a minute that a host is silent."""
     if connection.family != socket.AF_UNIX:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -59,9 +59,9 @@ def tune(connection: socket.socket) -> None:
 
 
 def close_in_forked_child(resource: Any) -> None:
-    """Has a forked child let go of the resource's sockets (``abandon``).
+    """Calls the resource's ``abandon`` in every forked child.
 
-    A copy of a socket in a child keeps the connection open after its rank was killed, and the rank would
+    A child's copy of a socket would keep the connection open after its rank was killed, and the rank would
     seem alive.
     """
     reference = weakref.ref(resource)

@@ -1,7 +1,7 @@
 """The command line: ``flagcx run | bench | topo | tune | simulate | explain | doctor | ...``.
 
 Each command is a function in a module of its own, which is imported when the command is asked for, so that
-``flagcx run`` has its ranks on their way before anything heavy is imported.
+``flagcx run`` starts its ranks before anything heavy is imported.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _VERBATIM = {"allow_extra_args": True, "allow_interspersed_args": False}
 
 
 def main() -> None:
-    """Runs the command line. An error of our own is told in one line, without a traceback."""
+    """Runs the command line. An error of flagcx is printed in one line, without a traceback."""
     try:
         application(sys.argv[1] if len(sys.argv) > 1 else "")()
     except FlagcxError as error:
@@ -32,7 +32,7 @@ def application(asked: str = "") -> typer.Typer:
     """Makes the command line.
 
     Args:
-        asked: The one command that is wanted; all of them if it is none of ``COMMANDS``.
+        asked: The one command to make; all of ``COMMANDS`` if it is none of them.
     """
     made = typer.Typer(
         name="flagcx",

@@ -1,4 +1,4 @@
-"""Sizes and machines as the command line takes them, each read in one place."""
+"""Reads sizes and machines as the command line takes them."""
 
 from __future__ import annotations
 

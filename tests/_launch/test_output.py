@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flagcx._launch.output import Lines, Screen, Tail, is_consequence
+from flagcx._launch.failure import is_consequence
+from flagcx._launch.output import Lines, Screen, Tail
 
 
 def lines_of(*pieces, clock=lambda: 0.0, finish=True):

@@ -62,11 +62,11 @@ def simulate(
         machine = machine_for(topology, ranks)
         costs = Costs() if network_only else DEVICE_COSTS
         model = model_of(machine, ranks or len(machine.gpus), None, costs)
-        candidate, root = _candidate(model, collective, algorithm, count, pieces)
-        timing = model.timing(collective, candidate, count, root)
+        candidate = _candidate(model, collective, algorithm, count, pieces)
+        timing = model.timing(collective, candidate, count)
         report = _report(model, collective, algorithm, candidate, timing)
         if plot is not None:
-            _draw(model, collective, candidate, count, root, plot)
+            _draw(model, collective, candidate, count, plot)
     except FlagcxError as error:
         typer.echo(f"flagcx simulate: {error}", err=True)
         raise typer.Exit(2) from None
@@ -82,17 +82,13 @@ def _check_names(collective: str, algorithm: str) -> None:
     Candidate.parse(collective, algorithm).entries(collective)
 
 
-def _candidate(
-    model: Model, collective: str, algorithm: str, nbytes: int, pieces: int | None
-) -> tuple[Candidate, int | None]:
+def _candidate(model: Model, collective: str, algorithm: str, nbytes: int, pieces: int | None) -> Candidate:
     from dataclasses import replace
 
     from flagcx.algorithms.candidate import Candidate
-    from flagcx.schedule.collectives import COLLECTIVES
     from flagcx.selection.candidates import candidates
     from flagcx.selection.predicted import in_pieces
 
-    root = 0 if COLLECTIVES[collective].rooted else None
     known = candidates(collective, model.size, model.topology, model.gpus)
     asked = Candidate.parse(collective, algorithm)
     first, *others = asked.entries(collective)
@@ -106,10 +102,10 @@ def _candidate(
         return next((found for found in known if found.algorithm == one.algorithm), Candidate(one.algorithm))
 
     if asked.other is not None:
-        return replace(plain(asked), other=plain(asked.other), share=asked.share), root
+        return replace(plain(asked), other=plain(asked.other), share=asked.share)
     if pieces is not None:
-        return replace(plain(asked), pieces=pieces), root
-    return in_pieces(model, collective, plain(asked), nbytes, root).candidate, root
+        return replace(plain(asked), pieces=pieces)
+    return in_pieces(model, collective, plain(asked), nbytes).candidate
 
 
 def _report(
@@ -176,12 +172,10 @@ def _check_picture(path: Path | None) -> None:
         raise ArgumentError(f"{path}: cannot draw to {path.suffix or 'no ending'!r}; use .png, .svg or .pdf")
 
 
-def _draw(
-    model: Model, collective: str, candidate: Candidate, nbytes: int, root: int | None, path: Path
-) -> None:
+def _draw(model: Model, collective: str, candidate: Candidate, nbytes: int, path: Path) -> None:
     from flagcx.schedule.draw import draw_times
 
-    laid = model.laid(collective, candidate, root)
+    laid = model.laid(collective, candidate)
     messages = sum(
         count * sum(len(laid.rounds.kinds[b].source) for b in key) for key, count in laid.rounds.runs
     )

@@ -85,22 +85,17 @@ class Task:
 def _tune(ranks: int, task: Task, share_gpu: bool) -> Path | None:
     from flagcx.bootstrap.environment import identify
     from flagcx.config import environment
+    from flagcx.selection.tuning import TUNED
 
-    _check(task.collectives)
+    for name in task.collectives:
+        if name not in TUNED:
+            raise ArgumentError(f"--collective {name} cannot be tuned; use some of {', '.join(TUNED)}")
     if identify(environment()).size > 1:
         with _bar() as report:
             return measure(task, report)
     count = count_ranks(ranks, task.gpu, share_gpu)
     with _bar() as report:
         return launch_reporting(measure, count, task, report, share_gpu)
-
-
-def _check(collectives: tuple[str, ...]) -> None:
-    from flagcx.selection.tuning import TUNED
-
-    for name in collectives:
-        if name not in TUNED:
-            raise ArgumentError(f"--collective {name} cannot be tuned; use some of {', '.join(TUNED)}")
 
 
 def sizes(quick: bool) -> list[int]:

@@ -14,6 +14,7 @@ from flagcx.cost.channels import Channels
 from flagcx.cost.network import Network, over
 from flagcx.cost.simulate import Costs, Timed, Timing, lay
 from flagcx.errors import TopologyError
+from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.schedule.traffic import Rounds, rounds_of, staggered
 from flagcx.topology import Topology
 
@@ -76,18 +77,20 @@ class Prediction:
     bottleneck: Bottleneck | None = None
 
 
-def bottleneck_of(timing: Timing, network: Network) -> Bottleneck | None:
-    """The link that is busy longest, the first of equals; None where nothing is sent."""
-    if not timing.link_busy.any():
-        return None
-    worst = int(timing.link_busy.argmax())
-    return Bottleneck(
-        *network.names[worst],
-        network.kinds[worst],
-        float(network.bandwidth_gb_per_s[worst]),
-        float(timing.link_nbytes[worst]),
-        float(timing.link_busy[worst]),
-    )
+def predict(candidate: Candidate, laid: Timed, nbytes: float, costs: Costs) -> Prediction:
+    """What a candidate costs whose schedule is laid over a network."""
+    timing, network, bottleneck = laid.time(nbytes, costs), laid.network, None
+    if timing.link_busy.any():
+        worst = int(timing.link_busy.argmax())  # the first of equals
+        bottleneck = Bottleneck(
+            *network.names[worst],
+            network.kinds[worst],
+            float(network.bandwidth_gb_per_s[worst]),
+            float(timing.link_nbytes[worst]),
+            float(timing.link_busy[worst]),
+        )
+    latency_us, sent = laid.time(0, costs).time_us, float(timing.sent_nbytes.max(initial=0))
+    return Prediction(candidate, timing.time_us, latency_us, timing.steps, sent, bottleneck)
 
 
 class Model:
@@ -128,14 +131,16 @@ class Model:
 
         Args:
             collective: Name of the collective.
-            candidate: Any.
+            candidate: The candidate.
             nbytes: Bytes of the message; of one block, where the collective has one a rank.
-            root: The root of a rooted collective.
+            root: The root of a rooted collective; 0 by default.
         """
         return self.laid(collective, candidate, root).time(nbytes, self.costs)
 
     def laid(self, collective: str, candidate: Candidate, root: int | None = None) -> Timed:
         """The candidate's schedule over the network, found once."""
+        if root is None and COLLECTIVES[collective].rooted:
+            root = 0
         found = self._laid.get((collective, candidate, root))
         if found is None:
             found = lay(rounds(collective, candidate, self.size, root), self.network)
@@ -146,15 +151,7 @@ class Model:
         self, collective: str, candidate: Candidate, nbytes: float, root: int | None = None
     ) -> Prediction:
         """What the model says of a candidate, as it is."""
-        timing = self.timing(collective, candidate, nbytes, root)
-        return Prediction(
-            candidate,
-            timing.time_us,
-            self.timing(collective, candidate, 0, root).time_us,
-            timing.steps,
-            float(timing.sent_nbytes.max(initial=0)),
-            bottleneck_of(timing, self.network),
-        )
+        return predict(candidate, self.laid(collective, candidate, root), nbytes, self.costs)
 
 
 def rounds(collective: str, candidate: Candidate, size: int, root: int | None = None) -> Rounds:

@@ -18,7 +18,7 @@ import numpy as np
 
 from flagcx.algorithms import build
 from flagcx.algorithms.candidate import Candidate
-from flagcx.cost.model import Prediction, bottleneck_of
+from flagcx.cost.model import Prediction, predict
 from flagcx.cost.network import Flows, Network
 from flagcx.cost.simulate import Costs, lay, message_nbytes
 from flagcx.schedule.collectives import COLLECTIVES
@@ -120,15 +120,7 @@ def predict_on_host(
         reduce_gb_per_s=costs.add_gb_per_s / crowd,
         copy_gb_per_s=(costs.cached_gb_per_s if cached else costs.copy_gb_per_s) / crowd,
     )
-    timing = laid.time(nbytes, costs_of_call)
-    return Prediction(
-        candidate,
-        timing.time_us,
-        laid.time(0, costs_of_call).time_us,
-        timing.steps,
-        float(timing.sent_nbytes.max(initial=0)),
-        bottleneck_of(timing, network),
-    )
+    return predict(candidate, laid, nbytes, costs_of_call)
 
 
 @lru_cache(maxsize=256)

@@ -168,7 +168,7 @@ class DeviceRules(Rules):
             return peer_memory.predict(candidate, collective, nbytes, size, self.links, flagged)
         if model is None or not 1 < size <= MOST_PLANNED:
             return None
-        return model.predict(collective, candidate, nbytes, 0 if COLLECTIVES[collective].rooted else None)
+        return model.predict(collective, candidate, nbytes)
 
     def doubts(self, request: Request) -> bool:
         """Whether the model did not choose: among the peers' memory and NCCL, it did."""

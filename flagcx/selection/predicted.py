@@ -49,10 +49,9 @@ def predicted_table(topology: Topology, gpus: Sequence[int], order: Order | None
 
 
 def _points(model: Model, collective: str, order: Order | None) -> Iterator[Point]:
-    root = 0 if COLLECTIVES[collective].rooted else None
     for nbytes in SIZES:
         times = {
-            one: model.timing(collective, one.at(nbytes).along(order), nbytes, root).time_us
+            one: model.timing(collective, one.at(nbytes).along(order), nbytes).time_us
             for one in on_device(Request(collective, nbytes, model.size))
         }
         yield Point(nbytes, times)
@@ -60,12 +59,9 @@ def _points(model: Model, collective: str, order: Order | None) -> Iterator[Poin
 
 def on_device(request: Request) -> list[Candidate]:
     """The schedules that are worth a look on GPUs: all blocks of a ring are under way at once as it is."""
-    found = [
-        one
-        for one in schedules(request, PIECE_NBYTES)
-        if one.algorithm != Algorithm.RING or not one.piece_nbytes
-    ]
-    return [*found, *split_messages(request.collective, request.size)]
+    found = schedules(request, PIECE_NBYTES)
+    whole = [one for one in found if one.algorithm != Algorithm.RING or not one.piece_nbytes]
+    return [*whole, *split_messages(request.collective, request.size)]
 
 
 def best_pieces(
@@ -126,7 +122,6 @@ def compare(model: Model, collective: str, nbytes: float, root: int | None = Non
         ArgumentError: There is no such collective.
     """
     found = candidates(collective, model.size, model.topology, model.gpus)
-    root = 0 if COLLECTIVES[collective].rooted and root is None else root
     nbytes = 0 if collective == "barrier" else nbytes
     simple = [in_pieces(model, collective, candidate, nbytes, root) for candidate in found]
     ranked = sorted(simple, key=lambda prediction: prediction.time_us)
@@ -140,7 +135,7 @@ def _pairs(
     """Two beside each other, where together they would keep every link less busy than either alone."""
     parts = [prediction.candidate for prediction in ranked[:_MOST_SPLIT]]
     for part in list(parts):
-        if part.algorithm in BOTH_WAYS and root is None:
+        if part.algorithm in BOTH_WAYS and not COLLECTIVES[collective].rooted:
             order = part.order or tuple(range(model.size))
             parts.append(replace(part, order=order[::-1]))
     best = ranked[0].time_us

@@ -51,7 +51,8 @@ def _on_one_host(context: TransportContext) -> tuple[Any, Selector]:
     if exchange.told is None:  # a transport that exchanged nothing
         exchange(b"")
     where = f"{transport.name.replace('_', ' ')} of {context.hosts[context.rank].partition('/')[0]}"
-    return transport, Selector(HostRules(transport.protocols, transport.cross_memory, where), exchange.told)
+    rules = HostRules(transport.protocols, transport.cross_memory, where, modelled=transport.modelled)
+    return transport, Selector(rules, exchange.told)
 
 
 def _look_for_table(context: TransportContext, entry: TransportEntry) -> TuningInfo:

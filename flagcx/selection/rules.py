@@ -78,6 +78,7 @@ class HostRules(Rules):
         attached: Whether ranks may read each other's private memory.
         where: What carries the data, in words.
         cores: Cores that the ranks share; those of this process by default.
+        modelled: Whether ``flagcx.cost.shared_memory`` says how long calls take.
     """
 
     def __init__(
@@ -86,7 +87,9 @@ class HostRules(Rules):
         attached: bool = True,
         where: str = "",
         cores: int | None = None,
+        modelled: bool = True,
     ) -> None:
+        self._modelled = modelled
         self._protocols, self._attached, self.where, self._cores = protocols, attached, where, cores
 
     def choose(self, request: Request) -> Candidate:
@@ -111,7 +114,7 @@ class HostRules(Rules):
 
     def unavailable(self, choice: Candidate) -> Candidate | None:
         """The choice by cross-memory attach, where the system does not allow it."""
-        return None if self._attached else replace(choice, protocol=CROSS_MEMORY)
+        return None if self._attached or not self._modelled else replace(choice, protocol=CROSS_MEMORY)
 
     def predict(self, candidate: Candidate, request: Request) -> Prediction | None:
         """What the model of cores and memory says."""
@@ -119,7 +122,7 @@ class HostRules(Rules):
         from flagcx.transport.shared_memory.channel import RENDEZVOUS_NBYTES
 
         collective, nbytes, size, *_ = request
-        if not 1 < size <= MOST_RANKS:
+        if not self._modelled or not 1 < size <= MOST_RANKS:
             return None
         if not candidate.protocol and self._attached and nbytes >= RENDEZVOUS_NBYTES:
             candidate = replace(candidate, protocol=CROSS_MEMORY)

@@ -206,6 +206,7 @@ class Transport(ABC):
         takes_cores: Whether moving data is work for the cores, which a computation beside it then lacks.
         cross_memory: Whether ranks read and write each other's private memory, in one copy; the rules for
             NumPy arrays on one host depend on it.
+        modelled: Whether ``flagcx.cost.shared_memory`` says how long its calls take.
         link: The speed of the link between ranks where it is known beforehand, else None.
         progress: What it counts, or None if it counts nothing.
     """
@@ -216,6 +217,7 @@ class Transport(ABC):
     size: int
     takes_cores: bool = False
     cross_memory: bool = False
+    modelled: bool = False
     link: LinkSpeed | None = None
     progress: Progress | None = None
 

@@ -134,6 +134,8 @@ class ThreadsTransport(HostTransport):
         room, number = self._room, self._counts.sequence
         self._counts.sequence = number + 1
         with room.lock:
+            if room.failed:
+                self._examine(self.rank, words)
             entered = room.calls.setdefault(number, [words, self.rank, 0])
             entered[2] += 1
             if entered[2] == self.size:
@@ -199,9 +201,7 @@ class ThreadsTransport(HostTransport):
         for q, (reason, culprit) in self._room.failed.items():
             if q == culprit:
                 raise PeerDiedError(
-                    f"rank {q} died while rank {self.rank} waited for rank {peer} in {_name(words)}: "
-                    f"{reason}",
-                    peer=q,
+                    f"rank {q} died, so {_name(words)} on rank {self.rank} cannot go on: {reason}", peer=q
                 )
             raise AbortedError(f"rank {q} gave up: {reason}", peer=q if culprit is None else culprit)
         for q, calls in self._room.closed.items():

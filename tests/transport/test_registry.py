@@ -86,6 +86,7 @@ def _over_the_store() -> dict[str, object]:
             "half": half.tolist(),
             "recorded": comm.profiler.records()[0].operation.transport,
             "explained": str(comm.explain("allreduce", 1 << 20)),
+            "predicted": [row for row in comm.explain("allreduce", 1 << 20).rows if row.predicted_us],
             "measured": min(times[0]) > 0,
         }
     finally:
@@ -100,6 +101,8 @@ def test_a_transport_of_the_users_own_carries_everything():
         assert found["broadcast"] == [1] * 3
         assert found["half"] == [[2], [1], [2]][rank]
         assert "store of" in found["explained"] and "two_shot" in found["explained"]
+        assert "cross_memory" not in found["explained"]
+        assert not found["predicted"], "the model is that of shared memory"
         assert found["measured"]
 
 

@@ -64,6 +64,7 @@ class SharedMemoryTransport(HostTransport):
     """
 
     name = "shared_memory"
+    modelled = True
 
     def __init__(self, context: TransportContext) -> None:
         self.rank, self.size = context.rank, context.size

@@ -15,7 +15,7 @@ from flagcx.compression.catalogue import Auto, codec_of
 from flagcx.compression.codec import FixedRate
 from flagcx.compression.feedback import Feedback
 from flagcx.compression.link import measure_link, measure_speed
-from flagcx.compression.peers import Peers
+from flagcx.compression.peers import CodecReduce, Peers
 from flagcx.compression.powersgd import PowerReduce, PowerSGD
 from flagcx.compression.slot import Slot
 from flagcx.compression.sparse_reduce import RandomKReduce, SparseReduce, TopKReduce
@@ -85,15 +85,15 @@ class Compressor:
         agree = None if self.peers.on_device else partial(self._executor.agree, what)
         return CompressedPlan(self._executor, self.peers, codec, slot, reduce, count, dtype, agree)
 
-    def _reduce(self, codec: Any, slot: Slot, count: int, factor: float) -> Any:
-        """The all-reduce of a codec, of float32 arrays of one dimension."""
+    def _reduce(self, codec: Any, slot: Slot, count: int, factor: float) -> CodecReduce:
         if not isinstance(codec, Auto):
-            reduce = TwoStep if isinstance(codec, FixedRate) else _REDUCES[type(codec)]
-            return reduce(self.peers, codec, count, factor, slot)
+            kind = TwoStep if isinstance(codec, FixedRate) else _REDUCES[type(codec)]
+            return kind(self.peers, codec, count, factor, slot)
         allowed = [codec_of(one) for one in codec.allowed]
         make = partial(self._reduce, slot=slot, count=count, factor=factor)
         by_name, speed = {c.name: c for c in allowed}, partial(measure_speed, device=self.peers.on_device)
-        return AutoReduce(self.peers, by_name, self._measured_link, speed, make, slot, factor, count)
+        common = self.peers, codec, count, factor, slot
+        return AutoReduce(*common, by_name, self._measured_link, speed, make)
 
     def _measured_link(self) -> LinkProfile:
         """The link between the ranks; measured once, by all of them together."""
@@ -118,7 +118,7 @@ class CompressedPlan:
         peers: The ranks.
         codec: The codec.
         slot: Memory between calls.
-        reduce: Reduces float32 arrays of one dimension.
+        reduce: The all-reduce of the codec.
         count: Elements.
         dtype: The element type of the caller's arrays.
         agree: Checks, at the first run of all ranks, that they use the same codec: two codecs may encode an
@@ -131,7 +131,7 @@ class CompressedPlan:
         peers: Peers,
         codec: Any,
         slot: Slot,
-        reduce: Any,
+        reduce: CodecReduce,
         count: int,
         dtype: DType,
         agree: Callable[[], None] | None,

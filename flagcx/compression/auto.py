@@ -9,15 +9,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flagcx.arguments import format_nbytes
+from flagcx.compression.catalogue import Auto
+from flagcx.compression.peers import CodecReduce, Peers
 from flagcx.compression.select import density_of
 from flagcx.compression.slot import Slot
 from flagcx.compression.topk import Sparse
-
-if TYPE_CHECKING:
-    from flagcx.compression.peers import Peers
 
 DENSE = "dense"
 SPARSE_STEPS = 8
@@ -80,7 +79,7 @@ def decide(
 
     Args:
         count: Elements.
-        link: The link and the ranks.
+        link: The link between the ranks.
         codecs: The lossy codecs that are allowed, by name.
         speeds_gb_per_s: For each of them, the bytes of float32 in a second that a core codes and decodes.
         itemsize: Bytes of an element.
@@ -156,35 +155,32 @@ def _reason(
     return f"{head}no codec, since {since}, and coding takes longer than it saves: {said}{sparse}"
 
 
-class AutoReduce:
+class AutoReduce(CodecReduce[Auto]):
     """An all-reduce that compresses where it pays.
 
     Args:
-        peers: The ranks.
+        peers, codec, count, factor, slot: As ``CodecReduce`` takes them.
         codecs: The lossy codecs that are allowed, by name.
         link: Measures the link; called at the first run, by all ranks together.
         speed: ``speed(codec)``: GB/s of float32 that a core here codes and decodes.
-        make: ``make(codec)``: the plan of a codec over the same slot.
-        slot: Memory between calls.
-        factor: Scales the sum.
-        count: Elements.
+        make: ``make(codec)``: the all-reduce of a codec over the same slot.
     """
 
     def __init__(
         self,
         peers: Peers,
+        codec: Auto,
+        count: int,
+        factor: float,
+        slot: Slot,
         codecs: Mapping[str, Any],
         link: Callable[[], LinkProfile],
         speed: Callable[[Any], float],
-        make: Callable[[Any], Any],
-        slot: Slot,
-        factor: float,
-        count: int,
+        make: Callable[[Any], CodecReduce],
     ) -> None:
-        self._peers, self._codecs, self._link, self._make = peers, codecs, link, make
-        self._speed = speed
-        self._slot, self._factor, self._count = slot, factor, count
-        self._plans: dict[str, Any] = {}
+        super().__init__(peers, codec, count, factor, slot)
+        self._codecs, self._link, self._speed, self._make = codecs, link, speed, make
+        self._reduces: dict[str, CodecReduce] = {}
         self.decision: Decision | None = None
 
     def settle(self, itemsize: int = 4) -> Decision:
@@ -200,7 +196,6 @@ class AutoReduce:
         return self.decision
 
     def run(self, sendbuf: Any, recvbuf: Any) -> None:
-        """Runs the all-reduce of arrays of one dimension."""
         decision = self.settle(sendbuf.dtype.itemsize)
         chosen = decision.chosen
         residual = self._slot.residual
@@ -211,11 +206,11 @@ class AutoReduce:
         if chosen == DENSE:
             self._run_dense(sendbuf, recvbuf)
             return
-        plan = self._plans.get(chosen)
-        if plan is None:
+        reduce = self._reduces.get(chosen)
+        if reduce is None:
             codec = Sparse() if chosen == Sparse.name else self._codecs[chosen]
-            plan = self._plans[chosen] = self._make(codec)
-        plan.run(sendbuf, recvbuf)
+            reduce = self._reduces[chosen] = self._make(codec)
+        reduce.run(sendbuf, recvbuf)
 
     def _run_dense(self, sendbuf: Any, recvbuf: Any) -> None:
         source = self._slot.total(sendbuf, self._peers.scratch, self._peers.size)

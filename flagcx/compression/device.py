@@ -35,16 +35,9 @@ class StripeKernels:
     def encode(
         self, x: Any, residual: Any, wire: Any, width: int, stride: int, stripes: int = 1, own: int = -1
     ) -> None:
-        """Codes all stripes but one.
+        """Codes the numbers ``x`` into ``wire`` (uint8), all stripes but ``own``.
 
-        Args:
-            x: Numbers.
-            residual: Is added to them, and then holds the coding error of the sum; None for none.
-            wire: The coded stripes (uint8).
-            width: Numbers of a stripe.
-            stride: Bytes of a coded stripe.
-            stripes: Number of stripes.
-            own: The stripe that is not coded; -1 for none.
+        A residual is added to the numbers, and then holds the coding error of the sum.
         """
         if x.size:
             at = 0 if residual is None else residual
@@ -54,10 +47,10 @@ class StripeKernels:
     def reduce(
         self, arrived: Any, x: Any, residual: Any, wire: Any, stride: int, ranks: tuple[int, int], factor: Any
     ) -> None:
-        """Adds up one stripe in the order of ranks, and codes the sum.
+        """Adds up one stripe in the order of ranks, scales the sum, and codes it into ``wire`` (uint8).
 
         Args:
-            arrived: The coded stripes of all ranks but this one (uint8).
+            arrived: The coded stripes of the other ranks, each at the place of its rank (uint8).
             x: This rank's numbers.
             residual: Is added to them, and then holds the coding error of the sum; None for none.
             wire: The coded sum (uint8).

@@ -22,15 +22,7 @@ _COPIES = 4  # times that each byte is read or written on its way through shared
 
 
 def best_time(call: Callable[[], object], trials: int) -> tuple[float, float]:
-    """The least time of a call.
-
-    Args:
-        call: The call.
-        trials: How often it is made.
-
-    Returns:
-        Seconds, and the share of them in which a core was at work.
-    """
+    """The least time of a call in seconds, and the share of it in which a core was at work."""
     best = float("inf"), 0.0
     for _ in range(trials):
         start, work = perf_counter(), process_time()
@@ -80,12 +72,7 @@ def _copy_speed() -> float:
 
 @lru_cache(maxsize=32)
 def measure_speed(codec: Any, device: bool = False) -> float:
-    """Codes and decodes an array, and returns the bytes of float32 processed in a second, in GB/s.
-
-    Args:
-        codec: The codec.
-        device: Whether on the current GPU.
-    """
+    """The speed at which a core, or the current GPU, codes and decodes: bytes of float32 in GB/s."""
     x: Any = np.random.default_rng(0).standard_normal(_COUNT, np.float32)
     if codec.lossless:
         x[np.arange(_COUNT) % 100 > 0] = 0  # as sparse as the arrays that it is for

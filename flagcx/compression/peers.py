@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
 from flagcx.compression.codec import Scratch
+from flagcx.compression.slot import Slot
 from flagcx.dtypes import dtype_of, resolve_op
 from flagcx.kernels.cuda import import_cupy
 from flagcx.transport.device import check_alignment
 
 if TYPE_CHECKING:
     from flagcx.executor.host import Executor
+
+CodecT = TypeVar("CodecT")
 
 
 class Peers:
@@ -111,3 +114,23 @@ class Peers:
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None
+
+
+class CodecReduce(Generic[CodecT]):
+    """Base of the all-reduces of codecs, whose ``run`` takes float32 arrays of one dimension.
+
+    Args:
+        peers: The ranks.
+        codec: The codec.
+        count: Elements.
+        factor: Scales the sum.
+        slot: Memory between calls.
+    """
+
+    def __init__(self, peers: Peers, codec: CodecT, count: int, factor: float, slot: Slot) -> None:
+        self._peers, self._codec, self._slot = peers, codec, slot
+        self._count, self._factor = count, factor
+
+    def run(self, sendbuf: Any, recvbuf: Any) -> None:
+        """Runs the all-reduce once."""
+        raise NotImplementedError

@@ -18,16 +18,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from flagcx.compression.codec import Payload, check_floats, namespace
+from flagcx.compression.peers import CodecReduce, Peers
 from flagcx.compression.slot import Slot
 from flagcx.errors import ArgumentError
-
-if TYPE_CHECKING:
-    from flagcx.compression.peers import Peers
 
 _TILE = 1 << 16
 
@@ -133,24 +131,14 @@ def find_matrices(count: int, shapes: Sequence[tuple[int, ...]] | None, rank: in
     return MatrixLayout(tuple(matrices), tuple(vectors), sent)
 
 
-class PowerReduce:
-    """The all-reduce of an array's matrices by two dense ones of their factors.
-
-    Args:
-        peers: The ranks.
-        codec: The codec.
-        count: Elements.
-        factor: Scales the sum.
-        slot: Memory between calls.
-    """
+class PowerReduce(CodecReduce[PowerSGD]):
+    """The all-reduce of an array's matrices by two dense ones of their factors."""
 
     def __init__(self, peers: Peers, codec: PowerSGD, count: int, factor: float, slot: Slot) -> None:
-        self._peers, self._codec, self._slot = peers, codec, slot
-        self._factor = np.float32(factor)
+        super().__init__(peers, codec, count, float(np.float32(factor)), slot)
         self._layout = find_matrices(count, slot.shapes, codec.rank)
 
     def run(self, sendbuf: Any, recvbuf: Any) -> None:
-        """Runs the all-reduce of arrays of one dimension."""
         slot, peers, layout = self._slot, self._peers, self._layout
         kept = slot.total(sendbuf, peers.scratch, peers.size)
         if slot.step <= self._codec.warmup_steps:
@@ -225,11 +213,7 @@ def revived(factors: Any, codec: PowerSGD, step: int) -> Any:
 
 
 def orthogonalise(rows: Any) -> None:
-    """Makes rows orthogonal and of length 1, in place; one that depends on those before becomes zero.
-
-    Args:
-        rows: Array of shape (few, many), float32.
-    """
+    """Makes rows orthogonal and of length 1, in place; one that depends on those before becomes zero."""
     xp = namespace(rows)
     wide = rows.astype(np.float64)
     for i in range(len(wide)):
@@ -248,16 +232,9 @@ def orthogonalise(rows: Any) -> None:
 def product(
     p: Any, q: Any, out: Any, factor: Any = 1, residual: Any = None, start: int = 0, share: Any = 1
 ) -> None:
-    """Writes ``factor`` P Q' into ``out``, row by row and term by term.
+    """Writes ``factor`` P Q' into ``out`` (rows, columns), row by row and term by term.
 
-    Args:
-        p: P', of shape (r, rows).
-        q: Q', of shape (r, columns).
-        out: Array of shape (rows, columns).
-        factor: Scales the product.
-        residual: If given, ``share`` P Q' is subtracted from it.
-        start: The first element of the residual that belongs to the matrix.
-        share: The part of the product that is this rank's.
+    If there is a residual, ``share`` P Q' is subtracted from it, from element ``start`` on.
     """
     xp, columns = namespace(out), out.shape[1]
     step = max(_TILE // columns, 1) if xp is np else len(out)

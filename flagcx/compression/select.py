@@ -6,6 +6,7 @@ orders, is the largest: it is sent, so that a training loop that looks for it fi
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from flagcx.arguments import on_device
 from flagcx.compression.codec import Scratch, namespace
 
 _TILE = 1 << 17
-_MANTISSA = {4: (np.uint32, 0x7FFFFFFF), 8: (np.uint64, 0x7FFFFFFFFFFFFFFF)}
+_MANTISSA = MappingProxyType({4: (np.uint32, 0x7FFFFFFF), 8: (np.uint64, 0x7FFFFFFFFFFFFFFF)})
 _FOUND_IN_SAMPLE, _FOUND_IN_CHECK = 512, 96
 _LEAST_SAMPLE, _MOST_SAMPLE = 4096, 1 << 20
 
@@ -35,13 +36,7 @@ def sample(x: Any, size: int, seed: int) -> Any:
 
 
 def estimate_threshold(x: Any, density: float, seed: int, add: Any = None) -> int:
-    """The bits of the magnitude that about ``density`` of an array's numbers reach.
-
-    Args:
-        x: Array.
-        density: Share of the numbers, from 0 to 1.
-        seed: Seed of the sample.
-        add: Array to be added to ``x`` first, in the sample alone.
+    """The bits of the magnitude that about ``density`` of the numbers of ``x + add`` reach, by a sample.
 
     Returns:
         At least 1, so that zeros never reach it.
@@ -58,12 +53,7 @@ def estimate_threshold(x: Any, density: float, seed: int, add: Any = None) -> in
 
 
 def reaches(x: Any, threshold: int, density: float, seed: int, add: Any = None) -> bool:
-    """Whether about ``density`` of an array's numbers still reach a threshold, by a small sample.
-
-    Args:
-        x, density, seed, add: As ``estimate_threshold`` takes them.
-        threshold: Bits of a magnitude.
-    """
+    """Whether about ``density`` of the numbers of ``x + add`` still reach a threshold, by a small sample."""
     size = min(max(int(_FOUND_IN_CHECK / density), _LEAST_SAMPLE // 8), _MOST_SAMPLE // 8)
     drawn = sample(x, size, seed)
     found = magnitudes(drawn if add is None else drawn + sample(add, size, seed))
@@ -91,8 +81,8 @@ def select(x: Any, threshold: int, scratch: Scratch, add: Any = None) -> Any:
     Returns:
         Indices: int32 where they fit, else int64.
     """
-    kind: Any = _MANTISSA[x.dtype.itemsize][0]
-    mask = _MANTISSA[x.dtype.itemsize][1]
+    kind: Any
+    kind, mask = _MANTISSA[x.dtype.itemsize]
     index = np.int32 if x.size < 1 << 31 else np.int64
     if on_device(x):
         if add is not None:
@@ -114,12 +104,7 @@ def select(x: Any, threshold: int, scratch: Scratch, add: Any = None) -> Any:
 
 
 def largest(values: Any, keep: int) -> Any:
-    """The places of the ``keep`` numbers of largest magnitude, in order; of equal ones the first.
-
-    Args:
-        values: Array of one dimension.
-        keep: How many, from 0 to all.
-    """
+    """The places of the ``keep`` numbers of largest magnitude, in order; of equal ones the first."""
     xp = namespace(values)
     if keep >= values.size:
         return xp.arange(values.size)

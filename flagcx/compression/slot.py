@@ -59,7 +59,12 @@ class Slot:
             ArgumentError: Earlier calls had another number of elements, or the slot is new inside a capture.
         """
         if self._count is None:
-            self._check_shapes(x.size)
+            total = x.size if self.shapes is None else sum(map(math.prod, self.shapes))
+            if total != x.size:
+                raise ArgumentError(
+                    f"the shapes of slot {self.key!r} have {total} elements together, but its array has "
+                    f"{x.size}"
+                )
             keeps = self._keeps and not self.codec.lossless
             if (keeps or self._momentum) and on_device(x) and captures(x):
                 raise ArgumentError(
@@ -78,15 +83,6 @@ class Slot:
                 f"got one of {x.size}; use a slot for each array: compression=feedback[key]"
             )
         self.step += 1
-
-    def _check_shapes(self, count: int) -> None:
-        if self.shapes is None:
-            return
-        total = sum(math.prod(shape) for shape in self.shapes)
-        if total != count:
-            raise ArgumentError(
-                f"the shapes of slot {self.key!r} have {total} elements together, but its array has {count}"
-            )
 
     def source(self, x: Any, scratch: Scratch, ranks: int) -> Any:
         """This step's contribution before the residual: clipped, and with momentum.

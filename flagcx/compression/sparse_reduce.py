@@ -2,48 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 
 from flagcx.compression.codec import namespace
+from flagcx.compression.peers import CodecReduce
 from flagcx.compression.select import density_of, select
-from flagcx.compression.slot import Slot
 from flagcx.compression.sparse_sum import Regions, sum_sparse
 from flagcx.compression.topk import RandomK, Sparse, TopK
 
-if TYPE_CHECKING:
-    from flagcx.compression.peers import Peers
-
 _TILE = 1 << 17
 
-CodecT = TypeVar("CodecT", TopK, RandomK, Sparse)
 
-
-class _SparsePlan(Generic[CodecT]):
-    """Base of the all-reduces of a few elements.
-
-    Args:
-        peers: The ranks.
-        codec: The codec.
-        count: Elements.
-        factor: Scales the sum.
-        slot: Memory between calls.
-    """
-
-    def __init__(self, peers: Peers, codec: CodecT, count: int, factor: float, slot: Slot) -> None:
-        self._codec: CodecT = codec
-        self._peers, self._factor, self._slot = peers, factor, slot
-
-
-class TopKReduce(_SparsePlan[TopK]):
+class TopKReduce(CodecReduce[TopK]):
     """The all-reduce of the largest elements; the dense one of all elements where that is cheaper.
 
     Elements that a rank selected and the owner of their region dropped stay in the rank's residual.
     """
 
     def run(self, sendbuf: Any, recvbuf: Any) -> None:
-        """Runs the all-reduce of arrays of one dimension."""
         slot, peers = self._slot, self._peers
         source = slot.source(sendbuf, peers.scratch, peers.size)
         kept = source if slot.residual is None else slot.residual
@@ -72,11 +50,10 @@ class TopKReduce(_SparsePlan[TopK]):
         return common
 
 
-class RandomKReduce(_SparsePlan[RandomK]):
+class RandomKReduce(CodecReduce[RandomK]):
     """The all-reduce of elements that all ranks draw alike: a dense one of k values."""
 
     def run(self, sendbuf: Any, recvbuf: Any) -> None:
-        """Runs the all-reduce of arrays of one dimension."""
         slot, peers = self._slot, self._peers
         source = slot.total(sendbuf, peers.scratch, peers.size)
         indices = namespace(source).asarray(self._codec.places(source.size, slot.step))
@@ -86,11 +63,10 @@ class RandomKReduce(_SparsePlan[RandomK]):
         _scatter(recvbuf, indices, values, np.float32(self._factor))
 
 
-class SparseReduce(_SparsePlan[Sparse]):
+class SparseReduce(CodecReduce[Sparse]):
     """The all-reduce of all elements that are not zero. Nothing is lost."""
 
     def run(self, sendbuf: Any, recvbuf: Any) -> None:
-        """Runs the all-reduce of arrays of one dimension."""
         slot, peers = self._slot, self._peers
         full = density_of(sendbuf, slot.step) > self._codec.most
         indices = select(sendbuf[:0] if full else sendbuf, 1, peers.scratch)

@@ -143,10 +143,7 @@ def _is_dense(counts: np.ndarray, bounds: np.ndarray, share: int | None, value: 
 def _pack(indices: Any, own: np.ndarray, bounds: np.ndarray) -> Any:
     """Indices as the gaps between them, in half the bytes; the indices themselves if a gap is too wide.
 
-    Args:
-        indices: In order.
-        own: Where each region begins among them.
-        bounds: Where each region begins in the array; the first gap of a region counts from there.
+    The first gap of a region counts from its bound. ``own`` are the first indices of the regions.
     """
     xp = namespace(indices)
     gaps = xp.empty_like(indices)
@@ -175,11 +172,7 @@ def _unpack(packed: Any, start: int, dtype: Any) -> Any:
 def _to_owners(
     peers: Peers, packed: Any, values: Any, own: np.ndarray, counts: np.ndarray, bounds: np.ndarray
 ) -> list[tuple[Any, Any]]:
-    """Sends each region's elements to its owner.
-
-    Returns:
-        For each rank its elements of this rank's region: indices and values.
-    """
+    """Sends each region's elements to its owner; returns the indices and values of each rank in this one."""
     rank, xp = peers.rank, namespace(values)
     sends, receives, parts = [], [], []
     for q in range(peers.size):

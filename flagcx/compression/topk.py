@@ -93,17 +93,10 @@ class TopK(_Selecting):
     def find(
         self, x: Any, scratch: Scratch, step: int, threshold: int | None = None, add: Any = None
     ) -> tuple[Any, int | None]:
-        """Finds the elements to send.
-
-        Args:
-            x: Array of one dimension.
-            scratch: For intermediate results.
-            step: Number of the step.
-            threshold: That of the step before, where it may be used again.
-            add: Array that is added to ``x`` first.
+        """Finds the elements of ``x`` to send in a step, after ``add`` is added to it.
 
         Returns:
-            Indices in order, and the threshold if it may be used again.
+            Indices in order, and the threshold if the next step may use it again.
         """
         if not x.size:
             return namespace(x).empty(0, np.int32), None

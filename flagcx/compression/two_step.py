@@ -22,16 +22,14 @@ from __future__ import annotations
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from flagcx.compression.codec import FixedRate
+from flagcx.compression.peers import CodecReduce, Peers
 from flagcx.compression.slot import Slot
 from flagcx.compression.stripes import Piece, Stripes, stripes_of
-
-if TYPE_CHECKING:
-    from flagcx.compression.peers import Peers
 
 PIECE_NBYTES = 4 << 20
 """Bytes of float32 in a piece on a host."""
@@ -41,20 +39,11 @@ _STAGES = 3
 _GRAIN = 32
 
 
-class TwoStep:
-    """A compressed all-reduce of float32 arrays of one length.
-
-    Args:
-        peers: The ranks.
-        codec: The codec.
-        count: Elements.
-        factor: Scales the sum.
-        slot: Memory between calls.
-    """
+class TwoStep(CodecReduce[FixedRate]):
+    """The all-reduce by a codec with a fixed rate."""
 
     def __init__(self, peers: Peers, codec: FixedRate, count: int, factor: float, slot: Slot) -> None:
-        self._peers, self._codec, self._slot = peers, codec, slot
-        self._factor = np.float32(factor)
+        super().__init__(peers, codec, count, factor, slot)
         nbytes = DEVICE_PIECE_NBYTES if peers.on_device else PIECE_NBYTES
         self._pieces = cut_in_pieces(count, peers.size, nbytes // 4)
         self._wire = codec.wire_nbytes(self._pieces[0].width)
@@ -64,10 +53,9 @@ class TwoStep:
     @cached_property
     def _stripes(self) -> Stripes:
         """Made at the first run, when the current device is known to be the right one."""
-        return stripes_of(self._codec, self._peers, self._factor)
+        return stripes_of(self._codec, self._peers, np.float32(self._factor))
 
     def run(self, sendbuf: Any, recvbuf: Any) -> None:
-        """Runs the all-reduce of arrays of one dimension."""
         source = self._slot.source(sendbuf, self._peers.scratch, self._peers.size)
         residual = self._slot.residual
         if self._stages == 1:
@@ -84,10 +72,10 @@ class TwoStep:
 
     def _run_piece(self, turn: int, source: Any, residual: Any, recvbuf: Any) -> None:
         piece, stripes = self._pieces[turn], self._stripes
-        coded, arrived = self._crossing(turn, source)
+        coded, arrived = self._alltoall_buffers(turn, source)
         stripes.encode(piece, source, residual, coded)
         self._peers.alltoall(coded, arrived)
-        reduced, gathered = self._spreading(turn, source)
+        reduced, gathered = self._allgather_buffers(turn, source)
         stripes.reduce(piece, arrived, source, residual, reduced)
         self._peers.allgather(reduced, gathered)
         stripes.decode(piece, gathered, recvbuf)
@@ -99,49 +87,39 @@ class TwoStep:
         gathered: dict[int, Future] = {}
         for turn in range(len(pieces) + 2):
             if turn < len(pieces):
-                crossing = self._crossing(turn, source)
-                stripes.encode(pieces[turn], source, residual, crossing[0])
-                arrived[turn] = submit(partial(self._peers.alltoall, *crossing))
+                buffers = self._alltoall_buffers(turn, source)
+                stripes.encode(pieces[turn], source, residual, buffers[0])
+                arrived[turn] = submit(partial(self._peers.alltoall, *buffers))
                 pending.append(arrived[turn])
             if 1 <= turn <= len(pieces):
                 done = turn - 1
                 arrived.pop(done).result()
-                spreading = self._spreading(done, source)
-                stripes.reduce(pieces[done], self._crossing(done, source)[1], source, residual, spreading[0])
-                gathered[done] = submit(partial(self._peers.allgather, *spreading))
+                stripe = self._alltoall_buffers(done, source)[1]
+                buffers = self._allgather_buffers(done, source)
+                stripes.reduce(pieces[done], stripe, source, residual, buffers[0])
+                gathered[done] = submit(partial(self._peers.allgather, *buffers))
                 pending.append(gathered[done])
             if turn >= 2:
                 done = turn - 2
                 gathered.pop(done).result()
-                stripes.decode(pieces[done], self._spreading(done, source)[1], recvbuf)
+                stripes.decode(pieces[done], self._allgather_buffers(done, source)[1], recvbuf)
             del pending[: -2 * _STAGES]
-
-    # -- buffers ----------------------------------------------------------------------------------
 
     def _buffer(self, name: str, turn: int, blocks: int, like: Any) -> Any:
         scratch, nbytes = self._peers.scratch, blocks * self._wire
         whole = scratch.get(f"{name} {turn % self._stages}", nbytes, np.uint8, like)
         return whole[: blocks * self._codec.wire_nbytes(self._pieces[turn].width)]
 
-    def _crossing(self, turn: int, like: Any) -> tuple[Any, Any]:
-        """The buffers of the all-to-all."""
+    def _alltoall_buffers(self, turn: int, like: Any) -> tuple[Any, Any]:
         size = self._peers.size
         return self._buffer("coded", turn, size, like), self._buffer("arrived", turn, size, like)
 
-    def _spreading(self, turn: int, like: Any) -> tuple[Any, Any]:
-        """The buffers of the all-gather: this rank's coded sum, and those of all ranks."""
-        size = self._peers.size
-        return self._buffer("reduced", turn, 1, like), self._buffer("gathered", turn, size, like)
+    def _allgather_buffers(self, turn: int, like: Any) -> tuple[Any, Any]:
+        return self._buffer("reduced", turn, 1, like), self._buffer("gathered", turn, self._peers.size, like)
 
 
 def cut_in_pieces(count: int, size: int, longest: int) -> tuple[Piece, ...]:
-    """Cuts a message into pieces of about ``longest`` elements, each of which has one stripe a rank.
-
-    Args:
-        count: Elements.
-        size: Number of ranks.
-        longest: Elements of a piece.
-    """
+    """Cuts ``count`` elements into pieces of about ``longest``, each of one stripe a rank."""
     width = max(-(-longest // size) // 1024 * 1024, 1024)
     pieces = [Piece(i, i + width * size, width) for i in range(0, count - width * size + 1, width * size)]
     start = pieces[-1].stop if pieces else 0

@@ -83,7 +83,7 @@ def test_the_plan_does_what_was_decided(link, density, caplog):
                 return SparseReduce(peers, codec, count, 1.0, slot)
             return TwoStep(peers, codec, count, 1.0, slot)
 
-        plan = AutoReduce(peers, INT8, lambda: link, lambda codec: 1.0, make, slot, 1.0, count)
+        plan = AutoReduce(peers, slot.codec, count, 1.0, slot, INT8, lambda: link, lambda codec: 1.0, make)
         slot.begin(x)
         out = np.empty_like(x)
         plan.run(x, out)
@@ -104,7 +104,7 @@ def test_a_dense_choice_empties_the_residual():
     def rank(peers):
         slot = Feedback(Auto(lossy=("int8",)))["x"]
         x = np.arange(8, dtype=np.float32)
-        plan = AutoReduce(peers, INT8, lambda: FAST, lambda codec: 1.0, None, slot, 0.5, 8)
+        plan = AutoReduce(peers, slot.codec, 8, 0.5, slot, INT8, lambda: FAST, lambda codec: 1.0, None)
         slot.begin(x)
         slot.residual[...] = 1
         out = np.empty_like(x)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flagcx.algorithms.catalogue import Algorithm
 from flagcx.dtypes import DType, ReduceOp
 from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.schedule.model import Program, Schedule
+
+NATIVE = "native"
+"""The algorithm of NCCL's own collectives: ``Algorithm.NATIVE``, which a transport does not import."""
 
 UINT8 = 1
 """NCCL's number of the type for bytes."""
@@ -65,7 +67,7 @@ def native_form(collective: str, dtype: DType, op: ReduceOp | None, nccl_version
 def native_schedule(collective: str, size: int, root: int | None = None) -> Schedule:
     """The schedule of NCCL's own collective in a ``Call``. It has no steps, which NCCL decides."""
     chunks = size if COLLECTIVES[collective].blocks else 1
-    return Schedule(collective, Algorithm.NATIVE.value, size, chunks, _no_steps, root, aligned=True)
+    return Schedule(collective, NATIVE, size, chunks, _no_steps, root, aligned=True)
 
 
 def _no_steps(rank: int) -> Program:

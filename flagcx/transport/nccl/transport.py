@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from flagcx.algorithms.catalogue import Algorithm
 from flagcx.bootstrap.environment import host_name
 from flagcx.bootstrap.store import Store
 from flagcx.config import Config, set_default
@@ -47,7 +46,7 @@ from flagcx.transport.nccl.binding import (
     make_unique_id,
     message_of,
 )
-from flagcx.transport.nccl.native import native_form
+from flagcx.transport.nccl.native import NATIVE, native_form
 from flagcx.transport.nccl.plans import URGENT, NativePlan, SchedulePlan, Scratch, grouped
 from flagcx.transport.nccl.steps import device_program
 from flagcx.transport.peer_memory import PeerPlan, connect, protocols_in
@@ -172,7 +171,7 @@ class NcclTransport(DeviceTransport):
         if self._closed:
             raise CommunicatorError(f"the communicator of rank {self.rank} is closed")
         plan: Plan
-        if call.schedule.algorithm == Algorithm.NATIVE:
+        if call.schedule.algorithm == NATIVE:
             plan = self._native(call)
         elif self.peers is not None and self.peers.carries(call):
             plan = self.peers.compile(call)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 from flagcx.schedule.model import Buffer, Span
 
@@ -178,33 +179,27 @@ def chunk_layout(
         scratch: The chunks of SCRATCH that the rank's program uses; the others get no memory.
     """
     kind = COLLECTIVES[collective]
-    if not kind.blocks:
-        message = cut(int(counts), chunks)  # type: ignore[arg-type]
-        given = message if kind.has_input(rank, root) else (0,)
-        result = message if kind.has_output(rank, root) else (0,)
-    else:
-        sent, received = _block_counts(counts, size)
-        per_block = chunks // size
-        own = (sent[rank],)
-        message = _blocks(received, per_block)
-        given = _blocks(sent if kind.input_blocks(size) > 1 or size == 1 else own, per_block)
-        result = _blocks(received if kind.output_blocks(size) > 1 or size == 1 else own, per_block)
-        given = given if kind.has_input(rank, root) else (0,)
-        result = result if kind.has_output(rank, root) else (0,)
+    blocks: Any = counts if isinstance(counts, tuple) else (int(counts),) * (size if kind.blocks else 1)
+    paired = len(blocks) == 2 and isinstance(blocks[0], tuple)
+    sent, received = blocks if paired else (blocks, blocks)
+    per_block = kind.per_block(size, chunks)
+    message = _bounds(received, per_block)
+    own = _bounds((sent[rank],), per_block) if kind.blocks else message
+    source = own if kind.before == "each" else _bounds(sent, per_block)
+    result = own if kind.after == "each" else message
     sizes = [message[i + 1] - message[i] for i in range(chunks)]
     needed = (sizes[i % chunks] if i in scratch else 0 for i in range(max(scratch, default=-1) + 1))
-    return ChunkLayout((given, result, tuple(accumulate(needed, initial=0))))
+    return ChunkLayout(
+        (
+            source if kind.has_input(rank, root) else (0,),
+            result if kind.has_output(rank, root) else (0,),
+            tuple(accumulate(needed, initial=0)),
+        )
+    )
 
 
-def _block_counts(counts: Counts, size: int) -> tuple[Sequence[int], Sequence[int]]:
-    if isinstance(counts, int):
-        return (counts,) * size, (counts,) * size
-    if len(counts) == 2 and isinstance(counts[0], tuple):
-        return counts[0], counts[1]
-    return counts, counts
-
-
-def _blocks(counts: Sequence[int], per_block: int) -> tuple[int, ...]:
+def _bounds(counts: Sequence[int], per_block: int) -> tuple[int, ...]:
+    """The boundaries of the chunks of blocks that follow each other."""
     bounds = [0]
     for count in counts:
         start = bounds[-1]

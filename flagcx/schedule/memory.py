@@ -1,11 +1,19 @@
-"""Where the spans of one rank lie in one row of cells, so that a call in place is no special case."""
+"""The memory of a rank, and races inside one step: what a transfer may do to it while another one runs.
+
+The spans of one rank lie in one row of cells, so that a call in place is no special case.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
+from itertools import pairwise
+from operator import itemgetter
 
+from flagcx.errors import ScheduleError
 from flagcx.schedule.collectives import COLLECTIVES
-from flagcx.schedule.model import Buffer, Schedule, Span
+from flagcx.schedule.messages import fault
+from flagcx.schedule.model import Buffer, Program, Recv, RecvReduce, Schedule, Send, Span, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +50,70 @@ def cells(schedule: Schedule, rank: int, in_place: bool) -> Cells:
     """
     kind = COLLECTIVES[schedule.collective]
     facts = (rank, schedule.size, schedule.chunks, schedule.root)
-    given = kind.buffer_chunks(Buffer.INPUT, *facts)
-    result = kind.buffer_chunks(Buffer.OUTPUT, *facts)
+    inputs = kind.buffer_chunks(Buffer.INPUT, *facts)
+    outputs = kind.buffer_chunks(Buffer.OUTPUT, *facts)
     shift = kind.in_place_shift(*facts) if in_place else None
     if shift is None:
-        return Cells((0, given, given + result), (given, result))
+        return Cells((0, inputs, inputs + outputs), (inputs, outputs))
     over, under = shift
-    return Cells((under, over, max(under + given, over + result)), (given, result))
+    return Cells((under, over, max(under + inputs, over + outputs)), (inputs, outputs))
+
+
+def check_hazards(program: Program, place: Cells, in_place: bool) -> None:
+    """Checks every step of a rank's program.
+
+    Args:
+        program: The program.
+        place: The rank's memory, in place or not.
+        in_place: Whether the call is in place; for the message.
+
+    Raises:
+        ScheduleError: A span that a Recv lands in is touched by another transfer of its step, or the
+            spans of a Copy or Reduce overlap and are not the same.
+    """
+    for number, step in enumerate(program.steps):
+        if len(step.transfers) > 1:
+            _check_transfers(program.rank, number, step, place, in_place)
+        for work in step.local:
+            a, b = place.range(work.src)
+            c, d = place.range(work.dst)
+            if a < d and c < b and a != c:
+                text = f"{type(work).__name__} from {work.src} to {work.dst}, which overlap{_form(in_place)}"
+                raise fault(text, program.rank, number, work.dst)
+
+
+def _check_transfers(rank: int, number: int, step: Step, place: Cells, in_place: bool) -> None:
+    landing: list = []
+    other: list = []
+    for transfer in step.transfers:
+        span = transfer.src if isinstance(transfer, Send) else transfer.dst
+        (landing if isinstance(transfer, Recv) else other).append((*place.range(span), transfer))
+    if not landing:
+        return
+    landing.sort(key=itemgetter(0))
+    for first, second in pairwise(landing):
+        if second[0] < first[1]:
+            raise _race(rank, number, first[2], second[2], in_place)
+    starts = [a for a, _, _ in landing]
+    for a, b, transfer in other:
+        low = max(bisect_right(starts, a) - 1, 0)
+        for c, d, recv in landing[low : bisect_left(starts, b)]:
+            if a < d and c < b:
+                raise _race(rank, number, recv, transfer, in_place)
+
+
+def _race(
+    rank: int, number: int, recv: Recv, other: Send | Recv | RecvReduce, in_place: bool
+) -> ScheduleError:
+    span = other.src if isinstance(other, Send) else other.dst
+    does = {"Send": "sends from", "Recv": "receives into", "RecvReduce": "reduces into"}[type(other).__name__]
+    text = (
+        f"a Recv from rank {recv.peer} lands in it at any time of the step, in which a "
+        f"{type(other).__name__} with rank {other.peer} {does} {span}{_form(in_place)}; "
+        "receive elsewhere or use another step"
+    )
+    return fault(text, rank, number, recv.dst)
+
+
+def _form(in_place: bool) -> str:
+    return " (in a call in place, where INPUT and OUTPUT share memory)" if in_place else ""

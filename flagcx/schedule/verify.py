@@ -18,8 +18,7 @@ from dataclasses import dataclass
 
 from flagcx.errors import ScheduleError
 from flagcx.schedule.collectives import COLLECTIVES, ChunkLayout, Counts, chunk_layout
-from flagcx.schedule.hazards import check_hazards
-from flagcx.schedule.memory import Cells, cells
+from flagcx.schedule.memory import Cells, cells, check_hazards
 from flagcx.schedule.messages import Matching, completion_order, fault, match_messages
 from flagcx.schedule.model import (
     Buffer,

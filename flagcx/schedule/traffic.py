@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import lru_cache, partial
 from itertools import groupby
 
 import numpy as np
@@ -70,6 +70,7 @@ class Rounds:
         runs: In order, how many levels of the same traffic follow each other: the numbers of the kinds that
             make it up, and the levels.
         programs_made: How many programs were made to find this.
+        sides: (rank) -> its side of every level.
     """
 
     collective: str
@@ -79,6 +80,7 @@ class Rounds:
     kinds: tuple[LevelTraffic, ...]
     runs: tuple[tuple[tuple[int, ...], int], ...]
     programs_made: int
+    sides: Callable[[int], list[_Side]]
 
     @property
     def steps(self) -> int:
@@ -182,12 +184,13 @@ def rounds_of(schedule: Schedule) -> Rounds:
         14
     """
     schedule = levels(schedule)
-    made = lru_cache(maxsize=None)(lambda rank: _sides(schedule, rank))
+    made = lru_cache(maxsize=None)(partial(_sides, schedule))
     named = sum(chunks for sent, received, *_ in made(0) for _, chunks in (*sent, *received))
     period = schedule.size
     if named * schedule.size > MOST_CHUNKS:
         period = _period(schedule.size, made) or schedule.size
-    return _assemble(schedule, [made(rank) for rank in range(period)], made.cache_info().misses)
+    base = [made(rank) for rank in range(period)]
+    return _assemble(schedule, base, made.cache_info().misses, partial(_sides, schedule))
 
 
 def _period(size: int, sides: Callable[[int], list[_Side]]) -> int | None:
@@ -200,7 +203,7 @@ def _period(size: int, sides: Callable[[int], list[_Side]]) -> int | None:
     return None
 
 
-def _assemble(schedule: Schedule, base: list[list[_Side]], made: int) -> Rounds:
+def _assemble(schedule: Schedule, base: list[list[_Side]], made: int, sides: Callable) -> Rounds:
     """Levels of all ranks from those of ranks 0 to p - 1, which repeat every p ranks."""
     if len({len(sides) for sides in base}) > 1:
         raise ScheduleError(
@@ -215,7 +218,7 @@ def _assemble(schedule: Schedule, base: list[list[_Side]], made: int) -> Rounds:
         keys.append((numbers[level],))
     kinds = tuple(_expand(level, schedule.size) for level in numbers)
     facts = (schedule.collective, schedule.algorithm, schedule.size, schedule.chunks)
-    return Rounds(*facts, kinds, _runs(keys), made)
+    return Rounds(*facts, kinds, _runs(keys), made, sides)
 
 
 def _runs(keys: Iterable[tuple[int, ...]]) -> tuple[tuple[tuple[int, ...], int], ...]:
@@ -273,37 +276,24 @@ def staggered(one: Rounds, schedule: Schedule) -> Rounds | None:
     keys = [key for key, count in one.runs for _ in range(count)]
     if rest or not schedule.aligned or schedule.size != one.size:
         return None
-    total = len(keys) + pieces - 1
-    size = one.size
+    total, size = len(keys) + pieces - 1, one.size
     probes = sorted({0, 1, 2, size // 3, size // 2, size - 2, size - 1} & set(range(size)))
     for rank in probes:
         got = _sides(schedule, rank)
-        if len(got) != total or got != _overlaid(_sides_in(one, rank, keys), pieces):
+        if len(got) != total or got != _overlaid(one.sides(rank), pieces):
             return None
     merged = []
     for level in range(total):
         parts = range(max(0, level - pieces + 1), min(level + 1, len(keys)))
         merged.append(tuple(sorted(number for part in parts for number in keys[part])))
-    made = one.programs_made + len(probes)
-    whole = replace(one, algorithm=schedule.algorithm, chunks=schedule.chunks, programs_made=made)
-    return replace(whole, runs=_runs(merged))
-
-
-def _sides_in(rounds: Rounds, rank: int, keys: Sequence[tuple[int, ...]]) -> list[_Side]:
-    """One rank's side of every level, read back from the traffic."""
-
-    @cache
-    def of(number: int) -> _Side:
-        kind = rounds.kinds[number]
-        transfers = []
-        for own, other in ((kind.source, kind.target), (kind.target, kind.source)):
-            offsets, chunks = (other[own == rank] - rank) % rounds.size, kind.chunks[own == rank]
-            transfers.append(tuple(sorted(zip(offsets.tolist(), chunks.tolist(), strict=True))))
-        at = kind.worker == rank
-        reduced, copied, touched = (int(a[at].sum()) for a in (kind.reduced, kind.copied, kind.touched))
-        return transfers[0], transfers[1], reduced, copied, touched
-
-    return [_joined([of(number) for number in key]) for key in keys]
+    return replace(
+        one,
+        algorithm=schedule.algorithm,
+        chunks=schedule.chunks,
+        runs=_runs(merged),
+        programs_made=one.programs_made + len(probes),
+        sides=partial(_sides, schedule),
+    )
 
 
 def _joined(sides: Sequence[_Side]) -> _Side:

@@ -1,7 +1,7 @@
 """Algorithms as pure functions of ranks, and the catalogue of them.
 
-Every function returns a ``Schedule`` and imports no transport and no array library. ``catalogue`` lists what
-each serves and costs, ``flagcx.schedule.compose`` has the vocabulary that they are written in, with an
+Every function returns a ``Schedule`` and imports no transport and no array library. ``catalogue`` lists
+them, ``flagcx.schedule.compose`` has the vocabulary that they are written in, with an
 example, and ``register`` adds one.
 """
 

@@ -37,7 +37,7 @@ def _allgather(size: int, rank: int) -> Iterator[ChunkTransfer]:
 
 
 def bruck_allgather(size: int) -> Schedule:
-    """Every rank receives from ever further on all that the other rank has, or what it still lacks.
+    """Every rank receives from ever further on the blocks that the other rank has and it lacks.
 
     Args:
         size: Number of ranks.

@@ -1,7 +1,7 @@
 """The algorithms: their names, and those that come with flagcx.
 
-An algorithm is a function of the number of ranks that returns a schedule; what else is known of it follows
-from that function and its schedules.
+An algorithm is a function of the number of ranks that returns a schedule. All else, such as its steps and
+bytes, follows from that function and its schedules.
 """
 
 from __future__ import annotations

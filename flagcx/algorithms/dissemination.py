@@ -1,4 +1,4 @@
-"""Dissemination: in step k every rank tells the one 2^k further on what it knows. The barrier.
+"""Dissemination: in step k every rank sends all that it knows to the rank 2^k further on. The barrier.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Recursive doubling and halving: partners whose numbers differ in one bit exchange what they have.
+"""Recursive doubling and halving: partners whose numbers differ in one bit exchange all that they have.
 
 ::
 
@@ -166,7 +166,7 @@ def recursive_doubling_allgather(size: int) -> Schedule:
 
 
 def halving_reduce_scatter(size: int) -> Schedule:
-    """Recursive halving, the allgather backwards: partners exchange sums of half of what is left.
+    """Recursive halving, the allgather backwards: partners exchange sums of half of the blocks left.
 
     Args:
         size: Number of ranks.

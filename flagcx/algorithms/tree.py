@@ -50,7 +50,7 @@ def tree_broadcast(size: int, root: int = 0, pieces: int = 1) -> Schedule:
 
 
 def tree_reduce(size: int, root: int = 0, pieces: int = 1) -> Schedule:
-    """Each rank adds what its two children have to its own and sends every piece to its parent.
+    """Each rank adds the pieces of its two children to its own and sends the sums to its parent.
 
     Args:
         size: Number of ranks.

@@ -1,4 +1,4 @@
-"""``flagcx simulate``: the time of one algorithm on a machine, and what goes over its links."""
+"""``flagcx simulate``: the time of one algorithm on a machine, and the load of its links."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def simulate(
     ],
     algorithm: Annotated[
         str,
-        typer.Option("--algorithm", "-a", help="ring, double_binary_tree, ..., or a mix: 'ring|ring'."),
+        typer.Option("--algorithm", "-a", help="ring, double_binary_tree, ..., or two at once: 'ring|ring'."),
     ],
     nbytes: Annotated[
         str,
@@ -43,11 +43,11 @@ def simulate(
         int | None, typer.Option("--pieces", "-k", min=1, help="Pieces that follow each other; by the model.")
     ] = None,
     network_only: Annotated[
-        bool, typer.Option("--network-only", help="Leave out what a call costs at its ranks.")
+        bool, typer.Option("--network-only", help="Leave out the costs of a call at its ranks.")
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw who sends to whom when, to a .png, .svg or .pdf file.")
+        Path | None, typer.Option(help="Draw the messages over time, to a .png, .svg or .pdf file.")
     ] = None,
 ) -> None:
     """Time an algorithm on a machine that you need not have: time, bandwidth, load of the links."""
@@ -76,7 +76,7 @@ def simulate(
 
 
 def _check_names(collective: str, algorithm: str) -> None:
-    """Refuses an algorithm, or one of a mix, that does not serve the collective."""
+    """Refuses an algorithm, or one of a pair, that does not serve the collective."""
     from flagcx.algorithms.candidate import Candidate
 
     Candidate.parse(collective, algorithm).entries(collective)
@@ -167,7 +167,7 @@ def _text(report: dict[str, Any]) -> str:
 
 
 def _check_picture(path: Path | None) -> None:
-    """Refuses what cannot be drawn to, before anything is worked out."""
+    """Refuses a file that cannot be drawn to, before the simulation."""
     if path is not None and path.suffix.lower() not in _PICTURES:
         raise ArgumentError(f"{path}: cannot draw to {path.suffix or 'no ending'!r}; use .png, .svg or .pdf")
 

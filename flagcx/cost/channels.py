@@ -37,7 +37,7 @@ class Channels:
     Attributes:
         gb_per_s: 10^9 bytes that a channel copies a second.
         reach: The part of a link's bandwidth that all channels together get out of it, 0 to 1.
-        most: Channels of a rank, a power of two; also the most that a message is given.
+        most: Channels of a rank, a power of two; also the most that a message has.
         start_nbytes: Bytes of a part that the receiving end waits for before it has something to copy, where
             a message has several.
         least_part_nbytes: A message is cut into parts no shorter than this.
@@ -98,7 +98,7 @@ class Channels:
                 where each has its own.
 
         Returns:
-            float64 of the shape of ``nbytes``: what the slower of links and channels needs, and the start.
+            float64 of the shape of ``nbytes``: the time of the slower of links and channels, and the start.
         """
         count = self.count(nbytes, ranks)
         part = nbytes / count

@@ -74,7 +74,7 @@ def uniform(size: int, latency_us: float, bandwidth_gb_per_s: float, *, ports: b
         size: Number of ranks.
         latency_us: One way.
         bandwidth_gb_per_s: In each direction.
-        ports: Whether all that a rank sends shares one link, and all that it receives another, as behind a
+        ports: Whether all that a rank sends shares one link, and all that it receives another, as below a
             switch; otherwise each pair of ranks has links of its own, and nothing is shared.
 
     Raises:

@@ -32,7 +32,7 @@ _MOST_KEPT = 4_000_000
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What a call costs at its ranks. All zero: the network's time alone.
+    """Costs of a call at its ranks. All zero: the network's time alone.
 
     Attributes:
         call_us: Once a call.
@@ -169,7 +169,7 @@ class Timed:
 
         Args:
             nbytes: Bytes of the message; of one block, where the collective has one a rank.
-            costs: What a call costs at its ranks; nothing by default.
+            costs: Costs of the call at its ranks; none by default.
 
         Raises:
             ArgumentError: ``nbytes`` is negative.
@@ -195,7 +195,7 @@ class Timed:
         return found
 
     def _routed(self, number: int) -> tuple:
-        """The flows of one kind of traffic, and what it loads: chunks over each link."""
+        """The flows of one kind of traffic, and its load: chunks over each link."""
         if number not in self._flows:
             kind = self.rounds.kinds[number]
             flows = self.network.find(kind.source, kind.target)

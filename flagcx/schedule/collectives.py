@@ -1,4 +1,4 @@
-"""Each collective as what every rank holds before and after, and how large its buffers are.
+"""Each collective as the data that every rank holds before and after, and the size of its buffers.
 
 A contribution is named ``(rank, chunk)``: chunk ``chunk`` of the INPUT of ``rank``. ``Collective.expected``
 says of which contributions each chunk of each rank's OUTPUT is made, each exactly once.
@@ -16,7 +16,7 @@ from flagcx.schedule.model import Buffer, Span
 Contribution = tuple[int, int]
 Counts = int | tuple
 """Elements of a message: one number where all blocks are alike; else one number a rank; for alltoall
-a pair (what this rank sends to each, what it receives from each)."""
+a pair: the elements that this rank sends to each, and those that it receives from each."""
 
 
 def cut(count: int, pieces: int) -> tuple[int, ...]:
@@ -37,7 +37,7 @@ def cut(count: int, pieces: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """What a collective means.
+    """The meaning of a collective.
 
     Attributes:
         name: As MPI and NCCL call it.
@@ -166,7 +166,7 @@ def chunk_layout(
     counts: Counts,
     scratch: Collection[int],
 ) -> ChunkLayout:
-    """Settles how many elements each chunk of ``rank``'s buffers has.
+    """The layout of ``rank``'s buffers: how many elements each chunk has.
 
     Args:
         collective: Name of the collective.

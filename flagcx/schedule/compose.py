@@ -77,7 +77,7 @@ __all__ = [
 
 
 def then(*parts: Schedule, collective: str | None = None, algorithm: str | None = None) -> Schedule:
-    """Runs the parts one after the other: what one leaves in its OUTPUT, the next finds in its INPUT.
+    """Runs the parts one after the other: the OUTPUT of one is the INPUT of the next.
 
     No data is copied in between: the whole is a pattern if all parts are; otherwise each part after the first
     works in place on the whole's OUTPUT (on SCRATCH where a rank has none that is large enough). Chunks are
@@ -86,8 +86,8 @@ def then(*parts: Schedule, collective: str | None = None, algorithm: str | None 
     unequal blocks.
 
     Args:
-        parts: Schedules for the same ranks, where each begins with what the one before leaves: after a
-            reduce_scatter each rank has its block, with which an allgather or a gather begins.
+        parts: Schedules for the same ranks, where each begins with the data that the one before leaves: after
+            a reduce_scatter each rank has its block, with which an allgather or a gather begins.
         collective: What the whole is, where another collective begins and ends alike (a barrier as reduce
             and broadcast); by default it follows from the first part and the last.
         algorithm: A name for the whole; by default those of the parts, joined by "+".
@@ -122,7 +122,7 @@ def then(*parts: Schedule, collective: str | None = None, algorithm: str | None 
 
 
 def _whole(parts: Sequence[Schedule], collective: str | None) -> tuple[Collective, int | None]:
-    """What parts are together, and its root."""
+    """The collective that parts make together, and its root."""
     names = " then ".join(part.collective for part in parts)
     kinds = [COLLECTIVES[part.collective] for part in parts]
     if any(kind.name == "alltoall" for kind in kinds):
@@ -178,8 +178,8 @@ def beside(
     """Runs two schedules of one collective at once, ``a`` on a part of the message, ``b`` on the rest.
 
     Step k of the whole is step k of ``a`` and step k of ``b`` together. That is only right if matched
-    sends and receives are in steps of the same number; a schedule that does not say so of itself
-    (``Schedule.aligned``) is put on levels first, for which all of its programs are made once.
+    sends and receives are in steps of the same number; a schedule that is not marked
+    ``aligned`` is put on levels first, for which all of its programs are made once.
 
     Args:
         a: Gets the first chunks of the message (of each block, if the collective has blocks).

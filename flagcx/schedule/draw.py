@@ -24,7 +24,7 @@ def text(schedule: Schedule, width: int = 28) -> str:
     Args:
         schedule: A schedule of not too many ranks. It is put on levels, so that the two sides of a message
             stand in one column.
-        width: Characters that a cell may take; what is longer is cut.
+        width: Characters that a cell may take; a longer one is cut.
 
     Returns:
         Lines of text: a title, a header, a line a rank, a legend.
@@ -94,12 +94,12 @@ def _chunks(span: Span) -> str:
 def draw(schedule: Schedule, path: str | os.PathLike[str]) -> None:
     """Saves a picture of ``schedule``: an arrow a message, in the colour of its first chunk.
 
-    An arrow with a plus at its head is reduced into what is there. Squares are local work at the end of
-    a step: hollow ones copy, filled ones reduce. The schedule is put on levels first.
+    A message whose arrow has a plus at its head is reduced into its target. Squares are local work at the end
+    of a step: hollow ones copy, filled ones reduce. The schedule is put on levels first.
 
     Args:
         schedule: A schedule of not too many ranks and steps.
-        path: File to write; its ending says the format (png, svg, pdf).
+        path: File to write; its ending gives the format (png, svg, pdf).
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
@@ -221,7 +221,7 @@ def draw_times(title: str, size: int, moments: Iterable[Any], path: str | os.Pat
         title: Stands above.
         size: Number of ranks.
         moments: Level by level, the messages with their times: see ``flagcx.cost.simulate.Moment``.
-        path: File to write; its ending says the format (png, svg, pdf).
+        path: File to write; its ending gives the format (png, svg, pdf).
 
     Raises:
         MissingDependencyError: matplotlib is not installed.

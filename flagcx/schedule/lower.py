@@ -108,7 +108,8 @@ def _levels(matching: Matching) -> tuple[list[int], list[list[int]]]:
 def _ordered(schedule: Schedule, matching: Matching) -> Iterator[tuple[int, int]]:
     """Pairs of messages of one step, of which the second, a reduction, must not be on an earlier level.
 
-    A send goes before a reduction into what it reads; reductions into the same chunks keep their order.
+    A send goes before a reduction into the span that it reads; reductions into the same chunks keep their
+    order.
     """
     for program in matching.programs:
         rank = program.rank

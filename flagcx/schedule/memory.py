@@ -1,6 +1,6 @@
-"""The memory of a rank, and races inside one step: what a transfer may do to it while another one runs.
+"""The memory of a rank, and races of transfers for it inside one step.
 
-The spans of one rank lie in one row of cells, so that a call in place is no special case.
+All spans of a rank are ranges of one row of cells, so that a call in place is no special case.
 """
 
 from __future__ import annotations

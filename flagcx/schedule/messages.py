@@ -48,7 +48,7 @@ class Matching:
 def fault(
     text: str, rank: int | None = None, step: int | None = None, span: Span | None = None
 ) -> ScheduleError:
-    """A ScheduleError whose message begins with the place."""
+    """A ScheduleError whose message begins with rank, step and span."""
     place = [] if rank is None else [f"rank {rank}"]
     if step is not None:
         place.append(f"step {step}")
@@ -63,7 +63,7 @@ def match_messages(schedule: Schedule, programs: Sequence[Program] | None = None
 
     Args:
         schedule: Any schedule whose peers are ranks of it.
-        programs: Its programs where the caller has them at hand.
+        programs: Its programs, if the caller has made them.
 
     Raises:
         ScheduleError: A send or a receive has no match, or their spans have different lengths.
@@ -110,9 +110,9 @@ def _match(pair: tuple[int, int], sends: Sequence, receives: Sequence) -> list[M
     return matched
 
 
-def _unmatched(what: str, wanted: str, peer: int, number: int, there: int) -> str:
+def _unmatched(transfer: str, wanted: str, peer: int, number: int, there: int) -> str:
     return (
-        f"a {what} rank {peer} without its match: there are {number} of them, and rank {peer} has "
+        f"a {transfer} rank {peer} without its match: there are {number} of them, and rank {peer} has "
         f"{there} matching {wanted}"
     )
 

@@ -1,4 +1,4 @@
-"""The types an algorithm is written in: who sends which chunk to whom in which step.
+"""The types of schedules: which rank sends which chunk to which other rank in which step.
 
 A schedule is data. It holds no bytes, dtypes or pointers, so one schedule serves every message
 size and every kind of array; a transport compiles one rank's program of it into a plan that runs.
@@ -10,8 +10,8 @@ the k-th send from a to b is matched by the k-th receive of b from a. Within one
 
 1. The transfers run concurrently. A send reads its span as it is when the step begins. A ``Recv``
    lands in its span at any time during the step.
-2. When all transfers are done, what arrived for each ``RecvReduce`` is applied in the order in
-   which they are listed: ``dst = op(dst, arrived)``. So results never depend on timing, and a span
+2. When all transfers are done, the data that arrived for each ``RecvReduce`` is applied in the order in
+   which these are listed: ``dst = op(dst, arrived)``. So results never depend on timing, and a span
    may be sent and reduced into in the same step.
 3. Then the local work is done in the order listed: ``Copy`` and ``Reduce``.
 
@@ -20,9 +20,9 @@ spans of a ``Copy`` or ``Reduce`` are apart or one and the same; a copy of a spa
 INPUT to OUTPUT is, in a call in place) does nothing. OUTPUT and SCRATCH hold nothing at first.
 
 Chunks are not all of one size: where a message does not divide evenly, ``collectives.cut`` makes some an
-element longer. So a chunk only moves to where a chunk of its own number may lie: the same chunk of the
+element longer. So a chunk only moves to a place for chunks of its own number: the same chunk of the
 message, or, for collectives with blocks, the same piece of some block (of the same block, if the schedule
-is to serve blocks of different sizes). ``verify`` holds a schedule to all of this.
+is to serve blocks of different sizes). ``verify`` checks all of this.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from dataclasses import dataclass
 
 
 class Buffer(enum.IntEnum):
-    """Where a span lies."""
+    """The memory that a span is part of."""
 
     INPUT = 0
-    """What the caller contributes. Never written, unless the call is in place."""
+    """The caller's sendbuf. Never written, unless the call is in place."""
     OUTPUT = 1
-    """What the caller gets."""
+    """The caller's recvbuf."""
     SCRATCH = 2
     """Memory of the transport's own. Its chunk i is as large as the message's chunk i mod chunks."""
 
@@ -116,7 +116,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What one rank does."""
+    """The steps of one rank."""
 
     rank: int
     steps: tuple[Step, ...]
@@ -160,9 +160,9 @@ class Schedule:
             ``q * k + p`` is piece p of the block of rank q.
         make: Returns the program of a rank; pure.
         root: The root of a rooted collective, else None.
-        aligned: The author's word that both sides of every message are in steps of the same number, and
-            that all programs have equally many steps (empty ones where a rank rests). Aligned schedules
-            can be laid beside each other one rank at a time; ``verify`` holds the author to it.
+        aligned: The author's assertion that both sides of every message are in steps of the same number, and
+            that all programs have equally many steps (empty ones where a rank is idle). Aligned schedules
+            can be laid beside each other one rank at a time; ``verify`` checks it.
     """
 
     collective: str

@@ -69,7 +69,7 @@ def recv(round: int, peer: int, start: int, stop: int | None = None) -> ChunkTra
 
 
 def recv_reduce(round: int, peer: int, start: int, stop: int | None = None) -> ChunkTransfer:
-    """Receives chunks from ``peer`` and adds them to what this rank has of these chunks.
+    """Receives chunks from ``peer`` and adds them to this rank's own of the same numbers.
 
     Several of one round are added in the order in which they are listed.
     """
@@ -78,7 +78,7 @@ def recv_reduce(round: int, peer: int, start: int, stop: int | None = None) -> C
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """Makes the programs of a schedule from a pattern; the ``make`` of what ``schedule_of`` returns.
+    """Makes programs from a pattern: the ``make`` of the schedules that ``schedule_of`` returns.
 
     Attributes:
         collective: Name of the collective.

@@ -1,4 +1,4 @@
-"""A run of a schedule on symbols: what each chunk is a sum of, counted with multiplicity."""
+"""A run of a schedule on symbols: each chunk is a sum of contributions, counted with multiplicity."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class Sums:
 def run(
     schedule: Schedule, matching: Matching, order: Sequence[tuple[int, int]], layout: Sequence[Cells]
 ) -> None:
-    """Runs ``schedule`` on symbols and compares what every OUTPUT ends with to what it should.
+    """Runs ``schedule`` on symbols and compares every OUTPUT with the contributions it must end with.
 
     Args:
         schedule: The schedule.

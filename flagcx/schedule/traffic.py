@@ -8,7 +8,7 @@ recognised: in a ring, all; in a hierarchy, those of the same place in their gro
 Every chunk counts alike here; on a machine, chunks of a message differ by an element at most. All that a rank
 sends to one peer on one level is one message here, even where it lies in several places.
 
-Local work is counted in two ways: as the schedule says; and as one launch does it that reads every operand of
+Local work is counted in two ways: as it is listed; and as one launch does it that reads every operand of
 a sum once, writes every sum once, and leaves out copies to where a call in place has its data already.
 """
 
@@ -107,7 +107,7 @@ def sent_chunks(schedule: Schedule, rank: int) -> int:
 # -- one rank's side of a level
 
 _Side = tuple[tuple, tuple, int, int, int]
-"""(offset of the peer, chunks) of what is sent and of what is received; chunks reduced, copied, touched."""
+"""(offset of the peer, chunks) of all sends, and of all receives; chunks reduced, copied and touched."""
 _NOTHING: _Side = ((), (), 0, 0, 0)
 _Shift = tuple[int, int] | None
 
@@ -167,7 +167,7 @@ def _sides(schedule: Schedule, rank: int) -> list[_Side]:
 
 
 def rounds_of(schedule: Schedule) -> Rounds:
-    """Finds what happens on each level of a schedule.
+    """Counts the traffic on each level of a schedule.
 
     Args:
         schedule: Any schedule. One that is not aligned is put on levels first, for which all of its

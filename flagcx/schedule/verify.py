@@ -1,4 +1,4 @@
-"""Proof that a schedule does what its collective says: no hang, no race, every contribution once.
+"""Proof that a schedule carries out its collective: no hang, no race, every contribution once.
 
 Five questions, in this order, each of which assumes a good answer to those before it:
 
@@ -6,7 +6,7 @@ Five questions, in this order, each of which assumes a good answer to those befo
 2. Is the k-th send from a to b matched by a k-th receive of b from a, chunk for chunk of one size?
 3. Does every step end, if a send waits for its receive and the other way round (rendezvous)?
 4. Is the result the same however the transfers of a step are timed?
-5. Does a run on symbols leave in every OUTPUT what the collective wants, each contribution once?
+5. Does a run on symbols leave in every OUTPUT the contributions of the collective, each once?
 
 Since no result depends on timing (4), one run (5) in an order that can happen (3) stands for all.
 """
@@ -105,7 +105,7 @@ def _check_facts(schedule: Schedule) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Limits:
-    """What the spans of one rank's program must keep to."""
+    """Limits of the spans of one rank's program."""
 
     rank: int
     size: int
@@ -177,7 +177,7 @@ def _check_sizes(schedule: Schedule, matching: Matching) -> None:
 
 
 def check_aligned(matching: Matching) -> None:
-    """Checks what ``Schedule.aligned`` says.
+    """Checks the assertion ``Schedule.aligned``.
 
     Raises:
         ScheduleError: A message is sent and received in steps of different number, or programs differ
@@ -186,7 +186,7 @@ def check_aligned(matching: Matching) -> None:
     for m in matching.messages:
         if m.send_step != m.recv_step:
             text = (
-                f"the schedule says it is aligned, but this is received by rank {m.target} in its step "
+                f"the schedule says it is aligned, but rank {m.target} receives this message in its step "
                 f"{m.recv_step}; make both steps the same or set aligned=False"
             )
             raise fault(text, m.source, m.send_step, m.src)

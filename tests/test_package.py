@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import networkx as nx
 import pytest
 
 import flagcx as fc
@@ -62,7 +63,8 @@ LAYERS = [
     ["kernels", "arguments"],
     ["transport"],
     ["profiler"],
-    ["cost", "selection", "_launch"],
+    ["cost"],
+    ["selection", "_launch"],
     ["executor"],
     ["fusion"],
     ["compression"],
@@ -159,6 +161,49 @@ def test_an_import_that_goes_up_is_found():
     assert _upward(Path("schedule/verify.py"), tree)
     assert _upward(Path("algorithms/ring.py"), ast.parse("import flagcx.topology.plan"))
     assert not _upward(Path("cli/run.py"), tree)
+
+
+def _module(path: Path) -> str:
+    return ".".join(("flagcx", *path.with_suffix("").parts)).removesuffix(".__init__")
+
+
+def _import_graph(modules) -> nx.DiGraph:
+    """Which module imports which, when it is loaded, later in a function, or for types alone."""
+    trees = {_module(path): tree for path, tree in modules}
+    graph = nx.DiGraph()
+    for name, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                found = {f"{node.module}.{alias.name}" for alias in node.names}
+                graph.add_edges_from((name, one if one in trees else node.module) for one in found)
+            elif isinstance(node, ast.Import):
+                graph.add_edges_from((name, alias.name) for alias in node.names)
+    graph.remove_nodes_from([name for name in [*graph] if name not in trees or name == "flagcx"])
+    graph.remove_edges_from([*nx.selfloop_edges(graph)])
+    return graph
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    cycles = [
+        found for found in nx.strongly_connected_components(_import_graph(_modules())) if len(found) > 1
+    ]
+    assert not cycles, cycles
+
+
+def test_a_cycle_of_lazy_imports_is_found():
+    one = ast.parse("def f():\n    from flagcx.dtypes import DType")
+    other = ast.parse("if TYPE_CHECKING:\n    from flagcx.errors import FlagcxError")
+    graph = _import_graph([(Path("errors.py"), one), (Path("dtypes.py"), other)])
+    assert not nx.is_directed_acyclic_graph(graph)
+
+
+def test_files_have_one_idea():
+    long = [
+        f"{path} has {lines} lines"
+        for path, _ in _modules()
+        if (lines := len((PACKAGE / path).read_text().splitlines())) > 400
+    ]
+    assert not long, long
 
 
 def test_every_module_has_a_layer():

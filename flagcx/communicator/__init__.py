@@ -52,7 +52,7 @@ class Communicator(Caller):
     Args:
         rank: This rank.
         size: Number of ranks.
-        exchange: Sends bytes to all ranks and returns everybody's, in rank order.
+        exchange: Sends bytes to all ranks and returns every rank's, in rank order.
         hosts: The host of each rank.
         config: Settings.
         store: The ranks' part of the store, with which those join that have arrays on GPUs.
@@ -190,8 +190,8 @@ class Communicator(Caller):
         self._splits += 1
 
         def exchange(mine: bytes) -> list[bytes]:
-            everybodys = self.allgather_object(mine)
-            return [everybodys[q] for q in ranks]
+            cards_of_all = self.allgather_object(mine)
+            return [cards_of_all[q] for q in ranks]
 
         if color is None:
             exchange(b"")

@@ -30,7 +30,7 @@ from flagcx.transport.base import Call, Plan, Transport
 
 _MOST_PLANS = 4096
 _MOST_EXPLORED = 1024
-_TOLD_NBYTES = 256
+_CARD_NBYTES = 256
 TWO_THREADS = (
     "two threads use one communicator at the same time; give each thread its own, from comm.split(), or let "
     "one thread make all calls"
@@ -191,13 +191,13 @@ class Executor:
         Raises:
             MismatchError: Some rank does something else.
         """
-        told = zlib.crc32(what.encode()).to_bytes(4, "little") + what.encode()
-        own = np.frombuffer(told[:_TOLD_NBYTES].ljust(_TOLD_NBYTES, b"\0"), np.uint8)
-        everybodys = np.empty((self.size, own.size), np.uint8)
+        card = zlib.crc32(what.encode()).to_bytes(4, "little") + what.encode()
+        own = np.frombuffer(card[:_CARD_NBYTES].ljust(_CARD_NBYTES, b"\0"), np.uint8)
+        cards = np.empty((self.size, own.size), np.uint8)
         kind = dtype_of(own.dtype)
         plan = self._make("allgather", own.size, kind, None, None, False, Candidate("direct"))
-        plan.run(own, everybodys.reshape(-1))
-        for rank, theirs in enumerate(everybodys):
+        plan.run(own, cards.reshape(-1))
+        for rank, theirs in enumerate(cards):
             if (theirs != own).any():
                 mine, words = (x[4:].tobytes().rstrip(b"\0").decode(errors="replace") for x in (own, theirs))
                 raise MismatchError(
@@ -295,7 +295,7 @@ class Executor:
         self._untold = None
 
     def hurry(self) -> None:
-        """Says that nothing is computed any more beside what was started: somebody waits for it."""
+        """Lets started work have the core: the caller waits for it, and computes nothing beside it any more."""
         self._hurried = True
         self._progress.background = False
 

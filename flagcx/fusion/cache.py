@@ -1,8 +1,8 @@
 """Arrays that came before: what was worked out about them is used again.
 
-A training step brings the same arrays as the step before, or new ones in the same memory. So what is to be
-done for a list of arrays is kept twice. By the arrays themselves, which costs one look: an array is told by
-its ``id``, its own as long as it lives, and no longer. And by their memory, which costs a look at each array.
+A training step brings the same arrays as the step before, or new ones in the same memory. So the plan for a
+list of arrays is kept under two keys. Under the arrays' identities, which costs one look-up: the ``id`` of an array
+is its own as long as the array lives, and no longer. And under their memory, which costs a look at each array.
 """
 
 from __future__ import annotations
@@ -81,11 +81,11 @@ class Bound:
         """Whether all that it is made of is still there."""
         return all([part.places is None or part.places.kept for part in self._parts])
 
-    def run(self, given: Sequence[Any], result: Sequence[Any]) -> None:
-        """Reduces the arrays that lie there; ``given`` and ``result`` are these."""
+    def run(self, sendbufs: Sequence[Any], recvbufs: Sequence[Any]) -> None:
+        """Reduces the arrays that lie there; both lists are these."""
         for plan, number, packing, places in self._parts:
             if packing is None:
-                plan.run(given[number], given[number])
+                plan.run(sendbufs[number], sendbufs[number])
                 continue
             packing.pack_at(places)
             plan.run(packing.flat, packing.flat)

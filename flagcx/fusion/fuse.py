@@ -199,12 +199,12 @@ class Fused:
         """How many all-reduces it makes."""
         return len(self._parts)
 
-    def run(self, given: Sequence[Any], result: Sequence[Any]) -> None:
-        """Reduces each array of ``given`` into the array at its place of ``result``.
+    def run(self, sendbufs: Sequence[Any], recvbufs: Sequence[Any]) -> None:
+        """Reduces each array of ``sendbufs`` into the array at its place in ``recvbufs``.
 
         Args:
-            given: Arrays of the plan's shapes and dtype.
-            result: Likewise; the same list where it is in place.
+            sendbufs: Arrays of the plan's shapes and dtype.
+            recvbufs: Likewise; the same list where it is in place.
 
         Raises:
             MismatchError: The ranks have arrays of other shapes, which as many bytes do not show.
@@ -214,18 +214,18 @@ class Fused:
             agree()
         for part in self._parts:
             if part.packing is None:
-                part.plan.run(given[part.first], result[part.first])
+                part.plan.run(sendbufs[part.first], recvbufs[part.first])
                 continue
-            mine = given[part.first : part.last]
+            mine = sendbufs[part.first : part.last]
             part.packing.pack(mine)
             part.plan.run(part.packing.flat, part.packing.flat)
-            part.packing.unpack(mine if result is given else result[part.first : part.last])
+            part.packing.unpack(mine if recvbufs is sendbufs else recvbufs[part.first : part.last])
 
-    def bind(self, given: Sequence[Any], numbers: Sequence[int]) -> Iterator[BoundPart]:
+    def bind(self, arrays: Sequence[Any], numbers: Sequence[int]) -> Iterator[BoundPart]:
         """What is left to do for certain arrays that keep their place, in place.
 
         Args:
-            given: Arrays, among others those of this plan.
+            arrays: Arrays, among others those of this plan.
             numbers: Which of them are this plan's, in order.
         """
         for part in self._parts:
@@ -233,7 +233,7 @@ class Fused:
                 yield BoundPart(part.plan, numbers[part.first])
                 continue
             packing = cast(PlacedPacking, part.packing)
-            places = packing.places([given[i] for i in numbers[part.first : part.last]])
+            places = packing.places([arrays[i] for i in numbers[part.first : part.last]])
             yield BoundPart(part.plan, -1, packing, places)
 
 
@@ -272,7 +272,7 @@ class Fusion:
         if found is None:
             self.executor.check()
             parts = list(self._parts(dtype, op, algorithm, shapes, in_place))
-            # Ranks on hosts talk at little cost.
+            # Between NumPy arrays a comparison costs little.
             compares = self.bindings is None and any(part.packing is not None for part in parts)
             what = f"allreduce of {len(shapes)} arrays of shapes {shapes}"
             found = Fused(parts, partial(self.executor.agree, what) if compares else None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -74,16 +74,16 @@ class Group:
         self.add_quickly: Callable[[Any, Any], bool] = _adds_nothing
 
     def append(self, call: Pending | Reductions) -> None:
-        """Adds any call. It runs behind all that were added before."""
+        """Adds any call, which runs after all that were added before."""
         self.close()
         self._entries.append(call)
 
     def close(self) -> None:
-        """Adds no further all-reduce to the last ones. Idempotent."""
+        """Ends the all-reduces at the end, so that the next one begins new ones."""
         self._open, self.add_quickly, self._like.kind = None, _adds_nothing, None
 
     def reductions(self) -> Reductions:
-        """The all-reduces at the end of what was added so far, for one more."""
+        """The all-reduces at the end, to which one more can be added."""
         if self._open is None:
             self._open = Reductions(self._fusion_of, self._like)
             self._entries.append(self._open)
@@ -128,19 +128,13 @@ class _Kind:
         algorithm: str | None,
         in_place: bool,
     ):
-        self.executor, self.fusion, self.dtype, self.op, self.algorithm = (
-            executor,
-            fusion,
-            dtype,
-            op,
-            algorithm,
-        )
-        self.in_place = in_place
+        self.executor, self.fusion, self.dtype, self.op = executor, fusion, dtype, op
+        self.algorithm, self.in_place = algorithm, in_place
         self.results: list[Any] = []  # only where they are not in place
         self.fits: Callable[[Any], bool] = _fits_not
 
-    def plan(self, given: Sequence[Any]) -> Fused:
-        shapes = tuple([array.shape for array in given])
+    def plan(self, arrays: Sequence[Any]) -> Fused:
+        shapes = tuple([array.shape for array in arrays])
         return self.fusion.plan(self.dtype, self.op, self.algorithm, shapes, self.in_place)
 
 
@@ -148,17 +142,33 @@ _Members = tuple[_Kind, list[Any], Sequence[int]]
 """Arrays of a kind, and their numbers."""
 
 
+class FusedCall(NamedTuple):
+    """All-reduces that one plan makes.
+
+    Attributes:
+        executor: Runs the plan.
+        plan: Takes lists of arrays.
+        sendbufs: The arrays to reduce.
+        recvbufs: The arrays for the results; the same list where they are in place.
+    """
+
+    executor: Executor
+    plan: Plan
+    sendbufs: Sequence[Any]
+    recvbufs: Sequence[Any]
+
+
 class Reductions:
     """All-reduces that are made together: a message for each dtype and operation, or few.
 
     Arrays that overlap are reduced one after the other, in the order in which they were added.
 
-    To add an array costs little more than its place in a list: only where another kind begins is that noted.
+    Adding an array costs little more than its place in a list: a note is made only where another kind begins.
     The rest is done once, at the end, and not at all for arrays of GPUs that came together before.
 
     Args:
         fusion_of: Gives the ``Fusion`` of an executor.
-        like: Where it is said what the last array was.
+        like: Describes the last array.
     """
 
     def __init__(self, fusion_of: Callable[[Executor], Fusion], like: _Like | None = None) -> None:
@@ -166,46 +176,46 @@ class Reductions:
         self._like = _Like() if like is None else like
         self._kinds: dict[tuple, _Kind] = {}
         self._quick: dict[tuple, _Kind] = {}
-        self._given: list[Any] = []
+        self._arrays: list[Any] = []
         self._runs: list[tuple[_Kind, int]] = []  # where another kind begins
         self._names: list[tuple[Any, str | None, int]] = []  # where another operation or algorithm is named
 
     def add(
         self,
         executor: Executor,
-        given: Any,
-        result: Any,
+        sendbuf: Any,
+        recvbuf: Any,
         dtype: DType,
         op: ReduceOp,
         named: Any,
         algorithm: Any,
     ) -> None:
-        """Adds an all-reduce of ``given`` into ``result``, which is the same object for one in place.
+        """Adds an all-reduce of ``sendbuf`` into ``recvbuf``, which is the same object for one in place.
 
         Args:
             executor: Makes it.
-            given: An array.
-            result: An array, or ``given``.
+            sendbuf: An array.
+            recvbuf: An array, or ``sendbuf``.
             dtype: Of both.
             op: How the ranks' arrays are combined.
             named: The operation as its caller named it.
-            algorithm: As its caller named it; None if he did not.
+            algorithm: As its caller named it; None where it did not.
         """
-        in_place = given is result
+        in_place = sendbuf is recvbuf
         key = id(executor), dtype.code, op, algorithm, in_place
         kind = self._kinds.get(key)
         if kind is None:
             fusion = self._fusion_of(executor)
             kind = self._kinds[key] = _Kind(executor, fusion, dtype, op, algorithm, in_place)
         if not in_place:
-            kind.results.append(result)
+            kind.results.append(recvbuf)
         self._note(kind, named)
         self._like.kind = None
-        self._given.append(given)
+        self._arrays.append(sendbuf)
 
     def _note(self, kind: _Kind, named: Any) -> None:
-        """Notes what the next array is, where that changes."""
-        at = len(self._given)
+        """Notes the kind and name of the next array, where they change."""
+        at = len(self._arrays)
         if not at or self._runs[-1][0] is not kind:
             self._runs.append((kind, at))
         if not at or self._names[-1][0] is not named or self._names[-1][1] != kind.algorithm:
@@ -221,7 +231,7 @@ class Reductions:
         """
         kind = self._quick[x.__class__, x.dtype, op] = self._runs[-1][0]
         kind.fits = fits
-        self._like.set(x, op, fits, self._given.append)
+        self._like.set(x, op, fits, self._arrays.append)
 
     def add_quickly(self, x: Any, op: Any) -> bool:
         """Adds an all-reduce in place like one that was added before; returns whether it could."""
@@ -236,8 +246,8 @@ class Reductions:
         if kind is None or not kind.fits(x):
             return False
         self._note(kind, op)
-        self._like.set(x, op, kind.fits, self._given.append)
-        self._given.append(x)
+        self._like.set(x, op, kind.fits, self._arrays.append)
+        self._arrays.append(x)
         return True
 
     def add_many(self, xs: Sequence[Any], first: int, op: Any) -> int:
@@ -255,82 +265,81 @@ class Reductions:
                 return i
         return len(xs)
 
-    def calls(self) -> list[tuple[Executor, Plan, Sequence[Any], Sequence[Any]]]:
-        """What is to be run, in order: executor, plan, its INPUT and its OUTPUT arrays."""
+    def calls(self) -> list[FusedCall]:
+        """The calls to make, in order."""
         fusion = self._lasting()
         if fusion is None:
             return self._fresh_calls()
         bound = self._bound(fusion)
-        return (
-            list(self._one_by_one())
-            if bound is None
-            else [(fusion.executor, bound, self._given, self._given)]
-        )
+        if bound is None:
+            return list(self._one_by_one())
+        return [FusedCall(fusion.executor, bound, self._arrays, self._arrays)]
 
     def _bound(self, fusion: Fusion) -> Bound | None:
-        """What is to be done for arrays that may have come before; None if some of them overlap."""
-        bindings, given = fusion.bindings, self._given
+        """The plan of these very arrays, which may have come before; None if some of them overlap."""
+        bindings, arrays = fusion.bindings, self._arrays
         assert bindings is not None
-        names = tuple(self._names), tuple(map(id, given))
+        names = tuple(self._names), tuple(map(id, arrays))
         bound = bindings.of_arrays(names)
         if bound is not None:
             return bound
-        starts, nbytes = fusion.packer.memory_of(given)
+        starts, nbytes = fusion.packer.memory_of(arrays)
         kinds = tuple([(kind.dtype.code, first) for kind, first in self._runs])
         memory = names[0], kinds, starts, nbytes
-        bound = bindings.in_memory(memory, names, given)
+        bound = bindings.in_memory(memory, names, arrays)
         if bound is None and _are_apart(starts, nbytes):
-            plans = [(kind.plan(arrays), numbers) for kind, arrays, numbers in self._members()]
-            parts = [part for plan, numbers in plans for part in plan.bind(given, numbers)]
+            plans = [(kind.plan(some), numbers) for kind, some, numbers in self._members()]
+            parts = [part for plan, numbers in plans for part in plan.bind(arrays, numbers)]
             bound = Bound(parts, [plan for plan, _ in plans])
             bindings.put(memory, names, bound)
         return bound
 
     def _lasting(self) -> Fusion | None:
-        """What fuses them all, if they are in place, in arrays that can be recognised when they come back."""
+        """The fusion of all arrays, if they are in place and recognised when they come back; else None."""
         fusions = {id(kind.fusion): kind.fusion for kind in self._kinds.values()}
         if len(fusions) != 1 or not all([kind.in_place for kind in self._kinds.values()]):
             return None
         (fusion,) = fusions.values()
         return None if fusion.bindings is None else fusion
 
-    def _fresh_calls(self) -> list[tuple[Executor, Plan, Sequence[Any], Sequence[Any]]]:
+    def _fresh_calls(self) -> list[FusedCall]:
         members = self._members()
         if not _apart(members):
             return list(self._one_by_one())
         return [
-            (k.executor, k.plan(given), given, given if k.in_place else k.results) for k, given, _ in members
+            FusedCall(kind.executor, kind.plan(arrays), arrays, arrays if kind.in_place else kind.results)
+            for kind, arrays, _ in members
         ]
 
     def _stretches(self) -> Iterator[tuple[_Kind, int, int]]:
-        """Arrays of one kind in a row: the kind, the number of the first, and of the one behind the last."""
-        ends = [*[first for _, first in self._runs[1:]], len(self._given)]
+        """Arrays of one kind in a row: the kind, the number of the first, and of the one after the last."""
+        ends = [*[first for _, first in self._runs[1:]], len(self._arrays)]
         for (kind, first), end in zip(self._runs, ends, strict=bool(self._runs)):
             yield kind, first, end
 
     def _members(self) -> list[_Members]:
         """The arrays of each kind."""
         if len(self._runs) == 1:
-            return [(self._runs[0][0], self._given, range(len(self._given)))]
+            return [(self._runs[0][0], self._arrays, range(len(self._arrays)))]
         members: dict[int, tuple[_Kind, list[Any], list[int]]] = {}
         for kind, first, end in self._stretches():
-            _, given, numbers = members.setdefault(id(kind), (kind, [], []))
-            given += self._given[first:end]
+            _, arrays, numbers = members.setdefault(id(kind), (kind, [], []))
+            arrays += self._arrays[first:end]
             numbers += range(first, end)
         return list(members.values())
 
-    def _one_by_one(self) -> Iterator[tuple[Executor, Plan, Sequence[Any], Sequence[Any]]]:
+    def _one_by_one(self) -> Iterator[FusedCall]:
         results = {id(kind): iter(kind.results) for kind in self._kinds.values()}
         for kind, first, end in self._stretches():
-            for array in self._given[first:end]:
-                given = [array]
-                result = given if kind.in_place else [next(results[id(kind)])]
-                yield kind.executor, kind.plan(given), given, result
+            for array in self._arrays[first:end]:
+                sendbufs = [array]
+                recvbufs = sendbufs if kind.in_place else [next(results[id(kind)])]
+                yield FusedCall(kind.executor, kind.plan(sendbufs), sendbufs, recvbufs)
 
     def run(self) -> None:
         """Makes them, now."""
-        for executor, plan, given, results in self.calls():
-            executor.run(plan, given, results)
+        for call in self.calls():
+            call.executor.run(call.plan, call.sendbufs, call.recvbufs)
 
     def start(self, value: Any) -> Work:
         """Starts them; the work's ``wait`` returns ``value``.
@@ -339,27 +348,27 @@ class Reductions:
             ArgumentError: There are arrays of GPUs and of the host.
         """
         calls = self.calls()
-        executors = {id(executor): executor for executor, *_ in calls}
+        executors = {id(call.executor) for call in calls}
         if len(executors) != 1:
             raise ArgumentError(
                 f"async_op=True takes a list of arrays of one kind, on the host or on a GPU; got "
                 f"{'both' if executors else 'an empty list'}"
             )
-        every = [array for _, _, given, results in calls for array in (*given, *results)]
-        what = f"allreduce of {len(self._given)} arrays"
-        return calls[0][0].start(_Several(calls), every, every, value, what)
+        every = [array for call in calls for array in (*call.sendbufs, *call.recvbufs)]
+        what = f"allreduce of {len(self._arrays)} arrays"
+        return calls[0].executor.start(_Several(calls), every, every, value, what)
 
 
 class _Several:
     """Plans with their arrays, as one plan that is run once."""
 
-    def __init__(self, calls: Sequence[tuple[Executor, Plan, Sequence[Any], Sequence[Any]]]) -> None:
+    def __init__(self, calls: Sequence[FusedCall]) -> None:
         self._calls = calls
 
-    def run(self, given: object, result: object) -> None:
-        """See ``transport.base.Plan``."""
-        for _, plan, arrays, results in self._calls:
-            plan.run(arrays, results)
+    def run(self, sendbuf: object, recvbuf: object) -> None:
+        """Runs all of them, each with arrays of its own."""
+        for call in self._calls:
+            call.plan.run(call.sendbufs, call.recvbufs)
 
 
 def _fits_not(x: Any) -> bool:
@@ -372,14 +381,14 @@ def _adds_nothing(x: Any, op: Any) -> bool:
 
 def _apart(members: Sequence[_Members]) -> bool:
     """Whether no array overlaps another. NumPy arrays that own their memory need no closer look."""
-    arrays = [array for kind, given, _ in members for array in (*given, *kind.results)]
+    arrays = [array for kind, some, _ in members for array in (*some, *kind.results)]
     if all([array.__class__ is np.ndarray and array.base is None for array in arrays]):
         return len(set(map(id, arrays))) == len(arrays)
     starts: list[int] = []
     nbytes: list[int] = []
-    for kind, given, _ in members:
-        some, sizes = kind.fusion.packer.memory_of([*given, *kind.results])
-        starts += some
+    for kind, some, _ in members:
+        at, sizes = kind.fusion.packer.memory_of([*some, *kind.results])
+        starts += at
         nbytes += sizes
     return _are_apart(starts, nbytes)
 

@@ -87,7 +87,7 @@ class DevicePacker:
         return DevicePacking(self._cupy, self._kernel, self._view(block, layout, dtype), layout, give)
 
     def _zeros(self, nbytes: int) -> Any:
-        """Memory whose gaps between arrays are numbers: they are reduced along with them."""
+        """Memory of zeros, since the gaps between arrays are reduced along with these."""
         block = self.memory.take(max(nbytes, ALIGNMENT))
         self._clear(block.memory.ptr + block.offset, max(nbytes, ALIGNMENT))
         return block
@@ -101,7 +101,7 @@ class DevicePacker:
         return self._cupy.ndarray((count,), dtype, block.memory + block.offset)
 
     def close(self) -> None:
-        """Gives all memory back, once nothing uses it that is enqueued. Idempotent."""
+        """Gives all memory back, once no enqueued work uses it."""
         self._shared = None
         self.memory.close()
         self._pinned.close()
@@ -115,7 +115,7 @@ class _Turn:
         self._last: Any = None
 
     def take(self) -> None:
-        """Makes the current stream wait for who had the message before."""
+        """Makes the current stream wait for the stream that had the message before."""
         stream = self._cupy.cuda.get_current_stream()
         same = self._last is None or (self._last.ptr == stream.ptr != PER_THREAD)
         if not same and not self._captures(stream):
@@ -140,11 +140,11 @@ class _Shared(DevicePacking):
         self._turn = turn
 
     def pack_at(self, places: PackTable) -> None:
-        """See ``DevicePacking``."""
+        """Copies the arrays into the message, when it is this stream's turn."""
         self._turn.take()
         super().pack_at(places)
 
     def unpack_at(self, places: PackTable) -> None:
-        """See ``DevicePacking``."""
+        """Copies the message into the arrays, and gives the turn away."""
         super().unpack_at(places)
         self._turn.give()

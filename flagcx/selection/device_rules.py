@@ -199,11 +199,7 @@ def choose_on_device(request: Request, possible: Capabilities | None = None) -> 
     """Chooses for arrays on GPUs, where nothing was measured.
 
     Where the ranks reach each other's memory, that is what ``flagcx.cost.peer_memory`` takes for the
-    fastest, NCCL's own collective included; else NCCL's own where it does the call.
-
-    Args:
-        request: What is asked for.
-        possible: What can carry the call; schedules alone by default.
+    fastest, NCCL's own collective included; else NCCL's own where it does the call, or a schedule.
 
     Example:
         >>> choose_on_device(Request("allreduce", 64 << 20, 8)).algorithm
@@ -215,7 +211,7 @@ def choose_on_device(request: Request, possible: Capabilities | None = None) -> 
         (time_us, best), *others = possible.fastest(request)
         reason = f"{_WORDS[best.protocol]}; by the model of peer memory about {time_us:.3g} us"
         if others:
-            reason += f", {others[0][0] / time_us:.2f} times that the next way"
+            reason += f", and the next {others[0][0] / time_us:.2f} times that"
         return best.at(nbytes, reason)
     if possible.native:
         return NATIVE.at(nbytes, "NCCL's own collective does this")
@@ -232,11 +228,6 @@ def choose_named_on_device(algorithm: str, request: Request, possible: Capabilit
     """How an algorithm that the caller names moves arrays on GPUs, where nothing was measured.
 
     That is the fastest of the transport's protocols for it; else sends and receives through NCCL.
-
-    Args:
-        algorithm: Name of the algorithm.
-        request: What is asked for.
-        possible: What can carry the call.
 
     Example:
         >>> peers = frozenset(Candidate("one_shot", 1, name) for name in ("peer_memory", "peer_packets"))
@@ -277,13 +268,7 @@ def pieces_on_device(collective: str, algorithm: str, nbytes: int) -> int:
 
 
 def obstacle_on_device(candidate: Candidate, request: Request, possible: Capabilities) -> str:
-    """Why a candidate cannot serve a request on GPUs; empty where it can.
-
-    Args:
-        candidate: Any, also from a file.
-        request: What is asked for.
-        possible: What can carry the call.
-    """
+    """Why a candidate, perhaps from a file, cannot serve a request on GPUs; empty where it can."""
     label, protocol = candidate.label, candidate.protocol
     if label == Algorithm.NATIVE:
         return "" if possible.native and not protocol else "NCCL's own does not do this call"

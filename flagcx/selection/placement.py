@@ -16,12 +16,7 @@ MOST_PLANNED = 64
 
 
 def gpus_of(topology: Topology, bus_ids: Sequence[str]) -> list[int] | None:
-    """The GPU of each rank in a topology; None where it does not know one, or ranks share one.
-
-    Args:
-        topology: The machine.
-        bus_ids: The PCI bus id of each rank's GPU.
-    """
+    """The GPU of each rank, by PCI bus id; None where the topology does not know one, or ranks share one."""
     known = {_plain(g.pci_bus_id): g.index for g in topology.gpus}
     found = [known[_plain(bus_id)] for bus_id in bus_ids if _plain(bus_id) in known]
     return found if len(set(found)) == len(bus_ids) else None
@@ -33,15 +28,10 @@ def _plain(bus_id: str) -> str:
 
 
 def plan_order(topology: Topology, bus_ids: Sequence[str]) -> Order | None:
-    """The ranks in the order of the planned ring over their GPUs, rank 0 first.
+    """The ranks in the order of the planned ring over their GPUs, which have PCI bus ids, rank 0 first.
 
-    Args:
-        topology: The machine.
-        bus_ids: The PCI bus id of each rank's GPU.
-
-    Returns:
-        None where the topology says nothing of the ranks: a GPU that it does not know, ranks that share
-        one, or fewer than three ranks.
+    None where the topology says nothing of the ranks: a GPU that it does not know, ranks that share one, or
+    fewer than three ranks.
     """
     gpus = gpus_of(topology, bus_ids)
     if gpus is None or len(gpus) < 3:

@@ -31,16 +31,9 @@ _SHARES = 16
 
 
 def predicted_table(topology: Topology, gpus: Sequence[int], order: Order | None, fit: Fit) -> Table | None:
-    """The times that the model gives to schedules of sends and receives through NCCL.
+    """The times that the model gives to schedules of sends and receives through NCCL, placed along an order.
 
-    Args:
-        topology: The machine.
-        gpus: The GPU of each rank.
-        order: The ranks along the machine's links, as schedules are laid; None for rank order.
-        fit: Where it holds.
-
-    Returns:
-        None above ``MOST_PLANNED`` ranks, where it would take long.
+    None above ``MOST_PLANNED`` ranks, where it would take long.
     """
     if not 1 < len(gpus) <= MOST_PLANNED:
         return None

@@ -93,7 +93,7 @@ class HostRules(Rules):
         self._protocols, self._attached, self.where, self._cores = protocols, attached, where, cores
 
     def choose(self, request: Request) -> Candidate:
-        """The choice where nothing was measured; see ``choose_on_host``."""
+        """The choice where nothing was measured."""
         return choose_on_host(request, self._attached)
 
     def obstacle(self, candidate: Candidate, request: Request) -> str:
@@ -143,17 +143,12 @@ class MultiHostRules(Rules):
         self.where = f"{len(groups)} hosts"
 
     def choose(self, request: Request) -> Candidate:
-        """The choice; see ``choose_across_hosts``."""
+        """The choice: nothing is measured between hosts."""
         return choose_across_hosts(request, alone=all(len(group) == 1 for group in self._groups))
 
 
 def choose_on_host(request: Request, attached: bool = True) -> Candidate:
-    """Chooses for NumPy arrays between processes of one host.
-
-    Args:
-        request: What is asked for.
-        attached: Whether ranks may read each other's private memory.
-    """
+    """Chooses for NumPy arrays between processes of one host, ``attached`` if these read each other's memory."""
     collective, nbytes, size, *_ = request
     if collective == "allreduce":
         if nbytes <= ONE_SHOT_NBYTES:
@@ -199,12 +194,7 @@ def _broadcast_on_host(nbytes: int, size: int) -> Candidate:
 
 
 def choose_across_hosts(request: Request, alone: bool) -> Candidate:
-    """Chooses for NumPy arrays between processes of several hosts.
-
-    Args:
-        request: What is asked for.
-        alone: Whether each host has one rank.
-    """
+    """Chooses for NumPy arrays between several hosts, with one rank each if ``alone``."""
     collective, nbytes, *_ = request
     if collective == "barrier":
         return Candidate(Algorithm.DISSEMINATION, reason="fewest steps")

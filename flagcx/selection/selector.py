@@ -207,7 +207,7 @@ class PiggybackExchange:
     """An exchange that carries rank 0's findings along with the first values.
 
     Args:
-        exchange: Sends bytes to all ranks and returns everybody's, in rank order.
+        exchange: Sends bytes to all ranks and returns every rank's, in rank order.
         mine: What rank 0 tells; None on the other ranks.
 
     Attributes:
@@ -224,10 +224,10 @@ class PiggybackExchange:
         if self.told is not None:
             return self._exchange(value)
         length = len(self._mine).to_bytes(8, "little")
-        everybodys = self._exchange(length + self._mine + value)
-        lengths = [int.from_bytes(raw[:8], "little") for raw in everybodys]
-        self.told = TuningInfo.from_bytes(everybodys[0][8 : 8 + lengths[0]])
-        return [raw[8 + length :] for raw, length in zip(everybodys, lengths, strict=True)]
+        every_rank = self._exchange(length + self._mine + value)
+        lengths = [int.from_bytes(raw[:8], "little") for raw in every_rank]
+        self.told = TuningInfo.from_bytes(every_rank[0][8 : 8 + lengths[0]])
+        return [raw[8 + length :] for raw, length in zip(every_rank, lengths, strict=True)]
 
 
 def device_selector(

@@ -250,7 +250,7 @@ def _spread(times: Sequence[float]) -> float:
 
 
 def unsteady(table: Table) -> str:
-    """A warning where many times of a table scattered, since other work ran beside; empty where few did."""
+    """A warning where many times of a table scattered, since other work ran too; empty where few did."""
     points = [point for points in table.measured.values() for point in points]
     scattered = sum(point.spread > _SCATTERED for point in points)
     if scattered <= len(points) // 4:

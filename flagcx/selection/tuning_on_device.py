@@ -37,7 +37,7 @@ _SHORT_S = 200e-6
 _MAYBE_SHORT_S = 1e-3
 """A single call that takes so long may be a short one that was disturbed."""
 _TRIAL_CALLS = 10
-"""Calls by which it is told how many a graph should have."""
+"""Calls that tell how many a graph should have."""
 _GRAPH_S = 400e-6
 """How long a graph's calls take one by one; the GPU may need but a quarter of it."""
 _MOST_CALLS = 64
@@ -168,7 +168,7 @@ class DeviceMeasurement(Measurement):
     def _settle(self, subject: _Subject) -> None:
         """Runs a plan until it is warm, and captures a graph of its calls if these are short.
 
-        All ranks decide by the same number, the slowest's time: else they would part ways.
+        All ranks decide by the same number, the slowest's time: else their calls would differ.
         """
         least = self._plain(subject, 1, _WARM_AFTER)
         if least <= _MAYBE_SHORT_S:  # One call says little where calls are short.

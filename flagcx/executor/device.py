@@ -40,14 +40,14 @@ class DeviceExecutor(Executor):
         self.is_contiguous = attrgetter("_c_contiguous" if quick else "flags.c_contiguous")
         self._enter, self._exit = self.turn.acquire, self.turn.release
 
-    def run(self, plan: Plan, given: Any, result: Any) -> None:
+    def run(self, plan: Plan, sendbuf: Any, recvbuf: Any) -> None:
         """Enqueues a plan on the current stream; see ``Executor.run``."""
         if not self._enter(False):
             raise CommunicatorError(TWO_THREADS)
         try:
             if self.over:
                 raise CommunicatorError(self.over)
-            plan.run(given, result)
+            plan.run(sendbuf, recvbuf)
         except BaseException as error:
             self.broke(error)
             raise
@@ -70,7 +70,7 @@ class DeviceExecutor(Executor):
         schedule = native_schedule(collective, self.size, root)
         return self.transport.compile(Call(schedule, self.rank, counts, dtype, op, in_place))
 
-    def start(self, plan: Plan, given: Any, result: Any, value: Any, what: str) -> DeviceWork:
+    def start(self, plan: Plan, sendbuf: Any, recvbuf: Any, value: Any, what: str) -> DeviceWork:
         """Enqueues a plan on the communicator's own stream.
 
         Returns:
@@ -80,7 +80,7 @@ class DeviceExecutor(Executor):
         if not self._enter(False):
             raise CommunicatorError(TWO_THREADS)
         try:
-            event = self.transport.submit(plan, given, result)
+            event = self.transport.submit(plan, sendbuf, recvbuf)
         except BaseException as error:
             self.broke(error)
             raise

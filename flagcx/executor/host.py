@@ -295,7 +295,7 @@ class Executor:
         self._untold = None
 
     def hurry(self) -> None:
-        """Lets started work have the core: the caller waits for it, and computes nothing beside it any more."""
+        """Lets started work have the core, since the caller waits and computes nothing beside it."""
         self._hurried = True
         self._progress.background = False
 

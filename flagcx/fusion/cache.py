@@ -1,8 +1,9 @@
 """Arrays that came before: what was worked out about them is used again.
 
 A training step brings the same arrays as the step before, or new ones in the same memory. So the plan for a
-list of arrays is kept under two keys. Under the arrays' identities, which costs one look-up: the ``id`` of an array
-is its own as long as the array lives, and no longer. And under their memory, which costs a look at each array.
+list of arrays is kept under two keys. Under the arrays' identities, which costs one look-up: the ``id`` of an
+array is its own as long as the array lives, and no longer. And under their memory, which costs a look at
+each array.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flagcx.errors import ScheduleError
-from flagcx.schedule.collectives import COLLECTIVES, ChunkLayout, Counts, chunk_layout
+from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.schedule.memory import Cells, cells, check_hazards
 from flagcx.schedule.messages import Matching, completion_order, fault, match_messages
 from flagcx.schedule.model import (
@@ -200,42 +200,30 @@ def check_aligned(matching: Matching) -> None:
             raise fault(text, program.rank)
 
 
+_UNEVEN = "these are chunks of different blocks, which differ in size when blocks are uneven"
+
+
 def _check_uneven(schedule: Schedule, matching: Matching) -> None:
-    name, size, chunks, root = schedule.collective, schedule.size, schedule.chunks, schedule.root
-    layouts = [
-        chunk_layout(name, p.rank, size, chunks, root, _distinct_counts(schedule, p.rank), p.scratch_used())
-        for p in matching.programs
-    ]
     for m in matching.messages:
-        sent, taken = _elements(layouts[m.source], m.src), _elements(layouts[m.target], m.dst)
-        if sent != taken:
+        if _block(schedule, m.source, m.src) != _block(schedule, m.target, m.dst):
             text = (
                 f"sends to rank {m.target}, which receives it as {m.dst} in its step {m.recv_step}: {_UNEVEN}"
             )
             raise fault(text, m.source, m.send_step, m.src)
     for program in matching.programs:
-        here = layouts[program.rank]
         for number, step in enumerate(program.steps):
             for work in step.local:
-                if _elements(here, work.src) != _elements(here, work.dst):
+                if _block(schedule, program.rank, work.src) != _block(schedule, program.rank, work.dst):
                     text = f"{type(work).__name__} from {work.src}: {_UNEVEN}"
                     raise fault(text, program.rank, number, work.dst)
 
 
-_UNEVEN = "these are chunks of different blocks, which differ in size when blocks are uneven"
-
-
-def _elements(layout: ChunkLayout, span: Span) -> list[int]:
-    bounds = layout.bounds[span.buffer]
-    return [bounds[i + 1] - bounds[i] for i in range(span.start, span.stop)]
-
-
-def _distinct_counts(schedule: Schedule, rank: int) -> Counts:
-    """Counts that give the chunks of no two blocks the same number of elements."""
-    size = schedule.size
-    per_block = schedule.chunks // size
+def _block(schedule: Schedule, rank: int, span: Span) -> tuple[int, int]:
+    """The block that a span begins in, as (source, target); one of the two where a block has one rank."""
+    kind, size = COLLECTIVES[schedule.collective], schedule.size
+    is_input = span.buffer is Buffer.INPUT
+    where = {Buffer.INPUT: kind.before, Buffer.OUTPUT: kind.after}.get(span.buffer)
+    block = rank if where == "each" else span.start // (schedule.chunks // size) % size
     if schedule.collective != "alltoall":
-        return tuple(per_block * (q + 1) for q in range(size))
-    sent = tuple(per_block * (rank * size + q + 1) for q in range(size))
-    received = tuple(per_block * (q * size + rank + 1) for q in range(size))
-    return sent, received
+        return block, block
+    return (rank, block) if is_input else (block, rank)

@@ -100,7 +100,6 @@ class AlgorithmEntry:
         grouped: Whether it takes ``groups``.
         uneven: Whether blocks may have different sizes (allgatherv and so on). Collectives without blocks
             take any count with any algorithm.
-        ordered: Whether sums are made in the order of ranks, 0 first, wherever they are made.
         trusted: Whether it is verified by the project's own tests; others are when a schedule is built.
     """
 
@@ -110,7 +109,6 @@ class AlgorithmEntry:
     pipelined: bool
     grouped: bool = False
     uneven: bool = False
-    ordered: bool = False
     trusted: bool = False
 
     @property
@@ -203,18 +201,16 @@ def takes(function: Callable[..., Schedule], name: str) -> bool:
 
 def builtin_entries() -> Iterator[AlgorithmEntry]:
     """The entries that come with flagcx, by collective, in the order of ``Algorithm``."""
-    in_rank_order = (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT, Algorithm.DIRECT)
     for function in _FUNCTIONS:
         made = function(1)
-        kind, algorithm = COLLECTIVES[made.collective], Algorithm(made.algorithm)
+        kind = COLLECTIVES[made.collective]
         yield AlgorithmEntry(
-            algorithm,
+            Algorithm(made.algorithm),
             kind.name,
             function,
             pipelined=takes(function, "pieces"),
             grouped=takes(function, "groups"),
             uneven=kind.blocks and function is not bruck.bruck_alltoall,
-            ordered=kind.reduces and algorithm in in_rank_order,
             trusted=True,
         )
 

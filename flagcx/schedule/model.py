@@ -54,10 +54,6 @@ class Span:
     def __len__(self) -> int:
         return self.stop - self.start
 
-    def overlaps(self, other: Span) -> bool:
-        """Whether the two have a chunk in common."""
-        return self.buffer == other.buffer and self.start < other.stop and other.start < self.stop
-
     def __str__(self) -> str:
         return f"{self.buffer.name}[{self.start}:{self.stop}]"
 

@@ -69,7 +69,6 @@ class Rounds:
         kinds: The different traffics that a level, or a part of one, can have.
         runs: In order, how many levels of the same traffic follow each other: the numbers of the kinds that
             make it up, and the levels.
-        programs_made: How many programs were made to find this.
         sides: (rank) -> its side of every level.
     """
 
@@ -79,7 +78,6 @@ class Rounds:
     chunks: int
     kinds: tuple[LevelTraffic, ...]
     runs: tuple[tuple[tuple[int, ...], int], ...]
-    programs_made: int
     sides: Callable[[int], list[_Side]]
 
     @property
@@ -189,8 +187,7 @@ def rounds_of(schedule: Schedule) -> Rounds:
     period = schedule.size
     if named * schedule.size > MOST_CHUNKS:
         period = _period(schedule.size, made) or schedule.size
-    base = [made(rank) for rank in range(period)]
-    return _assemble(schedule, base, made.cache_info().misses, partial(_sides, schedule))
+    return _assemble(schedule, [made(rank) for rank in range(period)])
 
 
 def _period(size: int, sides: Callable[[int], list[_Side]]) -> int | None:
@@ -203,7 +200,7 @@ def _period(size: int, sides: Callable[[int], list[_Side]]) -> int | None:
     return None
 
 
-def _assemble(schedule: Schedule, base: list[list[_Side]], made: int, sides: Callable) -> Rounds:
+def _assemble(schedule: Schedule, base: list[list[_Side]]) -> Rounds:
     """Levels of all ranks from those of ranks 0 to p - 1, which repeat every p ranks."""
     if len({len(sides) for sides in base}) > 1:
         raise ScheduleError(
@@ -218,7 +215,7 @@ def _assemble(schedule: Schedule, base: list[list[_Side]], made: int, sides: Cal
         keys.append((numbers[level],))
     kinds = tuple(_expand(level, schedule.size) for level in numbers)
     facts = (schedule.collective, schedule.algorithm, schedule.size, schedule.chunks)
-    return Rounds(*facts, kinds, _runs(keys), made, sides)
+    return Rounds(*facts, kinds, _runs(keys), partial(_sides, schedule))
 
 
 def _runs(keys: Iterable[tuple[int, ...]]) -> tuple[tuple[tuple[int, ...], int], ...]:
@@ -291,7 +288,6 @@ def staggered(one: Rounds, schedule: Schedule) -> Rounds | None:
         algorithm=schedule.algorithm,
         chunks=schedule.chunks,
         runs=_runs(merged),
-        programs_made=one.programs_made + len(probes),
         sides=partial(_sides, schedule),
     )
 

@@ -83,9 +83,7 @@ def check(collective: str, text: str, sizes: Sequence[int], rounds: int) -> list
     comm = fc.init(tuning=False)
     transport = comm._host.transport
     bench = HostBench(transport)
-    selector = Selector(
-        HostRules(transport.protocols, transport.cross_memory), TuningInfo(Table.from_json(text))
-    )
+    selector = Selector(HostRules(transport), TuningInfo(Table.from_json(text)))
     checks = []
     for total, nbytes in zip(sizes, counted(collective, sizes, comm.size), strict=True):
         request = Request(collective, nbytes, comm.size)

@@ -50,8 +50,7 @@ def _on_one_host(context: TransportContext) -> tuple[Any, Selector]:
     transport = entry.open(replace(context, exchange=exchange))
     if exchange.told is None:  # a transport that exchanged nothing
         exchange(b"")
-    where = f"{transport.name.replace('_', ' ')} of {context.hosts[context.rank].partition('/')[0]}"
-    rules = HostRules(transport.protocols, transport.cross_memory, where, modelled=transport.modelled)
+    rules = HostRules(transport, context.hosts[context.rank])
     return transport, Selector(rules, exchange.told)
 
 

@@ -14,6 +14,7 @@ from flagcx.transport.shared_memory import CROSS_MEMORY, SLOTS
 
 if TYPE_CHECKING:
     from flagcx.cost.model import Prediction
+    from flagcx.transport.base import Transport
 
 ONE_SHOT_NBYTES = 64 << 10
 PIECE_NBYTES = (64 << 10, 256 << 10, 1 << 20)
@@ -74,61 +75,55 @@ class HostRules(Rules):
     """For NumPy arrays between processes of one host.
 
     Args:
-        protocols: ``Transport.protocols``; none where the transport has one only.
-        attached: Whether ranks may read each other's private memory.
-        where: What carries the data, in words.
+        transport: What carries the arrays.
+        host: Name of the host.
         cores: Cores that the ranks share; those of this process by default.
-        modelled: Whether ``flagcx.cost.shared_memory`` says how long calls take.
     """
 
-    def __init__(
-        self,
-        protocols: Callable[[str, str, int], Collection[str]] = lambda *_: (),
-        attached: bool = True,
-        where: str = "",
-        cores: int | None = None,
-        modelled: bool = True,
-    ) -> None:
-        self._modelled = modelled
-        self._protocols, self._attached, self.where, self._cores = protocols, attached, where, cores
+    def __init__(self, transport: Transport, host: str = "", cores: int | None = None) -> None:
+        self._transport, self._cores = transport, cores
+        self.where = f"{transport.name.replace('_', ' ')} of {host.partition('/')[0]}"
+
+    def _protocols(self, candidate: Candidate, request: Request) -> Collection[str]:
+        return self._transport.protocols(request.collective, candidate.label, request.nbytes) or ("",)
 
     def choose(self, request: Request) -> Candidate:
         """The choice where nothing was measured."""
-        return choose_on_host(request, self._attached)
+        return choose_on_host(request, self._transport.cross_memory)
 
     def obstacle(self, candidate: Candidate, request: Request) -> str:
         """Why a candidate cannot serve a request; empty where it can."""
-        if candidate.protocol == CROSS_MEMORY and not self._attached:
+        if candidate.protocol == CROSS_MEMORY and not self._transport.cross_memory:
             return NOT_ATTACHED
         obstacle = why_not(candidate, request)
-        offered = self._protocols(request.collective, candidate.label, request.nbytes) or ("",)
-        if not obstacle and candidate.protocol not in offered:
+        if not obstacle and candidate.protocol not in self._protocols(candidate, request):
             return f"the transport has no protocol {candidate.protocol!r} for {candidate.label} here"
         return obstacle
 
     def candidates(self, request: Request) -> Iterable[Candidate]:
         """All that could serve a request, each with every protocol."""
         for one in super().candidates(request):
-            for protocol in self._protocols(request.collective, one.label, request.nbytes) or ("",):
+            for protocol in self._protocols(one, request):
                 yield replace(one, protocol=protocol)
 
     def unavailable(self, choice: Candidate) -> Candidate | None:
         """The choice by cross-memory attach, where the system does not allow it."""
-        return None if self._attached or not self._modelled else replace(choice, protocol=CROSS_MEMORY)
+        transport = self._transport
+        attachable = transport.modelled and not transport.cross_memory
+        return replace(choice, protocol=CROSS_MEMORY) if attachable else None
 
     def predict(self, candidate: Candidate, request: Request) -> Prediction | None:
-        """What the model of cores and memory says."""
+        """What the model of cores and memory says, of a transport that it knows."""
         from flagcx.cost.shared_memory import MOST_RANKS, predict_on_host
         from flagcx.transport.shared_memory.channel import RENDEZVOUS_NBYTES
 
         collective, nbytes, size, *_ = request
-        if not self._modelled or not 1 < size <= MOST_RANKS:
+        if not self._transport.modelled or not 1 < size <= MOST_RANKS:
             return None
-        if not candidate.protocol and self._attached and nbytes >= RENDEZVOUS_NBYTES:
+        attached = self._transport.cross_memory
+        if not candidate.protocol and attached and nbytes >= RENDEZVOUS_NBYTES:
             candidate = replace(candidate, protocol=CROSS_MEMORY)
-        return predict_on_host(
-            collective, candidate, nbytes, size, cores=self._cores, attached=self._attached
-        )
+        return predict_on_host(collective, candidate, nbytes, size, cores=self._cores, attached=attached)
 
 
 class MultiHostRules(Rules):
@@ -148,7 +143,7 @@ class MultiHostRules(Rules):
 
 
 def choose_on_host(request: Request, attached: bool = True) -> Candidate:
-    """Chooses for NumPy arrays between processes of one host, ``attached`` if these read each other's memory."""
+    """Chooses for NumPy arrays on one host, ``attached`` where ranks read each other's private memory."""
     collective, nbytes, size, *_ = request
     if collective == "allreduce":
         if nbytes <= ONE_SHOT_NBYTES:

@@ -27,7 +27,8 @@ def _offers(collective, algorithm, nbytes):
 
 def _on_host(collective, nbytes, choice, measured=None, size=4, cores=2, attached=True):
     offers = _offers if attached else lambda *_: ()
-    rules = HostRules(offers, attached, "somewhere", cores)
+    transport = SimpleNamespace(name="fake", protocols=offers, cross_memory=attached, modelled=True)
+    rules = HostRules(transport, "somewhere", cores)
     return explain_call(Request(collective, nbytes, size), choice, rules, measured or {}, "a note")
 
 

@@ -46,8 +46,7 @@ _WORD = {
     LinkKind.SOCKET: "socket",
     LinkKind.NETWORK: "network",
 }
-_RING = "#c2185b"
-_MOST_LISTED = 5
+_RING, _EDGE = "#c2185b", "#5b6570"
 
 
 def _shown_figure(matplotlib: Any) -> type[Figure]:
@@ -197,7 +196,7 @@ def _paint_bar(ax: Axes, drawing: Drawing, left: float, right: float, text: str)
         0.28,
         boxstyle="round,pad=0.03",
         facecolor=_FILL[DeviceKind.NVSWITCH],
-        edgecolor="#5b6570",
+        edgecolor=_EDGE,
         linewidth=0.8,
         zorder=4,
     )
@@ -236,39 +235,29 @@ def _paint_ring(ax: Axes, drawing: Drawing) -> None:
 
 
 def _paint_device(ax: Axes, device: Device, x: float, y: float) -> None:
-    ax.text(
-        x,
-        y,
-        _label(device),
-        ha="center",
-        va="center",
-        fontsize=8.5 if device.kind is DeviceKind.GPU else 7,
-        fontweight="bold" if device.kind is DeviceKind.GPU else "normal",
-        zorder=5,
-        bbox={
-            "boxstyle": "round,pad=0.32",
-            "facecolor": _FILL[device.kind],
-            "edgecolor": "#5b6570",
-            "linewidth": 0.8,
-        },
-    )
+    box = {
+        "boxstyle": "round,pad=0.32",
+        "facecolor": _FILL[device.kind],
+        "edgecolor": _EDGE,
+        "linewidth": 0.8,
+    }
+    gpu = device.kind is DeviceKind.GPU
+    font: dict[str, Any] = {"fontsize": 8.5 if gpu else 7, "fontweight": "bold" if gpu else "normal"}
+    ax.text(x, y, _label(device), ha="center", va="center", zorder=5, bbox=box, **font)
 
 
 def _label(device: Device) -> str:
-    if device.kind is DeviceKind.GPU:
-        return f"GPU{device.index}"
-    if device.kind is DeviceKind.CPU:
-        return f"NUMA {device.index}"
-    if device.kind is DeviceKind.NIC:
-        name = device.name if len(device.name) <= 9 else device.name[:8] + "…"
-        return f"NIC{device.index}\n{name}" if name else f"NIC{device.index}"
-    if device.kind is DeviceKind.NVSWITCH:
-        return f"NVSwitch {device.index}"
-    if device.kind is DeviceKind.HOST_BRIDGE:
-        return "root"
-    if device.kind is DeviceKind.PCIE_SWITCH:
-        return "PCIe\nswitch"
-    return device.id
+    if device.kind is DeviceKind.NIC and device.name:
+        return f"NIC{device.index}\n{device.name if len(device.name) <= 9 else device.name[:8] + '…'}"
+    names = {
+        DeviceKind.GPU: f"GPU{device.index}",
+        DeviceKind.CPU: f"NUMA {device.index}",
+        DeviceKind.NIC: f"NIC{device.index}",
+        DeviceKind.NVSWITCH: f"NVSwitch {device.index}",
+        DeviceKind.HOST_BRIDGE: "root",
+        DeviceKind.PCIE_SWITCH: "PCIe\nswitch",
+    }
+    return names.get(device.kind, device.id)
 
 
 def _legend(ax: Axes, drawing: Drawing, links: Sequence[Link]) -> None:
@@ -283,36 +272,26 @@ def _legend(ax: Axes, drawing: Drawing, links: Sequence[Link]) -> None:
             assumed = " (dashed: assumed)" if any(link.assumed for link in own) else ""
             text = f"{_WORD[kind]}, {span} GB/s each way{assumed}"
             handles.append(lines.Line2D([], [], color=_STROKE[kind], linewidth=1.8, label=text))
-    rings = drawing.plan.rings if drawing.plan and len(drawing.plan.gpus) > 1 else ()
-    for number, ring in enumerate(rings[: _MOST_LISTED + 1]):
+    for number, ring in enumerate(drawing.plan.rings if drawing.plan and len(drawing.plan.gpus) > 1 else ()):
         shown = [str(gpu) for gpu in ring.order[:16]] + (["..."] if len(ring.order) > 16 else [])
         text = f"ring {number + 1}: {' '.join(shown)}, {ring.bandwidth_gb_per_s:.1f} GB/s"
-        drawn = {"color": _RING, "linewidth": 2.3} if number == 0 else {"color": "none"}
+        drawn: dict[str, Any] = {"color": _RING, "linewidth": 2.3} if number == 0 else {"color": "none"}
         handles.append(lines.Line2D([], [], label=text, **drawn))
-    if len(rings) > _MOST_LISTED + 1:
-        more = f"and {len(rings) - _MOST_LISTED - 1} more rings"
-        handles.append(lines.Line2D([], [], color="none", label=more))
     if handles:
-        columns = 2 if drawing.width > 6 else 1
-        ax.legend(
-            handles=handles,
-            loc="upper center",
-            bbox_to_anchor=(0.5, 0.0),
-            ncols=columns,
-            fontsize=8,
-            frameon=False,
-        )
+        style: dict[str, Any] = {
+            "loc": "upper center",
+            "bbox_to_anchor": (0.5, 0.0),
+            "fontsize": 8,
+            "frameon": False,
+        }
+        ax.legend(handles=handles, ncols=2 if drawing.width > 6 else 1, **style)
 
 
 def _title(drawing: Drawing) -> str:
-    name = drawing.topology.name or "machine"
-    parts = [name]
-    plan = drawing.plan
+    parts, plan = [drawing.topology.name or "machine"], drawing.plan
     if plan is not None and len(plan.gpus) > 1:
-        parts.append(
-            f"all-reduce {plan.bandwidth_gb_per_s:.1f} GB/s by {plan.method}, {100 * plan.ratio:.0f}% "
-            "of the bound"
-        )
+        speed = f"all-reduce {plan.bandwidth_gb_per_s:.1f} GB/s by {plan.method}"
+        parts.append(f"{speed}, {100 * plan.ratio:.0f}% of the bound")
     if drawing.hidden:
         parts.append(f"not drawn: {', '.join(drawing.hidden)}")
     return "\n".join(parts)

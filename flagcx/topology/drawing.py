@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from flagcx.topology import paths
 from flagcx.topology.graph import Device, DeviceKind, Graph, LinkKind
@@ -24,57 +23,58 @@ ROW = {
 }
 
 
-@dataclass(slots=True)
 class Drawing:
-    """Where every device goes: GPUs in ring order from the left, each with what hangs near it."""
+    """Where every device goes: GPUs in ring order from the left, each with the devices near it.
 
-    topology: Graph
-    plan: Plan | None
-    place: dict[str, tuple[float, float]] = field(default_factory=dict)
-    width: float = 0.0
-    hidden: list[str] = field(default_factory=list)
-    hosts: tuple[int, ...] = ()
-    bars: list[tuple[float, float, str]] = field(default_factory=list)
-    barred: set[str] = field(default_factory=set)
+    Args:
+        topology: The machine.
+        plan: Its plan, or None to order the GPUs by index.
 
-    def __post_init__(self) -> None:
+    Attributes:
+        place: (x, y) by device id; devices that are not drawn are missing.
+        width: Of the whole.
+        hidden: What is not drawn, in words.
+        hosts: The hosts that are drawn.
+        bars: (left, right, label) of a row of NVSwitches that is drawn as one bar.
+    """
+
+    def __init__(self, topology: Graph, plan: Plan | None) -> None:
+        self.topology, self.plan = topology, plan
+        self.place: dict[str, tuple[float, float]] = {}
+        self.width = 0.0
+        self.hidden: list[str] = []
+        self.bars: list[tuple[float, float, str]] = []
         self.hosts = self._drawn_hosts()
         for host in self.hosts:
             self._host(host)
-        self._switches()
-        if len(self.hosts) < len(self.topology.hosts):
-            self.hidden.append(f"{len(self.topology.hosts) - len(self.hosts)} more hosts")
+        self._network()
+        if len(self.hosts) < len(topology.hosts):
+            self.hidden.append(f"{len(topology.hosts) - len(self.hosts)} more hosts")
 
     def _drawn_hosts(self) -> tuple[int, ...]:
-        counts: dict[int, int] = {}
-        for gpu in self.topology.gpus:
-            counts[gpu.host] = counts.get(gpu.host, 0) + 1
-        total = 0
-        hosts: list[int] = []
-        for host in self.topology.hosts:
-            total += counts.get(host, 0)
-            if hosts and total > _MOST_GPUS:
-                break
-            hosts.append(host)
-        return tuple(hosts)
+        """The first host, and further ones while their GPUs fit."""
+        counts = [len(self.topology.devices(DeviceKind.GPU, host=host)) for host in self.topology.hosts]
+        totals = itertools.accumulate(counts)
+        return tuple(
+            host
+            for number, (host, total) in enumerate(zip(self.topology.hosts, totals, strict=True))
+            if number == 0 or total <= _MOST_GPUS
+        )
 
     def _host(self, host: int) -> None:
-        devices = [device for device in self.topology.devices() if device.host == host]
-        ring = self.plan.rings[0].order if self.plan else ()
-        order = {gpu: position for position, gpu in enumerate(ring)}
+        devices = self.topology.devices(host=host)
+        order = {gpu: position for position, gpu in enumerate(self.plan.order if self.plan else ())}
         gpus = [device for device in devices if device.kind is DeviceKind.GPU]
         gpus.sort(key=lambda gpu: (order.get(gpu.index, len(order)), gpu.index))
         nics = [device for device in devices if device.kind is DeviceKind.NIC]
         placeless = [nic for nic in nics if self._placeless(nic)]
         if placeless:
             self.hidden.append(f"{len(placeless)} interfaces without a PCI place")
-        nics = [nic for nic in nics if nic not in placeless]
-        rank = {gpu.id: position for position, gpu in enumerate(gpus)}
-        nearest = [(self._near(nic, gpus), nic) for nic in nics]
-        for gpu in gpus:
+        nearest = [(self._near(nic, gpus), nic) for nic in nics if nic not in placeless]
+        for position, gpu in enumerate(gpus):
             self._leaf(gpu, 1.0)
             for near, nic in nearest:
-                if near == rank[gpu.id]:
+                if near == position:
                     self._leaf(nic, 0.85)
         for near, nic in nearest:
             if near is None:
@@ -92,15 +92,14 @@ class Drawing:
         )
 
     def _near(self, nic: Device, gpus: Sequence[Device]) -> int | None:
-        """Behind which GPU a NIC stands: the last of those below the same parent, if any."""
+        """The position of the GPU after which a NIC stands: the last below the same parent, if any."""
         parents = {id for id, link in self.topology.links_of(nic.id).items() if link.kind is LinkKind.PCIE}
         found = [position for position, gpu in enumerate(gpus) if parents & self._ancestors(gpu)]
         return max(found, default=None)
 
     def _ancestors(self, gpu: Device) -> set[str]:
         node = paths.numa_node(self.topology, gpu.index)
-        way = paths.pcie_path(self.topology, gpu.id, node.id) if node else None
-        return set(way or ())
+        return set(paths.pcie_path(self.topology, gpu.id, node.id) or ()) if node else set()
 
     def _leaf(self, device: Device, width: float) -> None:
         self.place[device.id] = (self.width + width / 2, ROW[device.kind])
@@ -109,10 +108,7 @@ class Drawing:
     def _inner(self, devices: Sequence[Device]) -> None:
         """Switches above the middle of what hangs below them, then sockets; NVSwitches under all."""
         left = [d for d in devices if d.kind in (DeviceKind.PCIE_SWITCH, DeviceKind.HOST_BRIDGE)]
-        while left:
-            ready = [device for device in left if self._children(device)]
-            if not ready:
-                break
+        while ready := [device for device in left if self._children(device)]:
             for device in ready:
                 self._above(device)
             left = [device for device in left if device.id not in self.place]
@@ -122,45 +118,42 @@ class Drawing:
             else:
                 self._leaf(cpu, 1.0)
         self._nvswitches([device for device in devices if device.kind is DeviceKind.NVSWITCH])
-        self._spread(devices)
+        self._move_apart(devices)
 
     def _nvswitches(self, planes: Sequence[Device]) -> None:
         """One bar where every GPU is joined to every NVSwitch alike, else a box for each."""
         if not planes:
             return
-        joined = [
-            frozenset(id for id in self.topology.links_of(plane.id) if id in self.place) for plane in planes
-        ]
-        xs = [self.place[id][0] for id in joined[0]]
-        if xs and len(set(joined)) == 1:
-            first = min(joined[0], key=lambda id: self.place[id][0])
-            total = sum(self.topology.links_of(first)[plane.id].bandwidth_gb_per_s for plane in planes)
+        joined = [{id for id in self.topology.links_of(plane.id) if id in self.place} for plane in planes]
+        xs = {id: self.place[id][0] for id in joined[0]}
+        if xs and all(one == joined[0] for one in joined):
+            around = self.topology.links_of(min(xs, key=xs.__getitem__))
+            total = sum(around[plane.id].bandwidth_gb_per_s for plane in planes)
             many = f"{len(planes)} NVSwitches" if len(planes) > 1 else "NVSwitch"
-            self.bars.append((min(xs), max(xs), f"{many}: {total:g} GB/s each way for each GPU"))
-            self.barred |= {plane.id for plane in planes}
+            label = f"{many}: {total:g} GB/s each way for each GPU"
+            self.bars.append((min(xs.values()), max(xs.values()), label))
             return
         own = [x for x, y in self.place.values() if y == ROW[DeviceKind.GPU]] or [0.0, 1.0]
-        for number, plane in enumerate(planes):
-            share = (number + 0.5) / len(planes)
-            self.place[plane.id] = (min(own) + share * (max(own) - min(own)), ROW[plane.kind])
+        self._spread(planes, min(own), max(own), ROW[DeviceKind.NVSWITCH])
+
+    def _spread(self, devices: Sequence[Device], left: float, right: float, height: float) -> None:
+        """Stands devices evenly in a row."""
+        for number, device in enumerate(devices):
+            self.place[device.id] = (left + (number + 0.5) / len(devices) * (right - left), height)
 
     def _children(self, device: Device) -> list[tuple[float, float]]:
-        own = ROW[device.kind]
         around = self.topology.links_of(device.id).items()
-        return [
-            self.place[id]
-            for id, link in around
-            if link.kind is LinkKind.PCIE and id in self.place and self.place[id][1] < own + 0.4
-        ]
+        below = [self.place[id] for id, link in around if link.kind is LinkKind.PCIE and id in self.place]
+        return [(x, y) for x, y in below if y < ROW[device.kind] + 0.4]
 
     def _above(self, device: Device) -> None:
         below = self._children(device)
-        height = ROW[device.kind]
-        if device.kind is DeviceKind.PCIE_SWITCH and max(y for _, y in below) >= height - 0.01:
-            height = max(y for _, y in below) + 0.35
+        height, highest = ROW[device.kind], max(y for _, y in below)
+        if device.kind is DeviceKind.PCIE_SWITCH and highest >= height - 0.01:
+            height = highest + 0.35
         self.place[device.id] = (sum(x for x, _ in below) / len(below), height)
 
-    def _spread(self, devices: Sequence[Device]) -> None:
+    def _move_apart(self, devices: Sequence[Device]) -> None:
         """Moves boxes of one row apart where they would overlap."""
         rows: dict[float, list[str]] = {}
         for device in devices:
@@ -169,22 +162,16 @@ class Drawing:
         for height, ids in rows.items():
             ids.sort(key=lambda id: self.place[id][0])
             for before, after in itertools.pairwise(ids):
-                least = self.place[before][0] + 0.95
-                if self.place[after][0] < least:
-                    self.place[after] = (least, height)
+                x = max(self.place[after][0], self.place[before][0] + 0.95)
+                self.place[after] = (x, height)
 
-    def _switches(self) -> None:
-        switches = self.topology.devices(DeviceKind.NETWORK_SWITCH)
-        drawn = [
-            device for device in switches if any(id in self.place for id in self.topology.links_of(device.id))
-        ]
-        for number, device in enumerate(drawn):
-            share = (number + 0.5) / len(drawn)
-            self.place[device.id] = (share * self.width, ROW[device.kind])
-        upper = [
-            d
-            for d in switches
-            if d not in drawn and any(i in self.place for i in self.topology.links_of(d.id))
-        ]
-        for number, device in enumerate(upper):
-            self.place[device.id] = ((number + 0.5) / len(upper) * self.width, ROW[device.kind] + 0.7)
+    def _network(self) -> None:
+        """Switches that a drawn NIC hangs on, and above them those that only such switches hang on."""
+        for lift in (0.0, 0.7):
+            row = [
+                switch
+                for switch in self.topology.devices(DeviceKind.NETWORK_SWITCH)
+                if switch.id not in self.place
+                and any(id in self.place for id in self.topology.links_of(switch.id))
+            ]
+            self._spread(row, 0.0, self.width, ROW[DeviceKind.NETWORK_SWITCH] + lift)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import html
 import math
 import re
-from collections.abc import Iterable
+from dataclasses import asdict
+from itertools import zip_longest
+from types import MappingProxyType
 from typing import Any
 
 from flagcx.topology import paths
@@ -27,6 +29,19 @@ Legend:
   PXB  = Path over several PCIe switches, and no PCIe root
   PIX  = Path over one PCIe switch at most
   NV#  = # bonded NVLinks"""
+
+
+_STYLES = MappingProxyType(
+    {
+        "NV": ("bold green", "#2e7d32"),
+        "PIX": ("cyan", "#00838f"),
+        "PXB": ("cyan", "#00838f"),
+        "PHB": ("yellow", "#9a6700"),
+        "NODE": ("yellow", "#9a6700"),
+        "SYS": ("red", "#c62828"),
+        "NET": ("magenta", "#777"),
+    }
+)
 
 
 def has_matrix(topology: Graph) -> bool:
@@ -55,14 +70,13 @@ def text_report(topology: Graph, plan: Plan | None, *, legend: bool = True) -> s
 
 
 def plan_text(plan: Plan) -> str:
-    """A plan in lines: the method and its share of the bound, then rings, trees and levels."""
+    """A plan in lines: its share of the bound, then the rings, and why they reach no more."""
     if len(plan.gpus) == 1:
         return "Plan: one GPU, nothing to send."
-    lines = [
-        f"Plan for {len(plan.gpus)} GPUs: all-reduce {plan.bandwidth_gb_per_s:.2f} GB/s by {plan.method}, "
-        f"{100 * plan.ratio:.1f}% of the bound of {plan.bound_gb_per_s:.2f} GB/s"
-    ]
-    for number, ring in enumerate(plan.rings[:_MOST_SHOWN]):
+    speed = f"all-reduce {plan.bandwidth_gb_per_s:.2f} GB/s by algorithm='{plan.method}'"
+    share = f"{100 * plan.ratio:.1f}% of the bound of {plan.bound_gb_per_s:.2f} GB/s"
+    lines = [f"Plan for {len(plan.gpus)} GPUs: {speed}, {share}"]
+    for number, ring in enumerate(plan.rings):
         lines.append(
             f"  ring {number + 1}: {_order(ring.order)}  {ring.bandwidth_gb_per_s:.2f} GB/s, "
             f"{100 * ring.share:.0f}% of the message, bottleneck {ring.bottleneck}"
@@ -111,12 +125,8 @@ def cpu_ranges(mask: str) -> str:
     bits = 0
     for word in words:
         bits = bits << 32 | int(word, 16)
-    return _ranges(number for number in range(bits.bit_length()) if bits >> number & 1)
-
-
-def _ranges(numbers: Iterable[int]) -> str:
     spans: list[list[int]] = []
-    for number in numbers:
+    for number in (number for number in range(bits.bit_length()) if bits >> number & 1):
         if spans and spans[-1][1] == number - 1:
             spans[-1][1] = number
         else:
@@ -125,63 +135,35 @@ def _ranges(numbers: Iterable[int]) -> str:
 
 
 def _aligned(rows: list[list[str]]) -> str:
-    widths = [
-        max(len(row[column]) for row in rows if column < len(row)) + 2 for column in range(len(rows[0]))
-    ]
+    widths = [max(map(len, column)) + 2 for column in zip_longest(*rows, fillvalue="")]
     lines = []
     for row in rows:
-        cells = [
-            text.center(width) if text == "X" else text.ljust(width)
-            for text, width in zip(row, widths, strict=False)
-        ]
-        lines.append("".join(cells).rstrip())
-    return "\n".join(lines)
+        cells = zip(row, widths, strict=False)
+        lines.append(
+            "".join(text.center(width) if text == "X" else text.ljust(width) for text, width in cells)
+        )
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def as_dict(topology: Graph, plan: Plan | None) -> dict[str, Any]:
     """A topology and its plan as plain values for JSON. What is infinite (one GPU's bandwidth) is None."""
+    few = len(topology.gpus) <= MOST_IN_MATRIX
     gpus = []
     for gpu in topology.gpus:
-        node, nic = paths.numa_node(topology, gpu.index), None
-        if len(topology.gpus) <= MOST_IN_MATRIX:
-            nic = paths.nearest_nic(topology, gpu.index)
+        node = paths.numa_node(topology, gpu.index)
+        nic = paths.nearest_nic(topology, gpu.index) if few else None
         gpus.append(
-            {
-                "index": gpu.index,
-                "id": gpu.id,
-                "name": gpu.name,
-                "host": gpu.host,
-                "pci_bus_id": gpu.pci_bus_id,
+            {name: getattr(gpu, name) for name in ("index", "id", "name", "host", "pci_bus_id")}
+            | {
                 "numa_node": node.index if node else None,
                 "nearest_nic": nic.name or nic.id if nic else None,
             }
         )
-    links = [
-        {
-            "a": link.a,
-            "b": link.b,
-            "kind": link.kind.value,
-            "bandwidth_gb_per_s": link.bandwidth_gb_per_s,
-            "latency_us": link.latency_us,
-            "count": link.count,
-            "assumed": link.assumed,
-        }
-        for link in topology.links
-    ]
     return {
         "name": topology.name,
         "gpus": gpus,
-        "links": links,
+        "links": [asdict(link) | {"kind": link.kind.value} for link in topology.links],
         "matrix": paths.matrix(topology) if has_matrix(topology) else {},
-        **_plan_dict(plan),
-        "notes": list(topology.notes),
-    }
-
-
-def _plan_dict(plan: Plan | None) -> dict[str, Any]:
-    if plan is None:
-        return {"rings": [], "method": None, "plan_gb_per_s": None, "bound_gb_per_s": None}
-    return {
         "rings": [
             {
                 "order": list(ring.order),
@@ -189,12 +171,13 @@ def _plan_dict(plan: Plan | None) -> dict[str, Any]:
                 "share": ring.share,
                 "bottleneck": str(ring.bottleneck) if ring.bottleneck else None,
             }
-            for ring in plan.rings
+            for ring in (plan.rings if plan else ())
         ],
-        "method": plan.method,
-        "plan_gb_per_s": _finite(plan.bandwidth_gb_per_s),
-        "bound_gb_per_s": _finite(plan.bound_gb_per_s),
-        "why": plan.why,
+        "method": plan.method if plan else None,
+        "plan_gb_per_s": _finite(plan.bandwidth_gb_per_s) if plan else None,
+        "bound_gb_per_s": _finite(plan.bound_gb_per_s) if plan else None,
+        "why": plan.why if plan else "",
+        "notes": list(topology.notes),
     }
 
 
@@ -206,12 +189,12 @@ def rich_table(topology: Graph) -> Any:
     """The matrix as a table of the rich package, coloured by class."""
     from rich.table import Table
 
-    table = Table(title=repr(topology)[1:-1], title_justify="left", caption=_caption(topology))
+    table = Table(title=repr(topology)[1:-1], title_justify="left", caption="; ".join(topology.notes) or None)
     header, rows = _cells(topology)
     for name in header:
         table.add_column(name, justify="left" if name == "" else "center", no_wrap=True)
     for row in rows:
-        table.add_row(row[0], *(f"[{_style(cell)}]{cell}[/]" for cell in row[1:]))
+        table.add_row(row[0], *(f"[{_style(cell)[0]}]{cell}[/]" for cell in row[1:]))
     return table
 
 
@@ -219,56 +202,31 @@ def html_table(topology: Graph) -> str:
     """The matrix as an HTML table for a notebook."""
     header, rows = _cells(topology)
     head = "".join(f"<th>{html.escape(name)}</th>" for name in header)
-    body = "".join(
-        "<tr>"
-        + f"<th>{html.escape(row[0])}</th>"
-        + "".join(f'<td style="color:{_colour(cell)}">{html.escape(cell)}</td>' for cell in row[1:])
-        + "</tr>"
-        for row in rows
-    )
-    title, caption = html.escape(repr(topology)[1:-1]), html.escape(_caption(topology) or "")
+    body = ""
+    for row in rows:
+        cells = [f'<td style="color:{_style(cell)[1]}">{html.escape(cell)}</td>' for cell in row[1:]]
+        body += f"<tr><th>{html.escape(row[0])}</th>{''.join(cells)}</tr>"
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    title, caption = html.escape(repr(topology)[1:-1]), html.escape("; ".join(topology.notes))
     return f"<p><b>{title}</b></p>{table}<p>{caption}</p>"
 
 
 def _cells(topology: Graph) -> tuple[list[str], list[list[str]]]:
     if not has_matrix(topology):
-        counts = [
-            [kind.value, str(len(topology.devices(kind)))] for kind in DeviceKind if topology.devices(kind)
-        ]
-        return ["", "devices"], counts
+        counts = [(kind.value, len(topology.devices(kind))) for kind in DeviceKind]
+        return ["", "devices"], [[kind, str(count)] for kind, count in counts if count]
     matrix = paths.matrix(topology)
-    header = ["", *matrix, "NUMA"]
     rows = []
     for name, cells in matrix.items():
         node = paths.numa_node(topology, int(name[3:])) if name.startswith("GPU") else None
         rows.append([name, *cells.values(), str(node.index) if node else ""])
-    return header, rows
+    return ["", *matrix, "NUMA"], rows
 
 
-def _caption(topology: Graph) -> str | None:
-    return "; ".join(topology.notes) or None
-
-
-def _style(cell: str) -> str:
-    if cell.startswith(("NV", "XGMI")):
-        return "bold green"
-    return {
-        "PIX": "cyan",
-        "PXB": "cyan",
-        "PHB": "yellow",
-        "NODE": "yellow",
-        "SYS": "red",
-        "NET": "magenta",
-    }.get(cell, "dim")
-
-
-def _colour(cell: str) -> str:
-    if cell.startswith(("NV", "XGMI")):
-        return "#2e7d32"
-    return {"PIX": "#00838f", "PXB": "#00838f", "PHB": "#9a6700", "NODE": "#9a6700", "SYS": "#c62828"}.get(
-        cell, "#777"
-    )
+def _style(cell: str) -> tuple[str, str]:
+    """The style of a class in a terminal, and its colour in HTML."""
+    word = "NV" if cell.startswith(("NV", "XGMI")) else cell
+    return _STYLES.get(word, ("dim", "#777"))
 
 
 def _order(order: tuple[int, ...]) -> str:

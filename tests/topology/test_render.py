@@ -55,11 +55,14 @@ def test_the_report_has_matrix_plan_and_notes():
     machine = preset("8xa100-pcie")
     text = render.text_report(machine, make_plan(machine))
     assert "GPU0    X   NV12" in text
-    assert "all-reduce 9.14 GB/s by ring, 57.1% of the bound of 16.00 GB/s" in text
+    assert "all-reduce 9.14 GB/s by algorithm='ring', 57.1% of the bound of 16.00 GB/s" in text
     assert "ring 1: 0 1 2 3 4 5 6 7  9.14 GB/s, 100% of the message, bottleneck" in text
     assert "below the bound: each hop of a ring carries 1.75" in text
     both = render.plan_text(make_plan(preset("dgx-1v")))
-    assert "45.71 GB/s by ring|ring, 60.6% of the bound" in both and "ring 2: 0 4 7 6 5 1 2 3  22.86" in both
+    assert (
+        "45.71 GB/s by algorithm='ring|ring', 60.6% of the bound" in both
+        and "ring 2: 0 4 7 6 5 1 2 3  22.86" in both
+    )
     assert render.plan_text(make_plan(machine, [1])) == "Plan: one GPU, nothing to send."
     noted = nccl_xml.read(FIXTURES / "static_8.xml")
     assert "Notes:\n  - " in render.text_report(noted, make_plan(noted))

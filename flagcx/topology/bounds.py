@@ -10,8 +10,7 @@ bandwidth between group X and the rest
 and the least such value is the bound. It holds for every schedule in which switches only forward (neither
 add nor multiply packets). For one group against the rest of a symmetric machine it is the bound of
 ForestColl (arXiv 2402.06787); for a ring of equal links, the known 2 (n - 1) / n. The least partition is
-found with maximum flows, by Cunningham's greedy algorithm inside Dinkelbach's iteration: no partition is
-enumerated.
+found with least cuts, by Cunningham's greedy algorithm inside Dinkelbach's iteration.
 
 Source: Cunningham, "Optimal attack and reinforcement of a network", JACM 32 (1985), for the partition;
 ForestColl, arXiv 2402.06787, sections 3 and 5, for cuts with switches; Patarasuk and Yuan (2009) for the
@@ -32,6 +31,8 @@ from flagcx.topology.routes import Routes
 #: Up to so many GPUs the least partition is found; above, natural ones (GPUs, hosts, leaves) are tried.
 EXACT_UP_TO = 32
 _TOLERANCE = 1e-9
+#: Groups of GPUs of a host, by place, and the sum of their cuts.
+Split = tuple[list[list[int]], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,11 +154,7 @@ def _min_cut(
 ) -> tuple[float, set[str]]:
     """The least cut between ``source`` and ``sink``, and the nodes on the source's side.
 
-    Args:
-        links: Bandwidth of each undirected link, each counted ``factor`` times.
-        factor: See ``links``.
-        fixed: Edges that are never cut.
-        priced: Further edges with what it costs to cut them.
+    Each link counts ``factor`` times its bandwidth; no ``fixed`` edge is cut; ``priced`` edges have a cost.
     """
     import networkx  # takes longer to import than the rest of the package
 
@@ -184,45 +181,38 @@ def _natural(topology: Graph, gpus: Sequence[int], routes: Routes) -> Bound:
     by_host: dict[int, list[int]] = {}
     for gpu in gpus:
         by_host.setdefault(topology.gpu(gpu).host, []).append(gpu)
-    shapes: dict[tuple, list[tuple[list[list[int]], float]]] = {}
-    kinds: list[list[tuple[list[list[int]], float]]] = []
+    shapes: dict[tuple, list[Split]] = {}
     for members in by_host.values():
         key = routes.shape_key(members)
         if key not in shapes:
             shapes[key] = _host_splits(topology, members, routes, len(by_host) > 1)
-        kinds.append(shapes[key])
-    partitions = []
-    for kind in range(len(kinds[0])):
-        groups = [
-            tuple(members[place] for place in group)
-            for splits, members in zip(kinds, by_host.values(), strict=True)
-            for group in splits[min(kind, len(splits) - 1)][0]
-        ]
-        partitions.append((groups, sum(splits[min(kind, len(splits) - 1)][1] for splits in kinds)))
-    partitions += _leaf_partition(topology, by_host, routes)
+    hosts = [(members, shapes[routes.shape_key(members)]) for members in by_host.values()]
+    partitions = _leaf_partition(topology, by_host, routes)
+    for kind in range(len(hosts[0][1])):
+        chosen = [(members, splits[min(kind, len(splits) - 1)]) for members, splits in hosts]
+        groups = [tuple(members[place] for place in group) for members, split in chosen for group in split[0]]
+        partitions.append((groups, sum(split[1] for _, split in chosen)))
     values = [(cut / (2 * (len(groups) - 1)), groups) for groups, cut in partitions if len(groups) > 1]
     value, groups = min(values, key=lambda entry: entry[0])
     return Bound(value, tuple(groups), False)
 
 
-def _host_splits(
-    topology: Graph, members: Sequence[int], routes: Routes, outside: bool
-) -> list[tuple[list[list[int]], float]]:
-    """Ways to split one host's GPUs (by place in ``members``), each with the sum of its groups' cuts."""
+def _host_splits(topology: Graph, members: Sequence[int], routes: Routes, outside: bool) -> list[Split]:
+    """Ways to split one host's GPUs, by place in ``members``."""
     links = usable_links(topology, members, routes)
     names = [topology.gpu(gpu).id for gpu in members]
-    place = {name: position for position, name in enumerate(names)}
     splits = [[[name] for name in names]]
-    if len(members) > 1 and len(members) <= EXACT_UP_TO:
+    if 1 < len(members) <= EXACT_UP_TO:
         splits.append(least_partition(links, names)[1])
+    terminals = names
     if outside:
         splits.append([names])
         links |= _outside_links(topology, members, routes)
-        names = [*names, "outside"]
+        terminals = [*names, "outside"]
     return [
         (
-            [sorted(place[name] for name in group) for group in groups],
-            sum(_cut(links, names, group) for group in groups),
+            [sorted(names.index(name) for name in group) for group in groups],
+            sum(_cut(links, terminals, group) for group in groups),
         )
         for groups in splits
     ]
@@ -232,14 +222,13 @@ def _outside_links(topology: Graph, members: Sequence[int], routes: Routes) -> d
     """From each GPU to its NIC, and from the NICs to everything beyond the host."""
     links: dict[frozenset[str], float] = {}
     for gpu in members:
-        nic = routes.nic(gpu)
-        if nic is None:
-            continue
         way = routes.to_nic(gpu)
-        for a, b in pairwise(way):
-            links[frozenset((a, b))] = topology.links_of(a)[b].bandwidth_gb_per_s
-        network = [link for link in topology.links_of(nic).values() if link.kind is LinkKind.NETWORK]
-        links[frozenset((nic, "outside"))] = sum(link.bandwidth_gb_per_s for link in network)
+        if routes.nic(gpu) is not None:
+            for a, b in pairwise(way):
+                links[frozenset((a, b))] = topology.links_of(a)[b].bandwidth_gb_per_s
+            around = topology.links_of(way[-1]).values()
+            network = [link.bandwidth_gb_per_s for link in around if link.kind is LinkKind.NETWORK]
+            links[frozenset((way[-1], "outside"))] = sum(network)
     return links
 
 
@@ -252,11 +241,10 @@ def _leaf_partition(
         groups.setdefault(routes.leaves(host), []).extend(members)
     if not 1 < len(groups) < len(by_host):
         return []
+    around = [link for leaves in groups for leaf in leaves for link in topology.links_of(leaf).items()]
     cut = sum(
         link.bandwidth_gb_per_s
-        for leaves in groups
-        for leaf in leaves
-        for id, link in topology.links_of(leaf).items()
+        for id, link in around
         if topology.device(id).kind is DeviceKind.NETWORK_SWITCH
     )
     return [([tuple(group) for group in groups.values()], cut)]

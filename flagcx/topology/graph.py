@@ -258,14 +258,8 @@ class Graph:
         for device in self._devices.values():
             graph.add_node(device.id, device=device, kind=device.kind.value)
         for link in self.links:
-            graph.add_edge(
-                link.a,
-                link.b,
-                link=link,
-                kind=link.kind.value,
-                bandwidth_gb_per_s=link.bandwidth_gb_per_s,
-                latency_us=link.latency_us,
-            )
+            speed = {"bandwidth_gb_per_s": link.bandwidth_gb_per_s, "latency_us": link.latency_us}
+            graph.add_edge(link.a, link.b, link=link, kind=link.kind.value, **speed)
         return networkx.freeze(graph)
 
     def __eq__(self, other: object) -> bool:
@@ -287,19 +281,17 @@ class Graph:
         return make, (tuple(self._devices.values()), self.links)
 
     def __repr__(self) -> str:
-        kinds = (
-            ("hosts", len(self.hosts)),
-            ("GPUs", len(self.gpus)),
-            ("NVSwitches", len(self.devices(DeviceKind.NVSWITCH))),
-            ("NUMA nodes", len(self.devices(DeviceKind.CPU))),
-            ("NICs", len(self.devices(DeviceKind.NIC))),
-        )
-        counts = ", ".join(
-            f"{count} {kind[:-1] if count == 1 and kind != 'NVSwitches' else kind}"
-            for kind, count in kinds
-            if count and not (kind == "hosts" and count == 1)
-        )
-        return f"<Topology {self.name + ': ' if self.name else ''}{counts or 'empty'}>"
+        words = {
+            DeviceKind.GPU: ("GPU", "GPUs"),
+            DeviceKind.NVSWITCH: ("NVSwitch", "NVSwitches"),
+            DeviceKind.CPU: ("NUMA node", "NUMA nodes"),
+            DeviceKind.NIC: ("NIC", "NICs"),
+        }
+        shown = [f"{len(self.hosts)} hosts"] if len(self.hosts) > 1 else []
+        for kind, (one, many) in words.items():
+            if count := len(self.devices(kind)):
+                shown.append(f"{count} {one if count == 1 else many}")
+        return f"<Topology {self.name + ': ' if self.name else ''}{', '.join(shown) or 'empty'}>"
 
 
 def no_gpu(index: object, known: Sequence[int], machine: str) -> str:

@@ -53,17 +53,8 @@ def join(machines: Sequence[Topology]) -> Topology:
         notes += [note for note in machine.notes if note not in notes]
         for nic in _outward(machine):
             speed = nic_speed(nic)
-            links.append(
-                Link(
-                    names[nic.id],
-                    "network",
-                    LinkKind.NETWORK,
-                    speed or _DEFAULT_NIC_GB_PER_S,
-                    speeds.LATENCY_US["network"],
-                    1,
-                    speed == 0,
-                )
-            )
+            rate, latency = speed or _DEFAULT_NIC_GB_PER_S, speeds.LATENCY_US["network"]
+            links.append(Link(names[nic.id], "network", LinkKind.NETWORK, rate, latency, 1, speed == 0))
     devices.append(Device("network", DeviceKind.NETWORK_SWITCH, 0, -1))
     notes.append("the network between the hosts cannot be seen; one switch that never blocks is assumed")
     return Topology(devices, links, name=f"{len(machines)} hosts", notes=notes)

@@ -1,10 +1,11 @@
-"""A small XML reader for files from strangers: bounded in size, depth and count, and deaf to entities.
+"""A small XML reader for untrusted files: bounded in size, depth and count, and without entities.
 
 Gives plain elements with their line numbers, so that an error can name the place.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from xml.parsers import expat
@@ -14,16 +15,45 @@ from flagcx.errors import TopologyError
 MAX_NBYTES = 8 << 20
 MAX_DEPTH = 64
 MAX_ELEMENTS = 100_000
+BUS_ID = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 
 
 @dataclass(slots=True)
 class Element:
-    """One element: its tag, attributes, children in order, and the line it began on."""
+    """One element: its tag, attributes, the file and line it began in, and its children in order."""
 
     tag: str
     attributes: dict[str, str]
+    source: str
     line: int
     children: list[Element] = field(default_factory=list)
+
+    def error(self, text: str) -> TopologyError:
+        """An error that names the element's place."""
+        return TopologyError(f"{self.source}, line {self.line}: {text}")
+
+    def number(self, name: str, least: int, most: int, *, required: bool = False) -> int | None:
+        """A whole number among the attributes, in a range; None where it is missing and not required."""
+        text = self.attributes.get(name)
+        if text is None and not required:
+            return None
+        try:
+            value = int(text) if text is not None and len(text) < 20 else None
+        except ValueError:
+            value = None
+        if value is None or not least <= value <= most:
+            shown = "nothing" if text is None else repr(text[:40])
+            expected = f"expected a whole number from {least} to {most}"
+            raise self.error(f"attribute {name} of <{self.tag[:40]}> is {shown}; {expected}")
+        return value
+
+    def bus_id(self, name: str, also: str = "") -> str:
+        """A PCI address among the attributes, or the text ``also``."""
+        text = self.attributes.get(name, "").lower()
+        if not (BUS_ID.fullmatch(text) or (also and text == also)):
+            expected = "expected a PCI address like 0000:0c:00.0" + (f" or {also}" if also else "")
+            raise self.error(f"attribute {name} of <{self.tag[:40]}> is {text[:40]!r}; {expected}")
+        return text
 
 
 def read_text(path: str | Path, what: str) -> str:
@@ -95,7 +125,7 @@ class _Builder:
             raise TopologyError(f"{self.source}, line {line}: over {MAX_ELEMENTS} elements; refused")
         if len(self.open) >= MAX_DEPTH:
             raise TopologyError(f"{self.source}, line {line}: nested over {MAX_DEPTH} levels deep; refused")
-        element = Element(tag, attributes, line)
+        element = Element(tag, attributes, self.source, line)
         if self.open:
             self.open[-1].children.append(element)
         else:

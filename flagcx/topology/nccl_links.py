@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from flagcx.errors import TopologyError
 from flagcx.topology import speeds
 from flagcx.topology.builder import Builder
 from flagcx.topology.graph import Device, DeviceKind, LinkKind
 from flagcx.topology.markup import Element
 
-BUS_ID = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 #: The target that NCCL writes for a switch it cannot see, as in a virtual machine.
 HIDDEN_SWITCH = "fffffff:ff:ff.0"
 _SWITCH_CLASS = "0x068000"
@@ -33,7 +30,6 @@ Counts = dict[tuple[str, str, LinkKind], int]
 
 
 def read(
-    source: str,
     devices: Mapping[str, Device],
     elements: Sequence[tuple[str, Element]],
     notes: Counter[str],
@@ -41,7 +37,6 @@ def read(
     """The links of the fast fabric that the ``gpu`` elements name, each pair once.
 
     Args:
-        source: The file's name, for messages.
         devices: Every device by id.
         elements: (id of the GPU, its ``gpu`` element).
         notes: Takes what had to be assumed.
@@ -57,7 +52,8 @@ def read(
             if child.tag not in ("nvlink", "xgmi"):
                 notes[f"element <{child.tag[:40]}> is not understood here and is left out"] += 1
                 continue
-            target, count = _target(source, child), _count(source, child)
+            target = child.bus_id("target", HIDDEN_SWITCH)
+            count = child.number("count", 1, _MAX_LINKS, required=True) or 0
             end = by_bus.get((devices[id].host, target))
             if end is None and child.attributes.get("tclass", _SWITCH_CLASS) == _SWITCH_CLASS:
                 end = target
@@ -94,26 +90,6 @@ def assume_nvswitch(gpus: Sequence[Device], notes: Counter[str]) -> tuple[Counts
             "no NVLinks are in the file; NCCL adds them on the running machine. Planned over PCIe alone"
         ] += 1
     return {}, None
-
-
-def _target(source: str, element: Element) -> str:
-    target = element.attributes.get("target", "").lower()
-    if target != HIDDEN_SWITCH and not BUS_ID.fullmatch(target):
-        raise TopologyError(
-            f"{source}, line {element.line}: attribute target of <{element.tag}> is {target[:40]!r}; "
-            f"expected a PCI address like 0000:0c:00.0 or {HIDDEN_SWITCH}"
-        )
-    return target
-
-
-def _count(source: str, element: Element) -> int:
-    text = element.attributes.get("count", "")
-    if not (text.isdecimal() and len(text) < 9 and 1 <= int(text) <= _MAX_LINKS):
-        raise TopologyError(
-            f"{source}, line {element.line}: attribute count of <{element.tag}> is {text[:40]!r}; "
-            f"expected a whole number from 1 to {_MAX_LINKS}"
-        )
-    return int(text)
 
 
 def _symmetric(counts: Counts, loops: dict[str, int], notes: Counter[str]) -> Counts:

@@ -53,28 +53,23 @@ def parse(text: str, source: str = "<text>") -> Topology:
         TopologyError: It is not a topology.
     """
     root = markup.parse(text, source)
-    _check_root(root, source)
+    _check_root(root)
     return _Reader(source).read(root)
 
 
-def _check_root(root: Element, source: str) -> None:
+def _check_root(root: Element) -> None:
     if root.tag == "graphs":
-        raise TopologyError(
-            f"{source}, line {root.line}: this is an NCCL graph file (root 'graphs', for "
-            "NCCL_GRAPH_FILE): it lists channels, not a machine; expected a topology file with root "
-            "'system', as NCCL_TOPO_DUMP_FILE writes"
+        raise root.error(
+            "this is an NCCL graph file (root 'graphs', for NCCL_GRAPH_FILE): it lists channels, not a "
+            "machine; expected a topology file with root 'system', as NCCL_TOPO_DUMP_FILE writes"
         )
     if root.tag != "system":
-        raise TopologyError(
-            f"{source}, line {root.line}: the root element is {root.tag[:40]!r}; expected 'system', as "
-            "NCCL_TOPO_DUMP_FILE writes"
+        raise root.error(
+            f"the root element is {root.tag[:40]!r}; expected 'system', as NCCL_TOPO_DUMP_FILE writes"
         )
     version = root.attributes.get("version", "1")
     if version not in ("1", "2"):
-        raise TopologyError(
-            f"{source}, line {root.line}: topology version {version[:40]!r}; versions 1 (NCCL) and 2 "
-            "(RCCL) are known"
-        )
+        raise root.error(f"topology version {version[:40]!r}; versions 1 (NCCL) and 2 (RCCL) are known")
 
 
 class _Reader(Builder):
@@ -103,14 +98,14 @@ class _Reader(Builder):
     def cpu(self, element: Element) -> None:
         key = element.attributes.get("host_hash", "")
         host = self.hosts.setdefault(key, len(self.hosts))
-        numa = self.number(element, "numaid", -1, 1 << 16)
+        numa = element.number("numaid", -1, 1 << 16)
         index = max(numa if numa is not None else 0, 0)
         id = f"{_prefix(host)}cpu{index}"
         if id in self.devices:
             self.notes[f"NUMA node {index} is listed more than once; its parts are put together"] += 1
         else:
             if len(self.of(DeviceKind.CPU)) >= _MOST_CPUS:
-                raise self.error(element, f"over {_MOST_CPUS} NUMA nodes; refused")
+                raise element.error(f"over {_MOST_CPUS} NUMA nodes; refused")
             self.add(DeviceKind.CPU, id, index, host=host, attributes=tuple(element.attributes.items()))
         for child in element.children:
             if child.tag == "pci":
@@ -121,11 +116,11 @@ class _Reader(Builder):
                 self.skip(child)
 
     def pci(self, element: Element, parent: str, host: int) -> None:
-        bus_id = self.bus_id(element, "busid")
+        bus_id = element.bus_id("busid")
         kind = _kind(element)
         id = f"{_prefix(host)}pci:{bus_id}"
         if id in self.devices:
-            raise self.error(element, f"PCI device {bus_id} is listed twice")
+            raise element.error(f"PCI device {bus_id} is listed twice")
         attributes = tuple((key, value) for key, value in element.attributes.items() if key != "busid")
         self.add(kind, id, 0, host=host, pci_bus_id=bus_id, attributes=attributes)
         bandwidth, assumed = self.pcie_bandwidth(element, kind)
@@ -149,8 +144,8 @@ class _Reader(Builder):
     def gpu(self, element: Element, id: str) -> None:
         device = self.devices[id]
         if any(key == "gpu.dev" for key, _ in device.attributes):
-            raise self.error(element, f"a second gpu in PCI device {device.pci_bus_id}")
-        self.number(element, "dev", 0, 1 << 16, required=True)
+            raise element.error(f"a second gpu in PCI device {device.pci_bus_id}")
+        element.number("dev", 0, 1 << 16, required=True)
         attributes = tuple((f"gpu.{key}", value) for key, value in element.attributes.items())
         self.devices[id] = replace(device, attributes=device.attributes + attributes)
         self.gpu_elements.append((id, element))
@@ -174,7 +169,7 @@ class _Reader(Builder):
             if child.tag != "net":
                 self.skip(child)
                 continue
-            mbit = self.number(child, "speed", -1, 10**8) or 0
+            mbit = child.number("speed", -1, 10**8) or 0
             if mbit <= 0:
                 self.notes["a NIC's speed is not in the file"] += 1
             attributes = tuple((key, value) for key, value in child.attributes.items() if key != "name")
@@ -185,44 +180,10 @@ class _Reader(Builder):
     def skip(self, element: Element) -> None:
         self.notes[f"element <{element.tag[:40]}> is not understood here and is left out"] += 1
 
-    def error(self, element: Element, text: str) -> TopologyError:
-        return TopologyError(f"{self.source}, line {element.line}: {text}")
-
-    # -- attributes
-
-    def number(
-        self, element: Element, name: str, least: int, most: int, *, required: bool = False
-    ) -> int | None:
-        text = element.attributes.get(name)
-        if text is None and not required:
-            return None
-        try:
-            value = int(text) if text is not None and len(text) < 20 else None
-        except ValueError:
-            value = None
-        if value is None or not least <= value <= most:
-            shown = "nothing" if text is None else repr(text[:40])
-            raise self.error(
-                element,
-                f"attribute {name} of <{element.tag[:40]}> is {shown}; expected a whole number from {least} "
-                f"to {most}",
-            )
-        return value
-
-    def bus_id(self, element: Element, name: str) -> str:
-        text = element.attributes.get(name, "").lower()
-        if not nccl_links.BUS_ID.fullmatch(text):
-            raise self.error(
-                element,
-                f"attribute {name} of <{element.tag[:40]}> is {text[:40]!r}; expected a PCI address like "
-                "0000:0c:00.0",
-            )
-        return text
-
     def own_pcie(self, element: Element) -> tuple[float, float | None, bool]:
         """What the element itself says of the link above it: GB/s, GT/s, and whether both parts are known."""
         gt = speeds.parse_pcie_gt(element.attributes.get("link_speed", ""))
-        width = self.number(element, "link_width", 0, 32) or 0
+        width = element.number("link_width", 0, 32) or 0
         own = speeds.pcie_gb_per_s(gt or speeds.DEFAULT_PCIE_GT, width or speeds.DEFAULT_PCIE_WIDTH)
         return own, gt, gt is not None and width > 0
 
@@ -256,7 +217,7 @@ class _Reader(Builder):
         self.links = [replace(link, a=renamed[link.a], b=renamed[link.b]) for link in self.links]
         elements = [(renamed[id], element) for id, element in self.gpu_elements]
         if elements:
-            counts = nccl_links.read(self.source, self.devices, elements, self.notes)
+            counts = nccl_links.read(self.devices, elements, self.notes)
             sm = None
         else:
             gpus = [self.devices[renamed[id]] for id in self.static_gpus]

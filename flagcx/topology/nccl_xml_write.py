@@ -76,7 +76,8 @@ class _Writer:
         numa = given.pop("numaid", str(cpu.index))
         if len(self.topology.hosts) > 1:
             given.setdefault("host_hash", hex(cpu.host + 1))
-        yield f"  <cpu{_attributes({**_first(given, 'host_hash'), 'numaid': numa, **given})}>"
+        first = {"host_hash": given.pop("host_hash")} if "host_hash" in given else {}
+        yield f"  <cpu{_attributes({**first, 'numaid': numa, **given})}>"
         yield from self.below(cpu, "", "    ")
         yield "  </cpu>"
 
@@ -90,9 +91,7 @@ class _Writer:
                 yield from self.below(child, device.id, indent)
             elif child.kind is DeviceKind.NIC and self.placeless(child):
                 self.written.add(id)
-                yield f"{indent}<nic>"
-                yield from self.nets(child, indent + "  ")
-                yield f"{indent}</nic>"
+                yield from _element("nic", {}, list(self.nets(child, indent + "  ")), indent)
             elif child.kind is not DeviceKind.CPU and id not in self.written:
                 yield from self.pci(child, device.id, around[id], indent)
 
@@ -107,19 +106,12 @@ class _Writer:
         if device.kind is DeviceKind.GPU:
             inside += self.gpu(device, indent + "  ")
         elif device.kind is DeviceKind.NIC and device.ports:
-            inside += [f"{indent}  <nic>", *self.nets(device, indent + "    "), f"{indent}  </nic>"]
-        head = (
-            f"{indent}<pci{_attributes({'busid': self.bus_id(device), **self.pci_attributes(device, link)})}"
-        )
-        if inside:
-            yield head + ">"
-            yield from inside
-            yield f"{indent}</pci>"
-        else:
-            yield head + "/>"
+            inside += _element("nic", {}, list(self.nets(device, indent + "    ")), indent + "  ")
+        given = {"busid": self.bus_id(device), **self.pci_attributes(device, link)}
+        yield from _element("pci", given, inside, indent)
 
     def bus_id(self, device: Device) -> str:
-        """Its address, or one of its own where it has none (behind every address that hardware has)."""
+        """Its address, or one of its own where it has none (after every address that hardware has)."""
         return (
             device.pci_bus_id or f"ffff:{self.order[device.id] // 32:02x}:{self.order[device.id] % 32:02x}.0"
         )
@@ -133,23 +125,13 @@ class _Writer:
 
     def gpu(self, device: Device, indent: str) -> Iterator[str]:
         given = {key[4:]: value for key, value in device.attributes if key.startswith("gpu.")}
-        static = device.attributes and not given
-        if static:
+        if device.attributes and not given:  # of a static file
             return
         local = [gpu.id for gpu in self.topology.gpus if gpu.host == device.host].index(device.id)
         given = given if "dev" in given else {"dev": str(local), **given, "rank": str(device.index)}
-        head = f"{indent}<gpu{_attributes(given)}"
-        links = [
-            self.fabric(id, link)
-            for id, link in self.topology.links_of(device.id).items()
-            if link.kind.is_gpu_fabric
-        ]
-        if links:
-            yield head + ">"
-            yield from (f"{indent}  {line}" for line in links)
-            yield f"{indent}</gpu>"
-        else:
-            yield head + "/>"
+        around = self.topology.links_of(device.id).items()
+        links = [f"{indent}  {self.fabric(id, link)}" for id, link in around if link.kind.is_gpu_fabric]
+        yield from _element("gpu", given, links, indent)
 
     def fabric(self, id: str, link: Link) -> str:
         other = self.topology.device(id)
@@ -173,8 +155,13 @@ class _Writer:
             yield f"{indent}<net{_attributes({'name': port.name, **given})}/>"
 
 
-def _first(given: dict[str, str], name: str) -> dict[str, str]:
-    return {name: given[name]} if name in given else {}
+def _element(tag: str, given: dict[str, str], inside: list[str], indent: str) -> Iterator[str]:
+    if inside:
+        yield f"{indent}<{tag}{_attributes(given)}>"
+        yield from inside
+        yield f"{indent}</{tag}>"
+    else:
+        yield f"{indent}<{tag}{_attributes(given)}/>"
 
 
 def _attributes(given: dict[str, str]) -> str:

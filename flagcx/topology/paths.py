@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -72,10 +71,10 @@ def path_class(topology: Graph, a: str, b: str, *, through_gpus: bool = False) -
     if fabric := fabric_links(topology, a, b):
         word = "XGMI" if fabric[0][0].kind is LinkKind.XGMI else "NV"
         return f"{word}{sum(min(link.count for link in way) for way in fabric)}"
-    if through_gpus and _common_gpu(topology, a, b) is not None:
+    if through_gpus and _common_gpu(topology, a, b):
         return "NVB"
     if first.host != second.host or DeviceKind.NETWORK_SWITCH in (first.kind, second.kind):
-        return "NET" if _search(topology, a, b, _hops, lambda device: True) else "DIS"
+        return "NET" if _search(topology, a, b, _latency, lambda device: True) else "DIS"
     way = pcie_path(topology, a, b)
     return "DIS" if way is None else _pcie_class(topology, way)
 
@@ -129,21 +128,19 @@ def widest(topology: Graph, a: str, b: str, *, through_gpus: bool = False) -> Pa
         TopologyError: A device is unknown, or there is no path.
     """
     topology.device(a), topology.device(b)
-    limits = sorted({link.bandwidth_gb_per_s for link in topology.links}, reverse=True)
-    low, high, best = 0, len(limits) - 1, None
-    while low <= high:
-        middle = (low + high) // 2
-        least = limits[middle]
 
-        def cost(link: Link, least: float = least) -> tuple[float, float] | None:
-            return _latency(link) if link.bandwidth_gb_per_s >= least else None
+    def wide(least: float) -> list[str] | None:
+        return _search(
+            topology,
+            a,
+            b,
+            lambda link: _latency(link) if link.bandwidth_gb_per_s >= least else None,
+            lambda device: through_gpus or device.kind is not DeviceKind.GPU,
+        )
 
-        way = _search(topology, a, b, cost, lambda device: through_gpus or device.kind is not DeviceKind.GPU)
-        if way is None:
-            low = middle + 1
-        else:
-            best, high = way, middle - 1
-    return _path(topology, a, b, [a] if a == b else best)
+    widths = sorted({link.bandwidth_gb_per_s for link in topology.links}, reverse=True)
+    ways = (way for least in widths if (way := wide(least)) is not None)
+    return _path(topology, a, b, [a] if a == b else next(ways, None))
 
 
 def peers(topology: Graph, *, fabric: bool) -> dict[int, list[int]]:
@@ -158,11 +155,9 @@ def peers(topology: Graph, *, fabric: bool) -> dict[int, list[int]]:
     for gpu in topology.gpus:
         found = []
         for other in topology.devices(DeviceKind.GPU, host=gpu.host):
-            if other is gpu:
-                continue
             word = path_class(topology, gpu.id, other.id)
             rank = class_rank(word)
-            if word != "DIS" and (rank == class_rank("NV")) == fabric:
+            if word not in ("X", "DIS") and (rank == class_rank("NV")) == fabric:
                 count = int(word.lstrip("NVXGMI") or 0) if fabric else 0
                 found.append((rank, -count, other.index))
         result[gpu.index] = [index for _, _, index in sorted(found)]
@@ -192,21 +187,22 @@ def nearest_nic(topology: Graph, gpu: int) -> Device | None:
         gpu: Index of the GPU.
     """
     here = topology.gpu(gpu)
-    ranked = [
-        (not nic.pci_bus_id, class_rank(path_class(topology, here.id, nic.id)), nic)
-        for nic in nearest(topology, here.id, DeviceKind.NIC)
-    ]
-    if not ranked:
-        return None
-    best = min(entry[:2] for entry in ranked)
-    nics = sorted((nic for *key, nic in ranked if tuple(key) == best), key=lambda nic: nic.index)
-    alike = [
-        other.index
-        for other in sorted(topology.devices(DeviceKind.GPU, host=here.host), key=lambda gpu: gpu.index)
-        if class_rank(path_class(topology, other.id, nics[0].id)) == best[1]
-        and all(class_rank(path_class(topology, other.id, nic.id)) == best[1] for nic in nics)
-    ]
-    return nics[alike.index(gpu) % len(nics)]
+    nics = nearest(topology, here.id, DeviceKind.NIC)
+    nics = [nic for nic in nics if nic.pci_bus_id] or nics
+    return shared_out(topology, here, nics) if nics else None
+
+
+def shared_out(topology: Graph, gpu: Device, nics: Sequence[Device]) -> Device:
+    """Of NICs in the order of ``nearest`` the one for a GPU; GPUs equally near to several share them out."""
+
+    def rank(id: str, nic: Device) -> int:
+        return class_rank(path_class(topology, id, nic.id))
+
+    best = min(rank(gpu.id, nic) for nic in nics)
+    alike = sorted((nic for nic in nics if rank(gpu.id, nic) == best), key=lambda nic: nic.index)
+    gpus = sorted(topology.devices(DeviceKind.GPU, host=gpu.host), key=lambda other: other.index)
+    sharing = [other for other in gpus if all(rank(other.id, nic) == best for nic in alike)]
+    return alike[sharing.index(gpu) % len(alike)]
 
 
 def numa_node(topology: Graph, gpu: int) -> Device | None:
@@ -258,16 +254,12 @@ def _pcie_class(topology: Graph, way: Sequence[str]) -> str:
     return "PIX" if inner.count(DeviceKind.PCIE_SWITCH) <= 1 else "PXB"
 
 
-def _common_gpu(topology: Graph, a: str, b: str) -> str | None:
-    def gpus(id: str) -> set[str]:
-        around = topology.links_of(id).items()
-        return {
-            other
-            for other, link in around
-            if link.kind.is_gpu_fabric and topology.device(other).kind is DeviceKind.GPU
-        }
-
-    return min(gpus(a) & gpus(b), default=None)
+def _common_gpu(topology: Graph, a: str, b: str) -> bool:
+    """Whether a GPU is joined to both by the fast fabric."""
+    fabric = [
+        {id for id, link in topology.links_of(end).items() if link.kind.is_gpu_fabric} for end in (a, b)
+    ]
+    return any(topology.device(id).kind is DeviceKind.GPU for id in fabric[0] & fabric[1])
 
 
 def _path(topology: Graph, a: str, b: str, way: Sequence[str] | None) -> Path:
@@ -289,10 +281,6 @@ def _latency(link: Link) -> tuple[float, float]:
     return (link.latency_us, 1.0)
 
 
-def _hops(link: Link) -> tuple[float, float]:
-    return (0.0, 1.0)
-
-
 def _search(
     topology: Graph,
     a: str,
@@ -300,32 +288,35 @@ def _search(
     cost: Callable[[Link], tuple[float, float] | None],
     forwards: Callable[[Device], bool],
 ) -> list[str] | None:
-    """Dijkstra with a two-part cost; ``cost`` None forbids a link, ``forwards`` says who may pass data on."""
+    """Dijkstra with a two-part cost.
+
+    Args:
+        topology: The machine.
+        a: Where the path begins.
+        b: Where it ends.
+        cost: Of a link; None forbids it.
+        forwards: Whether a device may pass data on.
+    """
     topology.device(a), topology.device(b)
-    best: dict[str, tuple[float, float]] = {a: (0.0, 0.0)}
+    best = {a: (0.0, 0.0)}
     came: dict[str, str] = {}
-    queue: list[tuple[float, float, int, str]] = [(0.0, 0.0, 0, a)]
-    order = 0
+    queue = [(0.0, 0.0, 0, a)]
+    order = itertools.count(1)
     while queue:
-        first, second, _, here = heapq.heappop(queue)
+        *cost_here, _, here = heapq.heappop(queue)
         if here == b:
-            return _trace(came, a, b)
-        if (first, second) > best[here]:
+            way = [b]
+            while way[-1] != a:
+                way.append(came[way[-1]])
+            return way[::-1]
+        if tuple(cost_here) > best[here]:
             continue
         for there, link in topology.links_of(here).items():
             step = cost(link)
             if step is None or (there != b and not forwards(topology.device(there))):
                 continue
-            total = (first + step[0], second + step[1])
+            total = (cost_here[0] + step[0], cost_here[1] + step[1])
             if there not in best or total < best[there]:
                 best[there], came[there] = total, here
-                order += 1
-                heapq.heappush(queue, (*total, order, there))
+                heapq.heappush(queue, (*total, next(order), there))
     return None
-
-
-def _trace(came: dict[str, str], a: str, b: str) -> list[str]:
-    way: deque[str] = deque([b])
-    while way[0] != a:
-        way.appendleft(came[way[0]])
-    return list(way)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -187,33 +186,24 @@ def cluster(
     devices: list[Device] = []
     links: list[Link] = []
     counts: Counter[DeviceKind] = Counter()
+
+    def wire(a: str, b: str, gb_per_s: float) -> None:
+        links.append(Link(a, b, LinkKind.NETWORK, gb_per_s, speeds.LATENCY_US["network"]))
+
     for host in range(hosts):
         names = place_host(machine, host, devices, links, counts)
         for rail, nic in enumerate(rails):
-            leaf = f"leaf{host // hosts_per_leaf}.{rail}"
-            speed = nic_speed(nic)
-            links.append(Link(names[nic.id], leaf, LinkKind.NETWORK, speed, speeds.LATENCY_US["network"]))
-    switches, above = _fat_tree(rails, hosts, hosts_per_leaf, oversubscription)
-    return Topology(devices + switches, links + above, name=f"{machine.name} x {hosts}", notes=machine.notes)
-
-
-def _fat_tree(
-    rails: Sequence[Device], hosts: int, per_leaf: int, oversubscription: float
-) -> tuple[list[Device], list[Link]]:
-    switches: list[Device] = []
-    links: list[Link] = []
-    groups = -(-hosts // per_leaf) if hosts > 1 else 0
-    for group in range(groups if hosts > 1 else 0):
-        below = min(per_leaf, hosts - group * per_leaf)
-        for rail, nic in enumerate(rails):
-            id = f"leaf{group}.{rail}"
-            switches.append(Device(id, DeviceKind.NETWORK_SWITCH, len(switches), -1))
-            if groups * len(rails) > 1:
-                speed = below * nic_speed(nic) / oversubscription
-                links.append(Link(id, "spine", LinkKind.NETWORK, speed, speeds.LATENCY_US["network"]))
-    if links:
-        switches.append(Device("spine", DeviceKind.NETWORK_SWITCH, len(switches), -1))
-    return switches, links
+            wire(names[nic.id], f"leaf{host // hosts_per_leaf}.{rail}", nic_speed(nic))
+    groups = range(-(-hosts // hosts_per_leaf))
+    leaves = [(group, rail, nic) for group in groups for rail, nic in enumerate(rails)]
+    switches = [f"leaf{group}.{rail}" for group, rail, _ in leaves]
+    if len(leaves) > 1:
+        for group, rail, nic in leaves:
+            below = min(hosts_per_leaf, hosts - group * hosts_per_leaf)
+            wire(f"leaf{group}.{rail}", "spine", below * nic_speed(nic) / oversubscription)
+        switches.append("spine")
+    devices += [Device(id, DeviceKind.NETWORK_SWITCH, index, -1) for index, id in enumerate(switches)]
+    return Topology(devices, links, name=f"{machine.name} x {hosts}", notes=machine.notes)
 
 
 def _rails(machine: Topology, hosts: int, nics: int | None) -> list[Device]:

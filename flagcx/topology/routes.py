@@ -101,7 +101,7 @@ class Routes:
         if found is None:
             members = self._members[host]
             found = self._shapes.setdefault(
-                _fingerprint(self.topology, members, self._position), _Shape(self, host)
+                _fingerprint(self.topology, members, self._position), _Shape(self.topology, members)
             )
             self._shape_of[host] = found
         return found
@@ -113,39 +113,6 @@ class Routes:
     def positions(self, gpus: Sequence[int]) -> tuple[int, ...]:
         """Where GPUs stand in their host's list of devices: equal for corresponding GPUs of equal hosts."""
         return tuple(self._position[self.topology.gpu(gpu).id] for gpu in gpus)
-
-    def local(self, host: int, a: int, b: int) -> list[tuple[int, int, float]] | None:
-        """The route between two devices of a host, by position; ``_Shape`` keeps what this finds."""
-        members = self._members[host]
-        steps = _local_route(self.topology, members[a].id, members[b].id)
-        if steps is None:
-            return None
-        return [(self._position[u], self._position[v], share) for (u, v), share in steps]
-
-    def local_nic(self, host: int, gpu: int) -> int | None:
-        """The position of the NIC that a GPU, given by position, uses."""
-        here = self._members[host][gpu]
-        joined = [
-            nic
-            for nic in paths.nearest(self.topology, here.id, DeviceKind.NIC)
-            if any(link.kind is LinkKind.NETWORK for link in self.topology.links_of(nic.id).values())
-        ]
-        if not joined:
-            return None
-        rank = paths.class_rank(paths.path_class(self.topology, here.id, joined[0].id))
-        alike = [
-            nic
-            for nic in joined
-            if paths.class_rank(paths.path_class(self.topology, here.id, nic.id)) == rank
-        ]
-        alike.sort(key=lambda nic: nic.index)
-        gpus = [device for device in self._members[host] if device.kind is DeviceKind.GPU]
-        sharing = [
-            gpu
-            for gpu in gpus
-            if all(paths.class_rank(paths.path_class(self.topology, gpu.id, nic.id)) == rank for nic in alike)
-        ]
-        return self._position[alike[sharing.index(here) % len(alike)].id]
 
     def _between_hosts(self, first: Device, second: Device) -> Route:
         near, far = self.nic(first.index), self.nic(second.index)
@@ -182,36 +149,46 @@ class Routes:
 class _Shape:
     """What is the same in all hosts of one build: routes by position. Finds them in its first host."""
 
-    def __init__(self, routes: Routes, host: int) -> None:
-        self._routes, self._host = routes, host
-        self._found: dict[tuple[int, int], list[tuple[int, int, float]] | None] = {}
+    def __init__(self, topology: Graph, members: Sequence[Device]) -> None:
+        self._topology, self._members = topology, members
+        self._position = {device.id: position for position, device in enumerate(members)}
+        self._routes: dict[tuple[int, int], list[tuple[int, int, float]] | None] = {}
         self._nics: dict[int, int | None] = {}
 
     def route(self, a: int, b: int) -> list[tuple[int, int, float]] | None:
+        """(From, to, part of the message) for each link of the route; None where there is none."""
         low, high = min(a, b), max(a, b)
-        if (low, high) not in self._found:
-            self._found[low, high] = self._routes.local(self._host, low, high)
-        steps = self._found[low, high]
+        if (low, high) not in self._routes:
+            place = self._position
+            way = _local_route(self._topology, self._members[low].id, self._members[high].id)
+            steps = None if way is None else [(place[u], place[v], share) for (u, v), share in way]
+            self._routes[low, high] = steps
+        steps = self._routes[low, high]
         if steps is None or a < b:
             return steps
         return [(v, u, share) for u, v, share in reversed(steps)]
 
     def nic(self, gpu: int) -> int | None:
+        """The NIC that a GPU sends to other hosts through."""
         if gpu not in self._nics:
-            self._nics[gpu] = self._routes.local_nic(self._host, gpu)
+            here, topology = self._members[gpu], self._topology
+            joined = [
+                nic
+                for nic in paths.nearest(topology, here.id, DeviceKind.NIC)
+                if any(link.kind is LinkKind.NETWORK for link in topology.links_of(nic.id).values())
+            ]
+            nic = paths.shared_out(topology, here, joined).id if joined else None
+            self._nics[gpu] = None if nic is None else self._position[nic]
         return self._nics[gpu]
 
 
 def _local_route(topology: Graph, a: str, b: str) -> Route | None:
-    ways = paths.fabric_links(topology, a, b)
-    if ways:
+    if ways := paths.fabric_links(topology, a, b):
         widths = [min(link.bandwidth_gb_per_s for link in way) for way in ways]
         steps: list[tuple[Edge, float]] = []
         for way, width in zip(ways, widths, strict=True):
-            here = a
-            for link in way:
-                steps.append(((here, link.other(here)), width / sum(widths)))
-                here = link.other(here)
+            ends = [a, b] if len(way) == 1 else [a, way[0].other(a), b]
+            steps += [(edge, width / sum(widths)) for edge in itertools.pairwise(ends)]
         return tuple(steps)
     path = paths.pcie_path(topology, a, b)
     return None if path is None else tuple(((u, v), 1.0) for u, v in itertools.pairwise(path))

@@ -49,21 +49,20 @@ def parse_matrix(text: str, source: str = "<text>") -> Matrix:
         raise TopologyError(
             f"{source}: no line names GPU0, GPU1, ... as columns; expected the output of 'nvidia-smi topo -m'"
         )
-    names = _columns(header[1], source, header[0])
+    place = f"{source}, line {header[0]}"
+    names = re.split(r"\s*(?:CPU|NUMA) Affinity|\s*GPU NUMA ID", header[1])[0].split()
+    if len(set(names)) != len(names) or len(names) > _MAX_DEVICES:
+        raise TopologyError(
+            f"{place}: {len(names)} columns of which some repeat, or over {_MAX_DEVICES} of them"
+        )
     matrix = Matrix(names, {})
-    seen: set[str] = set()
-    for number, line in lines:
+    for number, line in lines[header[0] :]:
         words = line.split()
-        if number <= header[0] or not words:
-            continue
-        if words[0] == "Legend:":
+        if words and words[0] == "Legend:":
             break
-        if words[0] not in names:
-            raise TopologyError(
-                f"{source}, line {number}: a row called {words[0][:40]!r}, and there is no such column"
-            )
-        _row(matrix, seen, words, line, source, number)
-    if missing := [name for name in names if name not in seen]:
+        if words:
+            _row(matrix, words, f"{source}, line {number}")
+    if missing := [name for name in names if (name, name) not in matrix.cells]:
         raise TopologyError(
             f"{source}: no row for {', '.join(missing[:8])}; is the text cut short? Expected a row "
             "for each column"
@@ -73,50 +72,35 @@ def parse_matrix(text: str, source: str = "<text>") -> Matrix:
     return matrix
 
 
-def _columns(line: str, source: str, number: int) -> list[str]:
-    line = re.split(r"\s*(?:CPU|NUMA) Affinity|\s*GPU NUMA ID", line)[0]
-    names = line.split()
-    if len(set(names)) != len(names) or len(names) > _MAX_DEVICES:
-        raise TopologyError(
-            f"{source}, line {number}: {len(names)} columns of which some repeat, or over "
-            f"{_MAX_DEVICES} of them"
-        )
-    return names
-
-
-def _row(matrix: Matrix, seen: set[str], words: list[str], line: str, source: str, number: int) -> None:
-    name, cells = words[0], words[1 : len(matrix.names) + 1]
-    if name in seen:
-        raise TopologyError(f"{source}, line {number}: a second row for {name}")
-    seen.add(name)
-    if len(cells) < len(matrix.names):
-        raise TopologyError(
-            f"{source}, line {number}: {len(cells)} cells for {name}; expected {len(matrix.names)}, "
-            "one a column"
-        )
-    for column, cell in zip(matrix.names, cells, strict=True):
+def _row(matrix: Matrix, words: list[str], place: str) -> None:
+    names = matrix.names
+    name, cells, further = words[0], words[1 : len(names) + 1], words[len(names) + 1 :]
+    if name not in names:
+        raise TopologyError(f"{place}: a row called {name[:40]!r}, and there is no such column")
+    if (name, name) in matrix.cells:
+        raise TopologyError(f"{place}: a second row for {name}")
+    if len(cells) < len(names):
+        raise TopologyError(f"{place}: {len(cells)} cells for {name}; expected {len(names)}, one a column")
+    for column, cell in zip(names, cells, strict=True):
         if not _CELL.fullmatch(cell):
             raise TopologyError(
-                f"{source}, line {number}: {cell[:40]!r} from {name} to {column}; "
-                "expected X, NV#, PIX, PXB, PHB, NODE or SYS"
+                f"{place}: {cell[:40]!r} from {name} to {column}; expected X, NV#, PIX, PXB, PHB, NODE or SYS"
             )
         matrix.cells[name, column] = "SYS" if cell == "SOC" else cell
-    further = words[len(matrix.names) + 1 :]
-    if further and re.fullmatch(r"[\d,-]+|N/A", further[0]):
-        matrix.affinity[name] = further[0]
-    if len(further) > 1 and re.fullmatch(r"[\d,-]+|N/A", further[1]):
-        matrix.numa[name] = further[1]
+    for affinity, text in zip((matrix.affinity, matrix.numa), further, strict=False):
+        if re.fullmatch(r"[\d,-]+|N/A", text):
+            affinity[name] = text
 
 
 def _check_symmetric(matrix: Matrix, source: str) -> None:
+    cells = matrix.cells
     for name in matrix.names:
-        if matrix.cells[name, name] != "X":
-            raise TopologyError(f"{source}: {name} to itself is {matrix.cells[name, name]}; expected X")
+        if cells[name, name] != "X":
+            raise TopologyError(f"{source}: {name} to itself is {cells[name, name]}; expected X")
     for a, b in combinations(matrix.names, 2):
-        there, back = matrix.cells[a, b], matrix.cells[b, a]
-        if there != back:
+        if cells[a, b] != cells[b, a]:
             raise TopologyError(
-                f"{source}: {a} to {b} is {there}, and {b} to {a} is {back}; expected the same"
+                f"{source}: {a} to {b} is {cells[a, b]}, and {b} to {a} is {cells[b, a]}; expected the same"
             )
-        if there == "X":
+        if cells[a, b] == "X":
             raise TopologyError(f"{source}: {a} to {b} is X, which a device only is to itself")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from flagcx.topology import speeds
 from flagcx.topology.graph import Port
@@ -13,8 +13,7 @@ _ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 _ROOT = re.compile(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}")
 
 
-@dataclass(frozen=True, slots=True)
-class NumaNode:
+class NumaNode(NamedTuple):
     """A NUMA node: its number, its CPUs as ranges, and the socket it is part of (-1 where unknown)."""
 
     number: int
@@ -22,15 +21,13 @@ class NumaNode:
     package: int
 
 
-@dataclass(frozen=True, slots=True)
-class PciFunction:
+class PciFunction(NamedTuple):
     """A function of a PCI device.
 
     Attributes:
         address: ``0000:0f:00.0``.
         pci_class: Six digits after ``0x``.
         vendor: ``0x10de``, ...
-        device: Device id, likewise.
         numa: Its NUMA node, or -1.
         above: Addresses of the bridges from the root down to it.
         root: Name of the PCIe root, ``pci0000:00``; "" where it is not known.
@@ -41,7 +38,6 @@ class PciFunction:
     address: str
     pci_class: str
     vendor: str
-    device: str
     numa: int
     above: tuple[str, ...]
     root: str
@@ -51,20 +47,13 @@ class PciFunction:
 
 def numa_nodes(sys: Path) -> list[NumaNode]:
     """The NUMA nodes that have CPUs; one that holds all of them where the kernel names none."""
-    nodes = []
-    for folder in sorted(
-        (sys / "devices/system/node").glob("node[0-9]*"), key=lambda path: int(path.name[4:])
-    ):
-        cpus = _read(folder / "cpulist")
-        if cpus:
-            first = re.match(r"\d+", cpus)
-            package = (
-                _number(sys / f"devices/system/cpu/cpu{first.group()}/topology/physical_package_id")
-                if first
-                else None
-            )
+    system, nodes = sys / "devices/system", []
+    for folder in sorted(system.glob("node/node[0-9]*"), key=lambda path: int(path.name[4:])):
+        if cpus := _read(folder / "cpulist"):
+            first = re.match(r"\d*", cpus)[0]  # type: ignore[index]
+            package = _number(system / f"cpu/cpu{first}/topology/physical_package_id")
             nodes.append(NumaNode(int(folder.name[4:]), cpus, -1 if package is None else package))
-    return nodes or [NumaNode(0, _read(sys / "devices/system/cpu/online"), -1)]
+    return nodes or [NumaNode(0, _read(system / "cpu/online"), -1)]
 
 
 def cpu_model(proc: Path) -> dict[str, str]:
@@ -94,7 +83,6 @@ def pci_functions(sys: Path) -> dict[str, PciFunction]:
             entry.name,
             _read(folder / "class"),
             _read(folder / "vendor"),
-            _read(folder / "device"),
             -1 if numa is None else numa,
             above,
             root,

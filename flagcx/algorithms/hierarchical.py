@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import chain, groupby, pairwise
 from math import isqrt
 
@@ -62,42 +62,19 @@ class Lanes:
 
     Attributes:
         groups: The ranks of each group; the first ``count`` of a group own its lanes.
+        places: The group of each rank, and its place in the group.
+        count: Number of lanes.
+        between: Rounds between the groups.
+        inside: Rounds of an exchange inside the groups: one, or none where all are single ranks.
+        gathering: Rounds in which ranks without a lane send their block to one with a lane.
     """
 
     groups: Groups
-
-    @cached_property
-    def count(self) -> int:
-        """Number of lanes."""
-        return min(len(group) for group in self.groups)
-
-    @cached_property
-    def widest(self) -> int:
-        """Ranks in the largest group."""
-        return max(len(group) for group in self.groups)
-
-    @cached_property
-    def between(self) -> int:
-        """Rounds between the groups."""
-        return doublings(len(self.groups))
-
-    @cached_property
-    def inside(self) -> int:
-        """Rounds of an exchange inside the groups: one, or none where all are single ranks."""
-        return 1 if self.widest > 1 else 0
-
-    @cached_property
-    def gathering(self) -> int:
-        """Rounds in which ranks without a lane send their block to one with a lane."""
-        return 1 if self.widest > self.count else 0
-
-    @cached_property
-    def _places(self) -> dict[int, tuple[int, int]]:
-        return {rank: (g, i) for g, group in enumerate(self.groups) for i, rank in enumerate(group)}
-
-    def place(self, rank: int) -> tuple[int, int]:
-        """The rank's group, and its place in the group."""
-        return self._places[rank]
+    places: dict[int, tuple[int, int]]
+    count: int
+    between: int
+    inside: int
+    gathering: int
 
     def blocks(self, group: int, lane: int) -> tuple[int, ...]:
         """The ranks of a group whose blocks travel on the lane."""
@@ -110,20 +87,20 @@ def lanes_of(size: int, groups: Sequence[Sequence[int]] | None) -> Lanes:
     Raises:
         ArgumentError: A group is empty, or the ranks of all groups are not 0 to ``size - 1``.
     """
-    if groups is None:
-        return Lanes(even_groups(size))
-    frozen = tuple(tuple(group) for group in groups)
+    frozen = even_groups(size) if groups is None else tuple(tuple(group) for group in groups)
     if not all(frozen) or sorted(chain.from_iterable(frozen)) != list(range(size)):
         raise ArgumentError(
             f"groups={frozen} do not divide {size} ranks; expected groups of at least one rank that hold "
             f"each of 0 to {size - 1} once, such as {even_groups(size)}"
         )
-    return Lanes(frozen)
+    places = {rank: (g, i) for g, group in enumerate(frozen) for i, rank in enumerate(group)}
+    least, most = min(map(len, frozen)), max(map(len, frozen))
+    return Lanes(frozen, places, least, doublings(len(frozen)), int(most > 1), int(most > least))
 
 
 def _spread(lanes: Lanes, rank: int) -> Iterator[ChunkTransfer]:
     """Parts of the message, one an owner, to all: part ``lane * groups + group``."""
-    group, lane = lanes.place(rank)
+    group, lane = lanes.places[rank]
     count = len(lanes.groups)
     for now in range(lanes.between if lane < lanes.count else 0):
         distance, first = 1 << now, lane * count
@@ -140,7 +117,7 @@ def _to_group(
     lanes: Lanes, rank: int, now: int, width: int, skip: int | None = None
 ) -> Iterator[ChunkTransfer]:
     """Each owner sends its lane's ``width`` chunks to all of its group but ``skip``, which has them."""
-    group, _ = lanes.place(rank)
+    group, _ = lanes.places[rank]
     for lane, owner in enumerate(lanes.groups[group][: lanes.count]):
         start, stop = lane * width, (lane + 1) * width
         if owner == rank:
@@ -173,8 +150,8 @@ def hierarchical_allreduce(size: int, groups: Sequence[Sequence[int]] | None = N
 
 def _broadcast(lanes: Lanes, root: int, rank: int) -> Iterator[ChunkTransfer]:
     count = len(lanes.groups)
-    home, _ = lanes.place(root)
-    group, lane = lanes.place(rank)
+    home, _ = lanes.places[root]
+    group, lane = lanes.places[rank]
     owners = lanes.groups[home][: lanes.count]
     if rank == root:
         yield from (send(0, owner, part) for part, owner in enumerate(owners) if owner != root)
@@ -225,7 +202,7 @@ def hierarchical_reduce(size: int, root: int = 0, groups: Sequence[Sequence[int]
 
 
 def _allgather(lanes: Lanes, rank: int) -> Iterator[ChunkTransfer]:
-    group, place = lanes.place(rank)
+    group, place = lanes.places[rank]
     lane = place % lanes.count
     if place >= lanes.count:
         yield send(0, lanes.groups[group][lane], rank)
@@ -248,7 +225,7 @@ def _between_groups(lanes: Lanes, group: int, lane: int) -> Iterator[ChunkTransf
 
 def _blocks_to_group(lanes: Lanes, rank: int) -> Iterator[ChunkTransfer]:
     """All blocks of a lane from its owner to the others of the group, but no rank its own block."""
-    group, _ = lanes.place(rank)
+    group, _ = lanes.places[rank]
     now = lanes.gathering + lanes.between
     for lane, owner in enumerate(lanes.groups[group][: lanes.count]):
         blocks = [b for g in range(len(lanes.groups)) for b in lanes.blocks(g, lane)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -160,7 +161,6 @@ class _TopologyRoutes:
         self._numbers: dict[Edge, int] = {}
         self._columns: dict[tuple[int, int, int], np.ndarray] = {}
         self._middles: dict[tuple[int, int], tuple[str, ...]] = {}
-        self._out: dict[tuple[int, int], tuple[int, ...]] = {}
         devices = [topology.gpu(gpu) for gpu in gpus]
         numbers: dict[int, int] = {}
         self.host = np.array([numbers.setdefault(d.host, len(numbers)) for d in devices], np.int64)
@@ -241,8 +241,7 @@ class _TopologyRoutes:
         far = np.flatnonzero(self.host[source] != self.host[target])
         if not len(far):
             return
-        switches = self._switches()
-        keys = (self.shape, self.position, switches)
+        keys = (self.shape, self.position, self._switches)
         for rows, (shape, a, near, other, b, back) in _groups(
             far, *(key[source] for key in keys), *(key[target] for key in keys)
         ):
@@ -258,26 +257,31 @@ class _TopologyRoutes:
             ]
             yield rows, np.stack(columns, axis=1), 1.0
 
+    @cached_property
     def _switches(self) -> np.ndarray:
         """For each rank a number for the switches that its NIC is linked to; -1 without a NIC."""
-        if not hasattr(self, "_switch_numbers"):
-            known: dict[tuple[str, ...], int] = {}
-            numbers, self.nics = [], []
-            for host, shape, position in zip(self.host, self.shape, self.position, strict=True):
-                place = self.shapes[shape].nic(int(position))
-                nic = None if place is None else self.members[host][place]
-                numbers.append(-1 if nic is None else known.setdefault(self._above(nic), len(known)))
-                self.nics.append(nic)
-            self._switch_numbers = np.array(numbers, np.int64)
-        return self._switch_numbers
+        known: dict[tuple[str, ...], int] = {}
+        return np.array(
+            [-1 if nic is None else known.setdefault(self._above(nic), len(known)) for nic in self._nics],
+            np.int64,
+        )
+
+    @cached_property
+    def _nics(self) -> list[str | None]:
+        """The NIC of each rank, or None."""
+        places = (
+            self.shapes[shape].nic(int(at)) for shape, at in zip(self.shape, self.position, strict=True)
+        )
+        return [
+            None if place is None else self.members[host][place]
+            for host, place in zip(self.host, places, strict=True)
+        ]
 
     def _to_nic(self, shape: int, gpu: int) -> tuple[int, ...]:
         """Positions on the route from a GPU to its NIC; the GPU's alone where it has none."""
-        if (shape, gpu) not in self._out:
-            nic = self.shapes[shape].nic(gpu)
-            steps = (self.shapes[shape].route(gpu, nic) or []) if nic is not None else []
-            self._out[shape, gpu] = (gpu, *(v for _, v, _ in steps))
-        return self._out[shape, gpu]
+        nic = self.shapes[shape].nic(gpu)
+        steps = (self.shapes[shape].route(gpu, nic) or []) if nic is not None else []
+        return gpu, *(v for _, v, _ in steps)
 
     def _middle(self, near: int, far: int, a: int, b: int, out: int, into: int) -> tuple[str, ...]:
         """The switches between two NICs; a and b are ranks whose NICs have the same switches as these."""
@@ -292,7 +296,7 @@ class _TopologyRoutes:
 
     def _meeting(self, a: int, b: int) -> tuple[str, ...] | None:
         """The switches between the NICs of two ranks where there is one shortest route, as in a fat tree."""
-        near, far = (self._above(self.nics[rank]) for rank in (a, b))
+        near, far = (self._above(self._nics[rank]) for rank in (a, b))
         if len(near) != 1 or len(far) != 1:
             return None
         if near == far:
@@ -311,7 +315,7 @@ class _TopologyRoutes:
         )
 
     def _ends(self, ranks: np.ndarray, switch: str, leaving: bool) -> np.ndarray:
-        nics = [self.nics[rank] for rank in ranks.tolist()]
+        nics = [self._nics[rank] for rank in ranks.tolist()]
         return np.array([self.number((nic, switch) if leaving else (switch, nic)) for nic in nics], np.int64)
 
 

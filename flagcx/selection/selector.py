@@ -104,11 +104,12 @@ class Selector:
     def choose(self, request: Request) -> Candidate:
         """Chooses the algorithm, pieces and protocol of a call, along the machine's links."""
         key = request[: self._fields]
-        choice = self._made.get(key)
-        if choice is None:
+        try:
+            return self._made[key]
+        except KeyError:
             if len(self._made) >= _MOST_CHOICES:
                 self._made.clear()
-            choice = self._made[key] = self._choose(request).along(self.order, self.groups)
+        choice = self._made[key] = self._choose(request).along(self.order, self.groups)
         return choice
 
     def _choose(self, request: Request) -> Candidate:

@@ -68,21 +68,6 @@ class Exit:
             return f"killed by signal {-self.code}"
 
 
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """How a job ended.
-
-    Attributes:
-        exits: Every rank's exit, in the order in which they ended.
-        first_failure: The exit to blame, or None if all went well.
-        late: The ranks that were still running at the time-out.
-    """
-
-    exits: tuple[Exit, ...]
-    first_failure: Exit | None
-    late: tuple[int, ...]
-
-
 class Ranks:
     """The processes of all ranks of a job. A context manager: on leaving it, every process has ended.
 
@@ -92,6 +77,10 @@ class Ranks:
         output: Where their output goes.
         grace_s: How long the other ranks may go on after one has failed, in seconds: enough for them to
             notice and to report it.
+
+    Attributes:
+        exits: The exits of the ranks that have ended, in the order in which they ended.
+        tails: The last lines of each rank's stderr.
     """
 
     def __init__(
@@ -113,7 +102,7 @@ class Ranks:
         self._guards: list[int] = []
         self._pidfds: list[int | None] = []
         self._open: dict[int, tuple[int, int]] = {}
-        self._exits: dict[int, Exit] = {}
+        self.exits: dict[int, Exit] = {}
         self._told: set[int] = set()
         self._steps: list[tuple[float, int]] = []
 
@@ -133,20 +122,23 @@ class Ranks:
         if self._server is not None:
             self._server.start()
 
-    def wait(self, timeout_s: float | None = None) -> Ending:
+    def wait(self, timeout_s: float | None = None) -> tuple[int, ...]:
         """Passes on output until all ranks have ended.
 
         Ranks that still run ``grace_s`` after the first failure, or after ``timeout_s``, are ended.
+
+        Returns:
+            The ranks that were still running after ``timeout_s``.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         late: tuple[int, ...] = ()
-        while len(self._exits) < len(self._processes):
+        while len(self.exits) < len(self._processes):
             self._turn(self._patience(deadline))
             if deadline is not None and time.monotonic() >= deadline:
                 deadline, late = None, self.running()
                 self._plan(signal.SIGTERM, 0.0)
         self._drain()
-        return Ending(tuple(self._exits.values()), self._first_failure(), late)
+        return late
 
     def end(self, number: int = signal.SIGTERM) -> None:
         """Sends all ranks a signal and waits for their end; ranks that ignore it are killed."""
@@ -155,7 +147,7 @@ class Ranks:
 
     def running(self) -> tuple[int, ...]:
         """The ranks whose processes have not ended."""
-        return tuple(rank for rank in range(len(self._processes)) if rank not in self._exits)
+        return tuple(rank for rank in range(len(self._processes)) if rank not in self.exits)
 
     def signal_rank(self, rank: int, number: int) -> None:
         """Sends a signal to a rank that still runs, and to the processes that it started."""
@@ -282,7 +274,7 @@ class Ranks:
         pidfd = self._pidfds[rank]
         if pidfd is not None:
             self.selector.unregister(pidfd)
-        ended = self._exits[rank] = Exit(rank, code, rank in self._told)
+        ended = self.exits[rank] = Exit(rank, code, rank in self._told)
         if self._server is not None:
             self._server.rank_ended(rank, "" if code == 0 else f"its process ended: {ended.describe()}")
         if code != 0 and not self._steps:
@@ -293,9 +285,9 @@ class Ranks:
         moment = time.monotonic() + after_s
         self._steps = [(moment, number), (moment + _KILL_AFTER_S, signal.SIGKILL)]
 
-    def _first_failure(self) -> Exit | None:
-        """The exit to blame: the first whose rank failed by itself and does not blame another rank."""
-        failed = [ended for ended in self._exits.values() if ended.code != 0]
+    def first_failure(self) -> Exit | None:
+        """The exit to blame, if any: the first whose rank failed by itself and blames no other rank."""
+        failed = [ended for ended in self.exits.values() if ended.code != 0]
         own = [ended for ended in failed if not ended.after_signal]
         # A rank that was told to end may have failed before, and still have been writing its traceback.
         told = [ended for ended in failed if ended.after_signal and self.tails[ended.rank].traceback()]

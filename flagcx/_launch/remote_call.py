@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from flagcx._launch.failure import Failure
-from flagcx._launch.output import RankOutput, Tail
+from flagcx._launch.output import RankOutput
 from flagcx._launch.rank_main import PickledCall, Success, read_file, write_file
-from flagcx._launch.ranks import Command, Ending, Ranks
+from flagcx._launch.ranks import Command, Ranks
 from flagcx.errors import ArgumentError, LaunchError
 
 
@@ -42,39 +42,33 @@ def call_on_ranks(
         ranks = resources.enter_context(Ranks(commands, environ, RankOutput(size, True, _writer)))
         try:
             ranks.start()
-            ending = ranks.wait(timeout_s)
+            late = ranks.wait(timeout_s)
         except KeyboardInterrupt:
             ranks.end(signal.SIGINT)
             raise
         outcomes = [_read_outcome(result_file) for result_file in result_files]
-    _check(ending, outcomes, ranks.tails, timeout_s)
+    if late:
+        raise LaunchError(
+            f"rank {', '.join(map(str, late))} did not end within {timeout_s:g} s and was killed; "
+            f"allow more by timeout_s",
+            rank=late[0],
+            traceback=ranks.tails[late[0]].last_words(),
+        )
+    _check(ranks, outcomes)
     return [pickle.loads(outcome.value) for outcome in outcomes if isinstance(outcome, Success)]
 
 
-def _check(
-    ending: Ending,
-    outcomes: Sequence[Success | Failure | None],
-    tails: Sequence[Tail],
-    timeout_s: float | None,
-) -> None:
+def _check(ranks: Ranks, outcomes: Sequence[Success | Failure | None]) -> None:
     """Raises the error to blame: the first exception that does not itself blame another rank."""
-    if ending.late:
-        first = ending.late[0]
-        raise LaunchError(
-            f"rank {', '.join(map(str, ending.late))} did not end within {timeout_s:g} s and was killed; "
-            f"allow more by timeout_s",
-            rank=first,
-            traceback=tails[first].last_words(),
-        )
     raised = [(rank, outcome) for rank, outcome in enumerate(outcomes) if isinstance(outcome, Failure)]
     raised.sort(key=lambda pair: (pair[1].is_consequence, pair[1].at))
-    silent = [ended for ended in ending.exits if outcomes[ended.rank] is None]
+    silent = [ended for ended in ranks.exits.values() if outcomes[ended.rank] is None]
     silent.sort(key=lambda ended: ended.after_signal)
     if raised and (not raised[0][1].is_consequence or not silent or silent[0].after_signal):
         rank, failure = raised[0]
         raise failure.launch_error(rank) from _exception_of(failure)
     if silent:
-        ended, words = silent[0], tails[silent[0].rank].last_words()
+        ended, words = silent[0], ranks.tails[silent[0].rank].last_words()
         raise LaunchError(
             f"rank {ended.rank} ended without a result: {ended.describe()}"
             + (f"\n\n{words}" if words else ""),

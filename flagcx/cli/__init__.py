@@ -43,8 +43,8 @@ def application(asked: str = "") -> typer.Typer:
     )
     made.callback()(_several_commands)
     for name in [asked] if asked in COMMANDS else COMMANDS:
-        settings = _VERBATIM if name == "run" else {}
-        made.command(name, context_settings=settings)(_run if name == "run" else _function(name))
+        command: Callable[..., None] = getattr(importlib.import_module(f"flagcx.cli.{name}"), name)
+        made.command(name, context_settings=_VERBATIM if name == "run" else {})(command)
     return made
 
 
@@ -60,39 +60,3 @@ def _several_commands(
     ),
 ) -> None:
     """Collective communication for NumPy and CuPy arrays."""
-
-
-def _function(name: str) -> Callable[..., None]:
-    return getattr(importlib.import_module(f"flagcx.cli.{name}"), name)
-
-
-def _run(
-    context: typer.Context,
-    script: str = typer.Argument(..., help="The script, or after -m the module; its own arguments follow."),
-    ranks: int = typer.Option(0, "-n", "--ranks", min=0, help="How many ranks; 0: one for each core."),
-    module: bool = typer.Option(False, "-m", "--module", help="SCRIPT is the name of a module."),
-    timeout: float = typer.Option(
-        0.0, "--timeout", min=0.0, help="End the ranks after so many seconds; 0: never."
-    ),
-    prefix: bool = typer.Option(
-        True, "--prefix/--no-prefix", help="Put the rank before each line of output."
-    ),
-    share_gpu: bool = typer.Option(False, "--share-gpu", help="Let several ranks use one GPU."),
-) -> None:
-    """Run a Python script, or a module, on several ranks of this host.
-
-    Lines of output have their rank before them. If a rank fails, all are ended, its traceback is shown
-    last, and its exit code is returned.
-    """
-    from flagcx.cli.run import run
-
-    code = run(
-        script,
-        context.args,
-        ranks=ranks or None,
-        module=module,
-        timeout_s=timeout or None,
-        prefix=prefix,
-        share_gpu=share_gpu,
-    )
-    raise SystemExit(code)

@@ -58,6 +58,13 @@ class BenchMessage:
         most = max(max(self.blocks(rank)) for rank in range(self.size))
         return most * self.count * self.dtype.numpy.itemsize
 
+    def columns(self) -> dict[str, Any]:
+        """The message in the columns of nccl-tests."""
+        op, root = self.op.name if self.op else "none", -1 if self.root is None else self.root
+        return {
+            "nbytes": self.nbytes, "count": self.count, "dtype": self.dtype.name, "op": op, "root": root
+        }  # fmt: skip
+
 
 def data(message: BenchMessage, rank: int, block: int) -> np.ndarray:
     """The first ``PERIOD`` elements of a block that ``rank`` contributes; then they repeat.

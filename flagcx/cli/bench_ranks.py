@@ -198,14 +198,4 @@ def rows(comm: Communicator, task: BenchTask, arrays: ArraySource) -> Iterator[B
             measure(comm, arrays, message, storage, place, task) if has else None
             for place, has in zip((False, True), has_place(message), strict=True)
         )
-        yield BenchRow(
-            collective=task.collective,
-            size=comm.size,
-            nbytes=message.nbytes,
-            count=message.count,
-            dtype=message.dtype.name,
-            op=message.op.name if message.op else "none",
-            root=-1 if message.root is None else message.root,
-            out_of_place=out_of_place,
-            in_place=in_place,
-        )
+        yield BenchRow(message, out_of_place, in_place)

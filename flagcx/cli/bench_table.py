@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from flagcx.cli.bench_oracle import BenchMessage
 from flagcx.errors import ArgumentError
 from flagcx.schedule.collectives import COLLECTIVES
 
@@ -47,34 +48,22 @@ class BenchRow:
     """One line of the table.
 
     Attributes:
-        collective: Its name.
-        size: Number of ranks.
-        nbytes: The whole message, in bytes.
-        count: Elements of the message, or of one block where each rank has a block.
-        dtype: Name of the dtype.
-        op: Name of the reduction; "none" where nothing is reduced.
-        root: The root, or -1.
+        message: The collective and its message.
         out_of_place: Its timing, or None where the collective has no such form.
         in_place: The same for the form in place.
     """
 
-    collective: str
-    size: int
-    nbytes: int
-    count: int
-    dtype: str
-    op: str
-    root: int
+    message: BenchMessage
     out_of_place: BenchTiming | None
     in_place: BenchTiming | None
 
     def algorithm_gb_per_s(self, timing: BenchTiming) -> float:
         """Algorithm bandwidth, in 10^9 bytes per second."""
-        return self.nbytes / timing.time_us / 1e3 if timing.time_us else 0.0
+        return self.message.nbytes / timing.time_us / 1e3 if timing.time_us else 0.0
 
     def bus_gb_per_s(self, timing: BenchTiming) -> float:
         """Bus bandwidth, in 10^9 bytes per second."""
-        return self.algorithm_gb_per_s(timing) * bus_share(self.collective, self.size)
+        return self.algorithm_gb_per_s(timing) * bus_share(self.message.collective, self.message.size)
 
     @property
     def timings(self) -> Sequence[BenchTiming]:
@@ -83,8 +72,7 @@ class BenchRow:
 
     def as_json(self) -> dict[str, Any]:
         """The row as one flat JSON object."""
-        row = {key: getattr(self, key) for key in ("collective", "nbytes", "count", "dtype", "op", "root")}
-        row["ranks"] = self.size
+        row = {"collective": self.message.collective, **self.message.columns(), "ranks": self.message.size}
         for place, timing in (("out_of_place", self.out_of_place), ("in_place", self.in_place)):
             if timing:
                 row[f"{place}_us"] = round(timing.time_us, 3)
@@ -111,7 +99,7 @@ def header() -> str:
 
 def format_row(row: BenchRow) -> str:
     """One line of the table; a form that the collective does not have shows as dashes."""
-    left = _LEFT.format(row.nbytes, row.count, row.dtype, row.op, row.root)
+    left = _LEFT.format(*row.message.columns().values())
     return left + "".join(_half(row, timing) for timing in (row.out_of_place, row.in_place))
 
 
@@ -152,8 +140,7 @@ def sizes(begin: int, end: int, factor: int) -> list[int]:
         raise ArgumentError(
             f"sizes from {begin} to {end} bytes are none; begin at {end} or less, or end later"
         )
-    result = []
-    while begin <= end:
-        result.append(begin)
-        begin *= factor
+    result = [begin]
+    while result[-1] * factor <= end:
+        result.append(result[-1] * factor)
     return result

@@ -1,7 +1,8 @@
-"""``flagcx doctor``: what this machine offers, and what is missing."""
+"""``flagcx doctor``: lists the parts that flagcx can use on this machine, and the missing ones."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import platform
@@ -16,8 +17,8 @@ from pathlib import Path
 _OK, _NOTE = "[green]yes[/]", "[yellow]no[/]"
 _SMALL_SHM_NBYTES = 256 << 20
 _UNLIMITED = 10_000
-"""Columns where no terminal has a say: what is found stands in one line."""
-# Two siblings, as ranks are: one shows where a secret stands, the other reads it there.
+"""Columns where the output is no terminal: each finding stays in one line."""
+# Two sibling processes, as ranks are: one shows the address of a secret, the other reads it there.
 _SHOW = """
 import ctypes, sys
 secret = ctypes.create_string_buffer(b"flagcx", 6)
@@ -41,10 +42,10 @@ class Finding:
     """One line of the table.
 
     Attributes:
-        what: What was looked at.
-        good: Whether it is as it should be; None if it is merely so.
-        found: What was found.
-        advice: What to do about it, if anything.
+        what: The part.
+        good: Whether it is as it should be; None where either is fine.
+        found: Its state, in words.
+        advice: The remedy, if one is needed.
     """
 
     what: str
@@ -69,13 +70,14 @@ def doctor() -> None:
 
 
 def examine() -> Iterator[Finding]:
-    """Looks at everything, and yields what it finds."""
+    """Examines all parts, and yields a finding for each."""
     from flagcx.kernels.cuda import driver_cuda, pip_command
 
     yield Finding("flagcx", None, _version("flagcx") or "from a source tree, not installed")
     yield Finding("Python", (3, 10) <= sys.version_info < (3, 14), platform.python_version())
     yield Finding("system", sys.platform == "linux", f"{platform.system()} {platform.release()}")
-    yield _cores()
+    usable = len(os.sched_getaffinity(0))
+    yield Finding("cores", None, f"{usable} usable of {os.cpu_count()}")
     yield _shared_memory()
     yield _cross_memory()
     yield _package("NumPy", "numpy", "numpy")
@@ -88,11 +90,6 @@ def examine() -> Iterator[Finding]:
     yield Finding("mpirun", mpirun is not None, mpirun or "not on PATH")
     yield _package("PyTorch", "torch", "torch", advice="pip install 'flagcx[torch]'")
     yield _package("matplotlib", "matplotlib", "matplotlib", advice="pip install 'flagcx[plot]'")
-
-
-def _cores() -> Finding:
-    usable = len(os.sched_getaffinity(0))
-    return Finding("cores", None, f"{usable} usable of {os.cpu_count()}")
 
 
 def _shared_memory() -> Finding:
@@ -119,7 +116,7 @@ def _cross_memory() -> Finding:
 
 
 def can_read_siblings() -> bool:
-    """Whether one rank may read another's memory: tried out between two fresh processes."""
+    """Whether one rank may read another's memory: tried between two new processes."""
     with subprocess.Popen(
         [sys.executable, "-S", "-c", _SHOW], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as shower:
@@ -152,16 +149,10 @@ def _package(what: str, module: str, *distributions: str, advice: str = "") -> F
     versions = [f"{name} {_version(name)}" for name in distributions if _version(name)]
     if versions:
         return Finding(what, True, ", ".join(versions))
-    if _is_importable(module):
-        return Finding(what, True, "found, version unknown")
+    with contextlib.suppress(ImportError):
+        if importlib.util.find_spec(module) is not None:
+            return Finding(what, True, "found, version unknown")
     return Finding(what, False, "not installed", advice or f"pip install {distributions[0]}")
-
-
-def _is_importable(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ImportError:
-        return False
 
 
 def _version(distribution: str) -> str:

@@ -12,8 +12,10 @@ import termios
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import typer
+
 from flagcx._launch.output import RankOutput, Screen, Write
-from flagcx._launch.ranks import Command, Ending, Exit, Ranks
+from flagcx._launch.ranks import Command, Exit, Ranks
 from flagcx._launch.share_gpu import sharing
 from flagcx.config import environment
 from flagcx.errors import LaunchError
@@ -32,29 +34,40 @@ class _Ended(BaseException):
 
 
 def run(
+    context: typer.Context,
+    script: str = typer.Argument(..., help="The script, or after -m the module; its own arguments follow."),
+    ranks: int = typer.Option(0, "-n", "--ranks", min=0, help="How many ranks; 0: one for each core."),
+    module: bool = typer.Option(False, "-m", "--module", help="SCRIPT is the name of a module."),
+    timeout: float = typer.Option(
+        0.0, "--timeout", min=0.0, help="End the ranks after so many seconds; 0: never."
+    ),
+    prefix: bool = typer.Option(
+        True, "--prefix/--no-prefix", help="Put the rank before each line of output."
+    ),
+    share_gpu: bool = typer.Option(False, "--share-gpu", help="Let several ranks use one GPU."),
+) -> None:
+    """Run a Python script, or a module, on several ranks of this host.
+
+    Lines of output have their rank before them. If a rank fails, all are ended, its traceback is shown
+    last, and its exit code is returned.
+    """
+    raise SystemExit(run_script(script, context.args, ranks, module, timeout, prefix, share_gpu))
+
+
+def run_script(
     script: str,
     arguments: Sequence[str],
-    *,
-    ranks: int | None = None,
+    ranks: int = 0,
     module: bool = False,
-    timeout_s: float | None = None,
+    timeout_s: float = 0.0,
     prefix: bool = True,
     share_gpu: bool = False,
 ) -> int:
-    """Runs a script on several ranks and returns the exit code for the shell.
-
-    Args:
-        script: The script's path, or with ``module`` the name of a module.
-        arguments: Its own arguments.
-        ranks: How many ranks there are; None is one for each core that this process may use.
-        module: Whether ``script`` names a module.
-        timeout_s: Seconds after which ranks that still run are ended.
-        prefix: Whether lines begin with their rank.
-        share_gpu: Whether several ranks may use one GPU; see ``flagcx._launch.share_gpu``.
+    """Runs a script as ``flagcx run`` does, whose options its arguments are.
 
     Returns:
-        0; or the exit code of the rank that failed first, 128 + n if signal n killed it; 124 after the
-        time-out; 130 after Ctrl-C.
+        The exit code for the shell: 0; or that of the rank that failed first, 128 + n if signal n killed it;
+        124 after the time-out; 130 after Ctrl-C.
 
     Raises:
         LaunchError: The ranks cannot be started.
@@ -74,7 +87,7 @@ def run(
             job.start()
             with _signals(lambda number: terminal.resize(job)):
                 terminal.serve(job)
-                ending = job.wait(timeout_s)
+                late = job.wait(timeout_s or None)
         except KeyboardInterrupt:
             terminal.interrupted = True
             job.end(signal.SIGINT)
@@ -87,7 +100,16 @@ def run(
             return _output_is_gone()
         finally:
             terminal.close()
-        return _report(ending, job, terminal, timeout_s)
+        if late:
+            who, were = ("rank", "was") if len(late) == 1 else ("ranks", "were")
+            names = ", ".join(map(str, late))
+            terminal.say(f"{who} {names} had not ended after {timeout_s:g} s, and {were} ended (--timeout)")
+            return _TIMED_OUT
+        failed = job.first_failure()
+        if failed is None:
+            return 0
+        terminal.say(_describe(failed, job))
+        return failed.code if failed.code > 0 else 128 - failed.code
 
 
 def _check_script(script: str) -> None:
@@ -100,19 +122,6 @@ def _check_script(script: str) -> None:
         )
     if not os.path.exists(script):
         raise LaunchError(f"there is no script {script!r}; to run a module, put -m before its name", rank=0)
-
-
-def _report(ending: Ending, job: Ranks, terminal: _Terminal, timeout_s: float | None) -> int:
-    if ending.late:
-        names = ", ".join(map(str, ending.late))
-        who, were = ("rank", "was") if len(ending.late) == 1 else ("ranks", "were")
-        terminal.say(f"{who} {names} had not ended after {timeout_s:g} s, and {were} ended (--timeout)")
-        return _TIMED_OUT
-    failed = ending.first_failure
-    if failed is None:
-        return 0
-    terminal.say(_describe(failed, job))
-    return failed.code if failed.code > 0 else 128 - failed.code
 
 
 def _describe(failed: Exit, job: Ranks) -> str:

@@ -145,9 +145,7 @@ def test_bus_share(collective, size, share):
     assert bench_table.bus_share(collective, size) == pytest.approx(share)
 
 
-ROW = BenchRow(
-    "allreduce", 4, 1 << 20, 1 << 18, "float32", "sum", -1, BenchTiming(100.0, 0), BenchTiming(200.0, 3)
-)
+ROW = BenchRow(message("allreduce", 4, count=1 << 18), BenchTiming(100.0, 0), BenchTiming(200.0, 3))
 
 
 def test_row_has_the_columns_of_nccl_tests():
@@ -161,7 +159,7 @@ def test_row_has_the_columns_of_nccl_tests():
 
 
 def test_missing_form_shows_as_dashes():
-    row = BenchRow("alltoall", 4, 64, 4, "float32", "none", -1, BenchTiming(1.0, 0), None)
+    row = BenchRow(message("alltoall", 4, count=4), BenchTiming(1.0, 0), None)
     assert bench_table.format_row(row).split()[-4:] == ["-"] * 4
     assert "in_place_us" not in row.as_json()
 

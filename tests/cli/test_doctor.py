@@ -39,7 +39,7 @@ def test_on_a_terminal_a_path_goes_on_in_the_next_line(call, monkeypatch):
 
 def test_what_is_missing_has_the_command_that_errors_have(monkeypatch):
     monkeypatch.setattr(doctor, "_version", lambda distribution: "")
-    monkeypatch.setattr(doctor, "_is_importable", lambda module: False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda module: None)
     found = {finding.what: finding for finding in doctor.examine()}
     assert found["CuPy"].advice == found["NCCL"].advice == pip_command(driver_cuda())
     assert found["matplotlib"].advice == "pip install 'flagcx[plot]'"

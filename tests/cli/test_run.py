@@ -16,7 +16,7 @@ import pytest
 
 from flagcx._launch.ranks import job_environment
 from flagcx._launch.share_gpu import DRIVER
-from flagcx.cli.run import run
+from flagcx.cli.run import run_script
 from tests.bootstrap.processes import (
     bare_environment,
     is_alive,
@@ -416,7 +416,7 @@ def test_starts_and_ends_in_a_row_leave_nothing(script, tmp_path, capfd, monkeyp
     """
     path, before = script(body), set(os.listdir("/proc/self/fd"))
     for _ in range(starts):
-        assert run(path, [], ranks=2) == 0
+        assert run_script(path, [], ranks=2) == 0
         out, err = capfd.readouterr()
         assert (len(out.splitlines()), err) == (2, "")
         for line in out.splitlines():

@@ -229,83 +229,62 @@ class Table:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise ArgumentError(f"it is not JSON: {error}") from None
-        read = _Reader()
-        data = read.of(dict, data, "the file")
+        data = _check(data, dict, "the file")
         if data.get("format") != FORMAT:
             raise ArgumentError(f"its format is {data.get('format')!r}, expected {FORMAT}")
-        measured = read.of(dict, data.get("measured"), "measured")
-        return cls(
-            read.fit(data.get("fits")),
-            {name: read.points(name, points) for name, points in measured.items()},
-        )
+        fits, measured = _take(data, "fits", dict), _take(data, "measured", dict)
+        kinds = {"machine": dict, "ranks": int, "transport": str, "versions": dict, "settings": dict}
+        fit = Fit(*(_take(fits, name, kind, least=1) for name, kind in kinds.items()))
+        known: dict[Candidate, Candidate] = {}
+        return cls(fit, {name: _read_points(name, points, known) for name, points in measured.items()})
 
 
-class _Reader:
-    """Takes apart what a file says, and trusts none of it.
+def _check(value: Any, kind: Any, what: str, least: float = 0) -> Any:
+    """Returns a value from a file, which is not trusted, if it is of a kind: a type as JSON has them."""
+    good = isinstance(value, (int, float) if kind is float else kind)
+    if kind in (int, float):
+        good = good and not isinstance(value, bool) and math.isfinite(value) and value >= least
+    if not good or (kind is str and len(value) > 200):
+        number = f"number from {least:g} up"
+        kinds = {dict: "an object", list: "a list", str: "a short text", float: f"a {number}"}
+        expected = kinds.get(kind, f"a whole {number}")
+        raise ArgumentError(f"{what} is {_short(value)}, expected {expected}")
+    return value
 
-    Attributes:
-        known: Each candidate once, which makes them quick to look up.
-    """
 
-    def __init__(self) -> None:
-        self.known: dict[Candidate, Candidate] = {}
+def _take(source: Mapping[str, Any], name: str, kind: Any, of: str = "", least: float = 0) -> Any:
+    return _check(source.get(name), kind, f"{name} of {of}" if of else name, least)
 
-    def of(self, kind: Any, value: Any, what: str) -> Any:
-        if not isinstance(value, kind) or (kind is str and len(value) > 200):
-            expected = {dict: "an object", list: "a list", str: "a short text"}[kind]
-            raise ArgumentError(f"{what} is {_short(value)}, expected {expected}")
-        return value
 
-    def number(self, value: Any, what: str, whole: bool, least: float) -> Any:
-        kinds = int if whole else (int, float)
-        good = isinstance(value, kinds) and not isinstance(value, bool)
-        if not good or not math.isfinite(value) or value < least:
-            kind = "a whole number" if whole else "a number"
-            raise ArgumentError(f"{what} is {_short(value)}, expected {kind} from {least:g} up")
-        return value
-
-    def fit(self, value: Any) -> Fit:
-        fits = self.of(dict, value, "fits")
-        return Fit(
-            self.of(dict, fits.get("machine"), "machine"),
-            self.number(fits.get("ranks"), "ranks", True, 1),
-            self.of(str, fits.get("transport"), "transport"),
-            self.of(dict, fits.get("versions"), "versions"),
-            self.of(dict, fits.get("settings"), "settings"),
-        )
-
-    def points(self, collective: str, value: Any) -> tuple[Point, ...]:
-        if collective not in COLLECTIVES:
-            raise ArgumentError(f"{_short(collective)} is no collective; expected {', '.join(COLLECTIVES)}")
-        points = [self.point(collective, entry) for entry in self.of(list, value, collective)]
-        sizes = [point.nbytes for point in points]
-        if sizes != sorted(set(sizes)):
-            raise ArgumentError(f"the sizes of {collective} do not grow from one to the next")
-        return tuple(points)
-
-    def point(self, collective: str, value: Any) -> Point:
-        entry = self.of(dict, value, f"a size of {collective}")
-        nbytes = self.number(entry.get("nbytes"), f"nbytes of {collective}", True, 1)
+def _read_points(collective: str, value: Any, known: dict[Candidate, Candidate]) -> tuple[Point, ...]:
+    """The points of a collective; each candidate is one object, which makes it quick to look up."""
+    if collective not in COLLECTIVES:
+        raise ArgumentError(f"{_short(collective)} is no collective; expected {', '.join(COLLECTIVES)}")
+    points: list[Point] = []
+    for entry in _check(value, list, collective):
+        entry = {"spread": 0.0, **_check(entry, dict, f"a size of {collective}")}
+        nbytes = _take(entry, "nbytes", int, collective, least=1)
         what = f"{collective} of {nbytes:,} bytes"
         times = {}
-        for time in self.of(list, entry.get("times"), f"times of {what}"):
-            time = self.of(dict, time, f"a time of {what}")
-            algorithm = self.of(str, time.get("algorithm"), f"algorithm of {what}")
-            try:
-                candidate = Candidate.parse(collective, algorithm)
-            except ArgumentError:
-                candidate = Candidate(algorithm)  # It serves no call; the rest of the table is good.
-            candidate = replace(
-                candidate,
-                piece_nbytes=self.number(time.get("piece_nbytes"), f"piece_nbytes of {what}", True, 0),
-                protocol=self.of(str, time.get("protocol"), f"protocol of {what}"),
-            )
-            candidate = self.known.setdefault(candidate, candidate)
-            times[candidate] = self.number(time.get("time_us"), f"time_us of {what}", False, 1e-3)
+        for time in _take(entry, "times", list, what):
+            candidate = _read_candidate(collective, _check(time, dict, f"a time of {what}"), what)
+            times[known.setdefault(candidate, candidate)] = _take(time, "time_us", float, what, least=1e-3)
         if not times:
             raise ArgumentError(f"{what} has no times")
-        spread = self.number(entry.get("spread", 0.0), f"spread of {what}", False, 0)
-        return Point(nbytes, times, spread)
+        if points and nbytes <= points[-1].nbytes:
+            raise ArgumentError(f"the sizes of {collective} do not grow from one to the next")
+        points.append(Point(nbytes, times, _take(entry, "spread", float, what)))
+    return tuple(points)
+
+
+def _read_candidate(collective: str, time: Mapping[str, Any], what: str) -> Candidate:
+    algorithm = _take(time, "algorithm", str, what)
+    cut, protocol = _take(time, "piece_nbytes", int, what), _take(time, "protocol", str, what)
+    try:
+        candidate = Candidate.parse(collective, algorithm)
+    except ArgumentError:
+        candidate = Candidate(algorithm)  # It serves no call; the rest of the table is good.
+    return replace(candidate, piece_nbytes=cut, protocol=protocol)
 
 
 def _short(value: Any) -> str:

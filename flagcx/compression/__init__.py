@@ -1,18 +1,18 @@
-"""Compression of what ranks send each other: casts, quantised blocks, top-k, PowerSGD; and error feedback.
+"""Compression of all-reduces: casts, quantised blocks, top-k, PowerSGD; and error feedback.
 
 =============================  ==========================================  ==============  ================
-``compression=``               what is sent                                of dense bytes  error feedback
+``compression=``               the codec and its payload                   of dense bytes  error feedback
 =============================  ==========================================  ==============  ================
 "fp16", "bf16"                 ``Cast``: 16 bits a number                  1/2             not needed
 "fp8", "fp8_e5m2"              ``Quantized``: 8 bits, a factor a block     about 1/4       rarely needed
 "int8"                         ``Quantized``: 8 bits, a factor a block     about 1/4       rarely needed
 "int4"                         ``Quantized``: 4 bits, a factor a block     about 1/8       use it
 "topk"                         ``TopK``: the largest, with indices         3-5 x density   needed
-"randomk"                      ``RandomK``: some, drawn alike everywhere   density         needed
+"randomk"                      ``RandomK``: some, the same on all ranks    density         needed
 "powersgd"                     ``PowerSGD``: two thin factors              r (m + n) / mn  needed
-"sparse"                       ``Sparse``: what isn't zero; lossless       by the data     nothing to feed
-"auto"                         ``Auto``: what pays here; nothing lossy     by the link     where it is lossy
-                               unless it is allowed
+"sparse"                       ``Sparse``: all but zeros; lossless         by the data     nothing to feed
+"auto"                         ``Auto``: the fastest; a lossy one only     by the link     where it is lossy
+                               if it is allowed
 =============================  ==========================================  ==============  ================
 
 Example:

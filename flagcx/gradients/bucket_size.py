@@ -32,9 +32,7 @@ _LONG_S = 0.05
 def overlap_pays(executor: Executor, cores_of_ranks: Sequence[AbstractSet[int]]) -> bool:
     """Whether reducing beside a computation gains time, or only takes cores from it.
 
-    Args:
-        executor: Runs the all-reduces.
-        cores_of_ranks: The cores that each rank may use; all on one host where the transport takes cores.
+    Where the transport takes cores, all ranks are on one host.
     """
     spare = len(set().union(*cores_of_ranks)) >= 2 * len(cores_of_ranks)
     return spare or not executor.transport.takes_cores

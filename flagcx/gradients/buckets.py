@@ -47,19 +47,11 @@ class Gradient:
 def form_buckets(
     order: Sequence[int], gradients: Sequence[Gradient], bucket_nbytes: int
 ) -> list[tuple[int, ...]]:
-    """Puts gradients that become ready one after the other into buckets.
+    """Puts the numbers of gradients, in the order in which they become ready, into buckets.
 
     A bucket has one dtype and place, and is closed before it grows beyond ``bucket_nbytes``. A larger
     gradient, and one that is not worth packing, has its own bucket. Buckets are in the order of their last
     gradients, in which they become full.
-
-    Args:
-        order: The gradients' numbers, in the order in which they become ready.
-        gradients: The gradients.
-        bucket_nbytes: Size of a bucket in bytes.
-
-    Returns:
-        The numbers in each bucket, in order.
 
     Example:
         >>> sizes = (40, 30, 80, 10)

@@ -192,22 +192,22 @@ class GradientSynchronizer:
         On a GPU the current stream waits, and the host goes on.
 
         Raises:
-            ArgumentError: A gradient was never made ready in this step. From the second step on, the peers
-                are told, and the communicator cannot be used any more: they wait for that gradient.
+            ArgumentError: A gradient was never made ready in this step. From the second step on the peers
+                get an error too, since they wait for it, and the communicator cannot be used any more.
             CommunicationError: A peer died, came late or gave up.
         """
         for _ in self.reduced():
             pass
 
     def reduced(self) -> Iterator[Hashable]:
-        """Waits as ``wait`` does, but tells of each gradient as soon as it is reduced.
+        """Waits as ``wait`` does, and yields the name of each gradient as soon as it is reduced.
 
-        So the optimizer goes on beside the buckets that are still under way. Whoever leaves the loop early
-        waits for all of them. Inside ``accumulate`` there are none.
+        So the optimizer overlaps with the buckets that are still under way. Leaving the loop early waits for
+        all of them. Inside ``accumulate`` it yields nothing.
 
         Yields:
-            The names of the gradients, bucket by bucket. On a GPU what the current stream does next finds
-            the result in the array.
+            The names of the gradients, bucket by bucket. On a GPU the result is in the array for work that is
+            enqueued on the current stream from then on.
 
         Raises:
             ArgumentError, CommunicationError: As ``wait``.
@@ -355,7 +355,7 @@ class GradientSynchronizer:
         return [tuple(self._gradients[number].name for number in b.members) for b in self._buckets]
 
     def close(self) -> None:
-        """Waits for what is under way, and gives the buckets' memory back. Idempotent."""
+        """Waits for the buckets under way, and releases their memory."""
         if self._closed:
             return
         self._closed = True

@@ -22,9 +22,6 @@ _MOST_CALLBACKS = 64
 class HostQueue:
     """Tasks on tensors of the CPU: on the caller's thread if it waits, else on the queue's own thread.
 
-    Args:
-        comm: The communicator.
-
     Attributes:
         comm: The communicator.
         views: The tensors as arrays.
@@ -77,13 +74,7 @@ class HostQueue:
             task()
 
     def scratch(self, name: str, like: Any, count: int) -> Any:
-        """A flat tensor of ``count`` elements, for one task; later tasks use its memory again.
-
-        Args:
-            name: Name of the tensor; those of different names don't overlap.
-            like: A tensor of the same dtype.
-            count: Number of elements.
-        """
+        """A flat tensor of ``count`` elements of a dtype, for one task; later tasks use its memory again."""
         nbytes = count * like.element_size()
         found = self._scratch.get(name)
         if found is None or found.numel() < nbytes:
@@ -100,11 +91,6 @@ class HostQueue:
 
 class DeviceQueue:
     """Tasks on tensors of one GPU: on the current stream if the caller waits, else on the queue's own stream.
-
-    Args:
-        comm: The communicator.
-        cupy: The CuPy module.
-        device: The GPU's number.
 
     Attributes:
         comm: The communicator.

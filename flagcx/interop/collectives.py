@@ -111,16 +111,10 @@ def alltoall(
     sent: Sequence[int],
     received: Sequence[int],
 ) -> Task:
-    """Sends part q of the inputs to rank q, and gets part q of the outputs from it.
+    """Sends part q of the inputs, end to end, to rank q, and gets part q of the outputs from it.
 
-    Parts of one size are no case of their own: one rank may leave the sizes out where another lists them.
-
-    Args:
-        queue: The queue.
-        outputs: Tensors whose parts, end to end, come from the ranks.
-        inputs: Tensors whose parts, end to end, go to the ranks.
-        sent: Bytes of each part of the inputs.
-        received: Bytes of each part of the outputs.
+    ``sent`` and ``received`` are the bytes of the parts. Parts of one size are no case of their own: one rank
+    may leave the sizes out where another lists them.
     """
 
     def task() -> None:

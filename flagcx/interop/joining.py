@@ -11,6 +11,7 @@ import atexit
 import json
 import logging
 import weakref
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
@@ -30,24 +31,14 @@ _LINGER_S = 1.0
 
 
 class GroupCommunicator:
-    """The communicator of a process group, with the store that serves it.
-
-    Args:
-        comm: The communicator.
-        store: The rank's end of the store.
-        server: The store itself, on the group's rank 0.
-    """
+    """The communicator of a process group, with the store that serves it: on rank 0 also its server."""
 
     def __init__(self, comm: Communicator, store: Store, server: StoreServer | None) -> None:
         self.comm, self._store, self._server = comm, store, server
         atexit.register(_end, weakref.ref(self))
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Closes the communicator; rank 0 keeps the store open until the other ranks have left.
-
-        Args:
-            linger_s: How long rank 0 waits for them, in seconds; 0 leaves the store to its thread.
-        """
+        """Closes the communicator; rank 0 keeps the store until the others have left, or for some seconds."""
         self.comm.close()
         leave(self._store)
         server, self._server = self._server, None
@@ -65,14 +56,7 @@ def _end(reference: weakref.ref[GroupCommunicator]) -> None:
 
 
 class _Values:
-    """Values that the ranks exchange through torch's store, in one attempt to join.
-
-    Args:
-        store: The process group's store.
-        rank: This rank of the group.
-        size: Number of ranks.
-        timeout_s: How long to wait for a rank, in seconds.
-    """
+    """Values that the ranks exchange through torch's store, in one attempt to join."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout_s: float) -> None:
         attempt = store.add(f"flagcx/attempts/{rank}", 1)
@@ -80,7 +64,6 @@ class _Values:
         self.rank, self.size, self._timeout = rank, size, timedelta(seconds=timeout_s)
 
     def set(self, key: str, value: str) -> None:
-        """Writes a value."""
         self._store.set(key, value)
 
     def get(self, key: str) -> str:
@@ -89,7 +72,6 @@ class _Values:
         return self._store.get(key).decode()
 
     def exchange(self, name: str, value: str) -> list[str]:
-        """The values of all ranks."""
         self.set(f"{name}/{self.rank}", value)
         return [self.get(f"{name}/{q}") for q in range(self.size)]
 
@@ -127,22 +109,19 @@ def join(store: Any, rank: int, size: int, config: Config) -> GroupCommunicator 
 
 def _join(values: _Values, hosts: list[str], config: Config) -> GroupCommunicator:
     rank, size, limit = values.rank, values.size, config.init_timeout_s
-    server = _serve(values) if rank == 0 and size > 1 else None
-    try:
+    with ExitStack() as undo:
+        server = None
+        if rank == 0 and size > 1:
+            server = _serve(values)
+            undo.callback(server.close)
         own = _connect(values, limit)
-        try:
+        undo.push(lambda kind, error, trace: own.abort(f"joining failed: {error}"))
 
-            def exchange(value: bytes) -> list[bytes]:
-                return own.exchange("communicator", value, limit)
+        def exchange(value: bytes) -> list[bytes]:
+            return own.exchange("communicator", value, limit)
 
-            comm = Communicator(rank, size, exchange, hosts, config, own.scoped("group/"))
-        except BaseException as error:
-            own.abort(f"joining failed: {error}")
-            raise
-    except BaseException:
-        if server is not None:
-            server.close()
-        raise
+        comm = Communicator(rank, size, exchange, hosts, config, own.scoped("group/"))
+        undo.pop_all()
     return GroupCommunicator(comm, own, server)
 
 

@@ -21,12 +21,7 @@ dispatch_modes = torch._C._len_torch_dispatch_stack
 class Membership:
     """The call queues of one rank of a process group, if flagcx makes its calls.
 
-    Args:
-        store: The process group's store.
-        rank: This rank of the group.
-        size: Number of ranks.
-        config: Settings.
-        tell: Called with a description of each kind of call that flagcx does not serve.
+    ``tell`` is called with a description of each kind of call that flagcx does not serve.
     """
 
     def __init__(self, store: Any, rank: int, size: int, config: Config, tell: Callable[[str], None]) -> None:

@@ -328,7 +328,7 @@ class FlagcxProcessGroup(ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
 
-    # -- what is the original's ---------------------------------------------------------------------
+    # -- calls of the original ----------------------------------------------------------------------
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
         return self._originally("send", tensors, dst, tag)

@@ -185,12 +185,7 @@ def _use_huge_pages(address: int, nbytes: int) -> None:
 
 
 class DeviceViews(Views):
-    """CuPy arrays over tensors of one GPU.
-
-    Args:
-        cupy: The CuPy module.
-        device: The GPU's number.
-    """
+    """CuPy arrays over tensors of one GPU."""
 
     def __init__(self, cupy: Any, device: int) -> None:
         super().__init__()

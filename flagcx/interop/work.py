@@ -17,11 +17,7 @@ from flagcx.interop.no_dynamo import no_dynamo
 
 @no_dynamo
 class CallWork(Work):
-    """A call that has ended, and the base of the others.
-
-    Args:
-        value: The value of the work's future: the result's tensors.
-    """
+    """A call that has ended, and the base of the others; ``value`` is its future's: the result's tensors."""
 
     def __init__(self, value: Any) -> None:
         super().__init__()
@@ -68,10 +64,7 @@ class CallWork(Work):
 class ThreadWork(CallWork):
     """A call on tensors of the host, under way on the process group's thread.
 
-    Args:
-        call: The call.
-        value: The value of the work's future.
-        callbacks: Runs the future's callbacks, which may wait for later calls.
+    The future's callbacks run on other threads, since they may wait for later calls.
     """
 
     def __init__(self, call: Future, value: Any, callbacks: ThreadPoolExecutor) -> None:
@@ -119,13 +112,7 @@ class ThreadWork(CallWork):
 
 @no_dynamo
 class StreamWork(CallWork):
-    """A call on tensors of a GPU, enqueued on a stream.
-
-    Args:
-        stream: The torch stream on which it is enqueued.
-        value: The value of the work's future.
-        event: Its end on that stream; None where later calls on that stream need not wait.
-    """
+    """A call on tensors of a GPU, enqueued on a torch stream; with an event if later calls must wait."""
 
     def __init__(self, stream: Any, value: Any, event: Any = None) -> None:
         super().__init__(value)
@@ -159,11 +146,7 @@ class StreamWork(CallWork):
 
 @no_dynamo
 class CoalescedWork(CallWork):
-    """Several calls as one.
-
-    Args:
-        works: The works of the calls.
-    """
+    """Several calls as one."""
 
     def __init__(self, works: Sequence[Any]) -> None:
         super().__init__([work.result() for work in works if isinstance(work, CallWork)])

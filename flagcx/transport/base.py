@@ -199,7 +199,7 @@ class Transport(ABC):
     """Carries arrays of one kind between the ranks of one communicator. See the module for the contract.
 
     Attributes:
-        name: What users, records and tuning tables call it.
+        name: Its name for users, records and tuning tables.
         kind: ``HOST`` or ``DEVICE``.
         rank: This rank.
         size: Number of ranks.

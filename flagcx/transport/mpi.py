@@ -219,7 +219,11 @@ class Watch:
         if self._told != (self.calls, shared):
             store.set(f"mpi/call/{store.rank}", json.dumps([self.calls, what if shared else ""]).encode())
             self._told = self.calls, shared
-        others = self._others(store.size) if late else self._next(store.size)
+        others = [q for q in range(store.size) if q != store.rank]
+        if not late:  # a few of many, in turns
+            self._asked %= len(others)
+            others = (others + others)[self._asked : self._asked + min(_ASKED, len(others))]
+            self._asked += len(others)
         return {rank: self._call_of(rank) for rank in others}
 
     def _compare(self, seen: dict[int, tuple[int, str]], what: str, shared: bool) -> None:
@@ -240,17 +244,6 @@ class Watch:
             f"{names} did not come; FLAGCX_TIMEOUT_S sets the time-out",
             peer=behind[0] if behind else None,
         )
-
-    def _others(self, size: int) -> list[int]:
-        return [q for q in range(size) if q != self._store.rank]
-
-    def _next(self, size: int) -> list[int]:
-        """The ranks to ask this time: a few of many, in turns."""
-        others = self._others(size)
-        self._asked %= len(others)
-        chosen = (others + others)[self._asked : self._asked + min(_ASKED, len(others))]
-        self._asked += len(chosen)
-        return chosen
 
     def _call_of(self, rank: int) -> tuple[int, str]:
         """The call in which another rank waits, if it has written so; "" for one that few ranks make."""

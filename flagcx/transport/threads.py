@@ -22,19 +22,13 @@ from typing import NoReturn
 import numpy as np
 
 from flagcx.bootstrap.thread_rank import thread_rank
-from flagcx.errors import (
-    AbortedError,
-    ArgumentError,
-    MismatchError,
-    PeerDiedError,
-    PeerTimeoutError,
-)
+from flagcx.errors import AbortedError, ArgumentError, MismatchError, PeerDiedError, PeerTimeoutError
 from flagcx.transport.base import Call, Plan, TransportContext
 from flagcx.transport.steps import HostTransport, Messages, MessageSteps
 
-_COPIED_NBYTES = 64 << 10
-_MOST_COPIED = 256
-"""Messages of a pair of ranks that are copied at once; a sender that is further ahead waits."""
+_EAGER_NBYTES = 64 << 10
+_MOST_EAGER = 256
+"""Messages from one rank to another that are copied at once; a sender that is further ahead waits."""
 _SAME = (
     "every rank must make the same calls in the same order, with the same count, dtype, operation, algorithm "
     "and root"
@@ -172,8 +166,8 @@ class ThreadsTransport(HostTransport):
     def _send(self, array: np.ndarray, peer: int, words: str) -> _Message:
         room = self._room
         box = room.boxes[peer][self.rank]
-        copied = array.nbytes <= _COPIED_NBYTES and len(box) < _MOST_COPIED
-        message = _Message(words, array.copy() if copied else array, copied)
+        eager = array.nbytes <= _EAGER_NBYTES and len(box) < _MOST_EAGER
+        message = _Message(words, array.copy() if eager else array, eager)
         with room.lock:
             box.append(message)
             room.wakes[peer].notify_all()
@@ -247,14 +241,14 @@ class ThreadsTransport(HostTransport):
             )
 
     def abort(self, reason: str, culprit: int | None) -> None:
-        """See ``Transport.abort``; a rank that names itself has died."""
+        """Tells the peers why this rank cannot go on; a rank that names itself as the culprit has died."""
         with self._room.lock:
             if self.rank not in self._room.closed:
                 self._room.failed.setdefault(self.rank, (reason, culprit))
                 self._room.wake_all()
 
     def close(self) -> None:
-        """See ``Transport.close``."""
+        """Tells the peers that this rank makes no further call."""
         with self._room.lock:
             self._room.closed.setdefault(self.rank, self._counts.sequence)
             self._room.wake_all()

@@ -6,12 +6,12 @@ time that the link would have needed, and leaves its core to others meanwhile, a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from time import perf_counter_ns, sleep
 from typing import Any
 
 from flagcx.schedule.model import Send
-from flagcx.transport.base import Call, LinkSpeed, Plan, Transport
+from flagcx.transport.base import Call, LinkSpeed, Plan, Progress, Transport
 
 
 class Throttled(Transport):
@@ -43,9 +43,8 @@ class Throttled(Transport):
     def transfer(self, sends: Sequence[tuple[Any, int]], receives: Sequence[tuple[Any, int]]) -> None:
         """Sends and receives at the link's pace; see ``Transport.transfer``."""
         sent, received = (sum(a.nbytes for a, _ in messages) for messages in (sends, receives))
-        pace = _Pace(self._time_ns(max(sent, received), 1), self.progress)
-        self._inner.transfer(sends, receives)
-        pace.keep()
+        time_ns = self._time_ns(max(sent, received), 1)
+        _at_pace(time_ns, self.progress, self._inner.transfer, sends, receives)
 
     def protocols(self, *call: Any) -> Collection[str]:
         """Those of the transport inside, as the other methods are."""
@@ -86,37 +85,29 @@ def throttled(transport: Transport, throttle: str) -> Transport:
     return Throttled(transport, LinkSpeed.parse(throttle)) if throttle else transport
 
 
-class _Pace:
-    """A call that has begun, and the time that it must take without its waits."""
-
-    __slots__ = ("_due_ns", "_progress", "_waited_ns")
-
-    def __init__(self, time_ns: int, progress: Any) -> None:
-        self._progress = progress
-        self._waited_ns = progress.waited_ns if progress is not None else 0
-        self._due_ns = perf_counter_ns() + time_ns
-
-    def keep(self) -> None:
-        """Sleeps for what is left."""
-        waited = self._progress.waited_ns - self._waited_ns if self._progress is not None else 0
-        left = self._due_ns + waited - perf_counter_ns()
-        if left > 0:
-            sleep(left / 1e9)
-
-
 class _Paced:
     """A plan that takes its time."""
 
     __slots__ = ("_plan", "_progress", "_time_ns")
 
-    def __init__(self, plan: Plan, time_ns: int, progress: Any) -> None:
+    def __init__(self, plan: Plan, time_ns: int, progress: Progress | None) -> None:
         self._plan, self._time_ns, self._progress = plan, time_ns, progress
 
     def run(self, sendbuf: Any, recvbuf: Any) -> None:
         """Runs the call; see ``transport.base.Plan``."""
-        pace = _Pace(self._time_ns, self._progress)
-        self._plan.run(sendbuf, recvbuf)
-        pace.keep()
+        _at_pace(self._time_ns, self._progress, self._plan.run, sendbuf, recvbuf)
+
+
+def _at_pace(time_ns: int, progress: Progress | None, call: Callable[..., object], *args: Any) -> None:
+    """Makes a call, then sleeps for what is left of its time, in which waiting for peers does not count."""
+    waited_ns = 0 if progress is None else progress.waited_ns
+    due_ns = perf_counter_ns() + time_ns
+    call(*args)
+    if progress is not None:
+        due_ns += progress.waited_ns - waited_ns
+    left_ns = due_ns - perf_counter_ns()
+    if left_ns > 0:
+        sleep(left_ns / 1e9)
 
 
 def _load(call: Call) -> tuple[int, int]:

@@ -135,13 +135,34 @@ def test_a_rank_that_raises_is_named_to_its_peers_and_blamed():
 
 
 def test_a_rank_that_ends_early_is_named():
+    closed = threading.Event()
+
     def job():
         comm = fc.init(timeout_s=30)
-        return None if comm.rank == 1 else end_of(lambda: comm.allreduce(np.ones(3)))
+        if comm.rank == 1:
+            comm.close()
+            closed.set()
+            return None
+        closed.wait(30)
+        return end_of(lambda: comm.allreduce(np.ones(3)))
 
     name, peer, text = in_threads(job, 2)[0]
     assert (name, peer) == ("PeerDiedError", 1)
     assert "rank 1 has ended or closed its communicator while rank 0 waited in allreduce of 3 float64" in text
+
+
+def test_a_rank_that_ends_before_its_peers_call_is_told_so():
+    sent = threading.Event()
+
+    def job():
+        comm = fc.init(timeout_s=30)
+        if comm.rank == 0:
+            comm.broadcast(np.ones(3), root=0)  # small, so it waits for no peer
+            sent.set()
+        sent.wait(30)
+
+    with pytest.raises(fc.MismatchError, match=r"rank 0 called broadcast of 3 .*, and rank 1 never did the"):
+        in_threads(job, 2)
 
 
 def test_a_rank_that_is_late_is_named():

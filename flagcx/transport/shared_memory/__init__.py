@@ -1,14 +1,14 @@
 """NumPy arrays between the processes of one host, through shared memory.
 
-What it leans on
-----------------
-* Segments without a name (``segment.py``), so that nothing is left behind whatever happens.
-* Signals that are stored after the data they speak of. x86-64 shows stores in order; elsewhere a
+Foundations
+-----------
+* Segments without a name (``segment.py``), so that a job that dies leaves no files.
+* Signals that are stored after the data that they announce. x86-64 shows stores in order; elsewhere a
   memory fence stands between (``fence.py``).
 * Waiting that notices a dead, late or disagreeing peer (``signals.py``).
 
-Ways through it
----------------
+Plans
+-----
 ========================  =====================================================================
 ``one_shot.OneShot``      all-reduce ``one_shot``; all-gather, reduce-scatter and all-to-all ``direct``, up to
                           64 KiB a rank: one exchange in double-buffered slots
@@ -102,28 +102,24 @@ class SharedMemoryTransport(HostTransport):
             return self._compile_locked(call)
 
     def _compile_locked(self, call: Call) -> Plan:
-        signature = self._arena.signals.log.signature(call.describe())
-        if call.schedule.collective == "barrier":
-            return Barrier(self._arena, call, signature)
+        arena, schedule = self._arena, call.schedule
+        signature = arena.signals.log.signature(call.describe())
+        if schedule.collective == "barrier":
+            return Barrier(arena, call, signature)
         if not call.protocol and OneShot.serves(call, self.size):
-            return OneShot(self._arena, call, signature)
-        if call.schedule.collective == "allreduce" and call.counts and self.size > 1:
-            special = self._compile_allreduce(call, signature)
-            if special is not None:
-                return special
-        return ChannelSteps(self._arena, call, signature, _ATTACH_NBYTES[call.protocol])
+            return OneShot(arena, call, signature)
+        two_shot = schedule.collective == "allreduce" and schedule.algorithm == "two_shot"
+        if two_shot and call.counts and self.size > 1:
+            return self._compile_two_shot(call, signature)
+        return ChannelSteps(arena, call, signature, _ATTACH_NBYTES[call.protocol])
 
-    def _compile_allreduce(self, call: Call, signature: int) -> Plan | None:
+    def _compile_two_shot(self, call: Call, signature: int) -> Plan:
         nbytes = int(call.counts) * call.dtype.numpy.itemsize  # type: ignore[arg-type]
-        if call.schedule.algorithm == "two_shot":
-            if nbytes >= SHARED_NBYTES:
-                long = nbytes >= CROSS_MEMORY_PAIR_NBYTES * self.size * (self.size - 1)
-                cross_memory = self.cross_memory and (
-                    call.protocol == CROSS_MEMORY if call.protocol else long
-                )
-                return Direct(self._arena, call, signature, cross_memory)
+        if nbytes < SHARED_NBYTES:
             return TwoShotSlots(self._arena, call, signature)
-        return None
+        pays = nbytes >= CROSS_MEMORY_PAIR_NBYTES * self.size * (self.size - 1)
+        attaches = call.protocol == CROSS_MEMORY if call.protocol else pays
+        return Direct(self._arena, call, signature, self.cross_memory and attaches)
 
     def transfer(self, sends: Messages, receives: Messages) -> None:
         """Sends and receives at once; see ``Transport.transfer``."""
@@ -140,7 +136,7 @@ class SharedMemoryTransport(HostTransport):
         run_exchange(self._arena, exchange, arrays, kinds, point_to_point=True)
 
     def _kind(self, dtype: np.dtype) -> int:
-        """What messages between two ranks are told by: there is no call that all make."""
+        """The signature of messages between two ranks, which belong to no call of all ranks."""
         kind = self._kinds.get(dtype)
         if kind is None:
             kind = self._kinds[dtype] = self._arena.signals.log.kind(f"send and receive of {dtype.name}")

@@ -58,8 +58,8 @@ class Exchange:
     """The messages of one step.
 
     Attributes:
-        sends: The rank each goes to, and what it is.
-        receives: What comes.
+        sends: The rank that each message goes to, and the part that is sent.
+        receives: What is received, in the order in which it is applied.
         attach_nbytes: Messages of this size on are read where they lie, in the sender's private memory.
     """
 

@@ -17,7 +17,7 @@ Int. J. High Perform. Comput. Appl. 19 (2005), on all-to-all (posting all at onc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 from flagcx.schedule.compose import ChunkTransfer, recv, reverse, schedule_of, send
@@ -67,6 +67,12 @@ def _add_up(size: int, chunks: int, rank: int, result: Span, targets: Iterable[i
     return Step(tuple(transfers), local)
 
 
+def _exchange(size: int, rank: int, sent: Callable[[int], Span]) -> tuple[Transfer, ...]:
+    """A span to each other rank, and from each its chunk of OUTPUT."""
+    sends = (Send(sent(q), q) for q in _others(size, rank))
+    return *sends, *(Recv(span_of(OUTPUT, q), q) for q in _others(size, rank))
+
+
 def one_shot_allreduce(size: int) -> Schedule:
     """Every rank sends all it has to every other; each adds everything up itself, in the order of ranks.
 
@@ -98,9 +104,7 @@ def two_shot_allreduce(size: int) -> Schedule:
 
     def make(rank: int) -> Program:
         block = span_of(OUTPUT, rank)
-        transfers: list[Transfer] = [Send(block, q) for q in _others(size, rank)]
-        transfers += [Recv(span_of(OUTPUT, q), q) for q in _others(size, rank)]
-        return Program(rank, (_add_up(size, size, rank, block), Step(tuple(transfers))))
+        return Program(rank, (_add_up(size, size, rank, block), Step(_exchange(size, rank, lambda q: block))))
 
     check("allreduce", size, size)
     return Schedule("allreduce", "two_shot", size, size, make, aligned=True)
@@ -224,10 +228,8 @@ def direct_alltoall(size: int) -> Schedule:
     """
 
     def make(rank: int) -> Program:
-        transfers: list[Transfer] = [Send(span_of(INPUT, q), q) for q in _others(size, rank)]
-        transfers += [Recv(span_of(OUTPUT, q), q) for q in _others(size, rank)]
         own = Copy(span_of(INPUT, rank), span_of(OUTPUT, rank))
-        return Program(rank, (Step(tuple(transfers), (own,)),))
+        return Program(rank, (Step(_exchange(size, rank, lambda q: span_of(INPUT, q)), (own,)),))
 
     check("alltoall", size, size)
     return Schedule("alltoall", "direct", size, size, make, aligned=True)

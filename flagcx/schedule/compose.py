@@ -41,6 +41,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import cache, partial
+from itertools import zip_longest
 from math import gcd, lcm
 
 from flagcx.errors import ArgumentError
@@ -240,8 +241,8 @@ def _part_of_blocks(blocks: int, per_block: int, first: int, count: int) -> Sequ
 
 
 def _side_by_side(a: tuple[Step, ...], b: tuple[Step, ...]) -> tuple[Step, ...]:
-    merged = [Step(s.transfers + t.transfers, s.local + t.local) for s, t in zip(a, b, strict=False)]
-    return tuple(merged) + a[len(b) :] + b[len(a) :]
+    pairs = zip_longest(a, b, fillvalue=Step())
+    return tuple(Step(s.transfers + t.transfers, s.local + t.local) for s, t in pairs)
 
 
 def relabel(schedule: Schedule, order: Sequence[int], *, algorithm: str | None = None) -> Schedule:

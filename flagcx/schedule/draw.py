@@ -151,20 +151,25 @@ def _legend(axes: Axes, marks: list[tuple[str, str, str]], below: float) -> None
     axes.legend(handles=handles, frameon=False, fontsize=8, **place)
 
 
+def _ranks(axes: Axes, size: int, colour: str) -> None:
+    """A line for each rank, the first one on top; names for about 40 of them."""
+    axes.set_ylim(size - 0.45, -0.55)
+    named = range(0, size, max(1, -(-size // 40)))
+    axes.set_yticks(named, [f"rank {r}" for r in named])
+    for rank in range(size):
+        axes.axhline(rank, color=colour, linewidth=0.8, zorder=1)
+
+
 def _frame(axes: Axes, schedule: Schedule, depth: int) -> None:
     axes.set_title(_title(schedule), loc="left", fontsize=11, pad=22)
     axes.set_xlim(-0.1, depth + 0.05)
-    axes.set_ylim(schedule.size - 0.45, -0.55)
-    axes.set_yticks(range(schedule.size), [f"rank {r}" for r in range(schedule.size)])
+    _ranks(axes, schedule.size, "0.7")
     axes.set_xticks([s + 0.5 for s in range(depth)], [f"step {s}" for s in range(depth)])
     axes.xaxis.tick_top()
     axes.tick_params(length=0, labelsize=9)
-    for side in axes.spines.values():
-        side.set_visible(False)
+    axes.spines[:].set_visible(False)
     for step in range(0, depth, 2):
         axes.axvspan(step, step + 1, color="0.95", zorder=0)
-    for rank in range(schedule.size):
-        axes.axhline(rank, color="0.7", linewidth=0.8, zorder=1)
 
 
 def _arrow(axes: Axes, message: Message, schedule: Schedule, labelled: bool) -> None:
@@ -246,21 +251,12 @@ def draw_times(title: str, size: int, moments: Iterable[Any], path: str | os.Pat
         axes.plot(moment.end_us, moment.target, ">", color=colour, markersize=5, zorder=4)
         axes.plot(moment.done_us, moment.worker, "s", color="black", markersize=3.5, zorder=5)
         last = max(last, float(moment.done_us.max(initial=0.0)))
-    _time_frame(axes, title, size, last)
-    figure.savefig(path, dpi=130, bbox_inches="tight")
-
-
-def _time_frame(axes: Axes, title: str, size: int, last: float) -> None:
     axes.set_title(title, loc="left", fontsize=11)
     axes.set_xlim(-0.02 * last if last else -1, 1.03 * last or 1)
-    axes.set_ylim(size - 0.45, -0.55)
-    step = max(1, -(-size // 40))
-    axes.set_yticks(range(0, size, step), [f"rank {r}" for r in range(0, size, step)])
+    _ranks(axes, size, "0.85")
     axes.set_xlabel("time (us)")
     axes.tick_params(length=2, labelsize=9)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    for rank in range(size):
-        axes.axhline(rank, color="0.85", linewidth=0.7, zorder=1)
+    axes.spines[["top", "right", "left"]].set_visible(False)
     marks = [("o", "0.3", "begins, at the sender"), (">", "0.3", "over, at the receiver")]
     _legend(axes, [*marks, ("s", "black", "reduced or copied")], -0.1)
+    figure.savefig(path, dpi=130, bbox_inches="tight")

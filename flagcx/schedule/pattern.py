@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 from flagcx.errors import ArgumentError, RankError
@@ -165,18 +164,17 @@ def doublings(size: int) -> int:
     return (size - 1).bit_length()
 
 
-def arc(first: int, count: int, size: int, pieces: int = 1) -> Iterator[tuple[int, int]]:
-    """The chunks of ``count`` blocks from block ``first`` on, going on with block 0 after block ``size - 1``.
+def arc(first: int, count: int, size: int) -> Iterator[tuple[int, int]]:
+    """``count`` blocks from block ``first`` on, going on with block 0 after block ``size - 1``.
 
     Yields:
-        ``(start, stop)`` in chunks: one pair, or two where the blocks go past the last; none for no block.
+        ``(start, stop)``: one pair, or two where the blocks go past the last; none for no block.
     """
     first %= size
-    end = min(first + count, size)
     if count > 0:
-        yield first * pieces, end * pieces
+        yield first, min(first + count, size)
     if first + count > size:
-        yield 0, (first + count - size) * pieces
+        yield 0, first + count - size
 
 
 def later(transfers: Iterable[ChunkTransfer], rounds: int) -> Iterator[ChunkTransfer]:
@@ -209,16 +207,6 @@ def in_sequence(parts: Iterable[Pattern], chunks: int, rank: int) -> Iterator[Ch
         rounds += part.rounds
 
 
-_REVERSED = {
-    "broadcast": "reduce",
-    "reduce": "broadcast",
-    "allgather": "reduce_scatter",
-    "reduce_scatter": "allgather",
-    "scatter": "gather",
-    "gather": "scatter",
-}
-
-
 def reverse(schedule: Schedule, *, algorithm: str | None = None) -> Schedule:
     """Runs a pattern from its end to its start, with senders and receivers exchanged.
 
@@ -234,20 +222,21 @@ def reverse(schedule: Schedule, *, algorithm: str | None = None) -> Schedule:
         >>> reverse(schedule).collective  # doctest: +SKIP
         'reduce_scatter'
     """
-    pattern, collective = schedule.make, _REVERSED.get(schedule.collective)
-    if not isinstance(pattern, Pattern) or collective is None:
+    pattern, kind = schedule.make, COLLECTIVES[schedule.collective]
+    ends = (kind.after, kind.before)
+    back = [other for other in COLLECTIVES.values() if (other.before, other.after) == ends]
+    if not isinstance(pattern, Pattern) or kind.before == kind.after:
         raise ArgumentError(
             f"reverse() cannot run {schedule.algorithm} {schedule.collective} backwards; expected a schedule "
-            f"made by schedule_of(), of one of {', '.join(_REVERSED)}"
+            "made by schedule_of(), of a collective from or to a root or with a block for each rank"
         )
-    arriving = RecvReduce if COLLECTIVES[collective].reduces else Recv
-    transfers = partial(_reversed_transfers, pattern, arriving)
+
+    def transfers(rank: int) -> Iterator[ChunkTransfer]:
+        arriving = RecvReduce if back[0].reduces else Recv
+        return backwards(pattern.transfers(rank), pattern.rounds, arriving)
+
     facts = (schedule.size, pattern.chunks, pattern.rounds)
-    return schedule_of(collective, algorithm or schedule.algorithm, *facts, transfers, schedule.root)
-
-
-def _reversed_transfers(pattern: Pattern, arriving, rank: int) -> Iterator[ChunkTransfer]:
-    return backwards(pattern.transfers(rank), pattern.rounds, arriving)
+    return schedule_of(back[0].name, algorithm or schedule.algorithm, *facts, transfers, schedule.root)
 
 
 class _ChunkPlaces:

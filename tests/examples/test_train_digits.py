@@ -178,7 +178,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_check_fails_where_a_contribution_is_lost(tmp_path):
     script = tmp_path / "lossy.py"
     script.write_text(LOSSY)

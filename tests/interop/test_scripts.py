@@ -21,7 +21,7 @@ def _run(script: str, *arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_articles_benchmark_prints_its_table():
     out = _run("examples/article_benchmark.py", "--elements", "300000", "--rounds", "2")
     assert "all-reduce of 1.2 MB float32 on 2 ranks (the article's has 312.5 MB)" in out
@@ -32,7 +32,7 @@ def test_the_articles_benchmark_prints_its_table():
     assert rows[0][-1] == "1.00x" and float(rows[1][-1][:-1]) > 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_measurement_writes_a_line_for_each_size_and_way(tmp_path: Path):
     path = tmp_path / "lines.jsonl"
     _run("bench/torch_allreduce.py", "--sizes", "4K,64K", "--rounds", "4", "--output", str(path))

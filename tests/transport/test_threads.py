@@ -11,6 +11,7 @@ import pytest
 import flagcx as fc
 from flagcx.transport.threads import _rooms
 from tests.communicator import checks, test_behaviour, test_disagreement
+from tests.ranges import exhaustive
 from tests.ranks import run_ranks
 
 
@@ -29,7 +30,7 @@ def in_threads(function, ranks: int, *args, timeout_s: float = 60):
         raise error.__cause__ or error from None
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (4, 5))])
+@pytest.mark.parametrize("size", [3, *exhaustive([1, 2, 4, 5])])
 @pytest.mark.parametrize(
     "check",
     [

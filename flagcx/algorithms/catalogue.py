@@ -32,8 +32,8 @@ from flagcx.schedule.model import Schedule
 from flagcx.schedule.pattern import Pattern, check
 from flagcx.schedule.traffic import rounds_of, sent_chunks
 
-_FEW = 64
-"""Of more ranks than this, not all are looked at to find the busiest."""
+_FEW = 16
+"""Of more ranks than this, only some are counted to find the busiest."""
 
 
 class Algorithm(str, enum.Enum):
@@ -180,10 +180,10 @@ class AlgorithmEntry:
         return rounds_of(schedule).steps
 
     def sent(self, size: int, pieces: int = 1) -> Fraction:
-        """What the busiest rank sends, as a share of the message (of all blocks, where there are blocks).
+        """The part of the message (of all blocks, where it has blocks) that the busiest rank sends.
 
-        Of many ranks of a trusted algorithm, a few are looked at: in all of these, the busiest is the root, a
-        neighbour, in the middle, at a power of two, or any rank.
+        Of many ranks of a trusted algorithm, a few are counted: in all of these algorithms, the busiest is
+        among the first and last ranks, those in the middle, and those at a power of two.
         """
         schedule = self._example(size, pieces)
         power = 1 << (size.bit_length() - 1)

@@ -55,7 +55,7 @@ def test_counts_see_a_step_more_and_a_chunk_more():
 
 @pytest.mark.parametrize("entry", [e for e in catalogue() if "direct" not in str(e.algorithm)], ids=names)
 def test_a_few_of_many_ranks_show_the_busiest(entry):
-    for size in (65, 100, 127, 128, 129):
+    for size in (*range(17, 40), 65, 100, 127, 128, 129):
         schedule = entry.make(size, 0 if entry.rooted else None)
         busiest = max(sent_chunks(schedule, rank) for rank in range(size))
         assert entry.sent(size) == Fraction(busiest, schedule.chunks), size

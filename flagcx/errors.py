@@ -8,7 +8,7 @@
     │   ├── OperationError               unknown reduce operation, or one the dtype lacks
     │   └── RankError                    a root or peer out of range
     ├── ScheduleError                    a schedule that would hang or give a wrong result
-    ├── TopologyError (ValueError)       a machine or a file about one that cannot be read
+    ├── TopologyError (ValueError)       a machine, or a file about it, is not understood
     ├── BootstrapError                   the ranks could not find each other
     ├── LaunchError                      a launched rank failed
     ├── CommunicatorError                closed, used after fork, or by two threads at once

@@ -35,8 +35,8 @@ def launch(
         timeout_s: Seconds after which ranks that still run are ended; None waits without limit.
         share_gpu: Whether several ranks may use one GPU, as with ``flagcx run --share-gpu``.
         threads: Whether the ranks are threads of this process in place of processes: they start at once,
-            share the arguments and what the function closes over, and need not pickle anything, but take
-            turns in what Python computes. A rank that is late is not killed; it ends with its next call.
+            share the arguments and the variables of the function's closure, so nothing is pickled, but
+            their Python code runs in turns. A late rank is not killed; it ends with its next call of flagcx.
 
     Returns:
         Each rank's result, in the order of the ranks.
@@ -65,7 +65,7 @@ def launch(
         from flagcx._launch.thread_ranks import call_in_threads
 
         return call_in_threads(function, ranks, tuple(args), dict(kwargs or {}), timeout_s)
-    from flagcx._launch.remote_call import call_on_ranks  # Not needed by those who only import flagcx.
+    from flagcx._launch.remote_call import call_on_ranks  # not on import, which must be quick
     from flagcx._launch.share_gpu import sharing
 
     with sharing(environment(), share_gpu) as environ:

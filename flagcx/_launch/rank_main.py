@@ -1,7 +1,7 @@
 """The main program of a rank of ``fc.launch``: calls the launcher's function and gives back the result.
 
 Function and result travel through files in memory (``memfd``) that only the two processes hold, so they may
-be of any size, and pickle reads only what the launcher or its rank wrote.
+be of any size, and pickle reads only data that the launcher or its rank wrote.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from flagcx._launch.process_groups import end_with_launcher
 
 @dataclass(frozen=True, slots=True)
 class PickledCall:
-    """The call, and what a rank must know before it can unpickle it.
+    """The call, and what a rank needs before it can unpickle it.
 
     Attributes:
         path: The launcher's ``sys.path``.

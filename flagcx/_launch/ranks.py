@@ -103,8 +103,8 @@ class Ranks:
         self._pidfds: list[int | None] = []
         self._open: dict[int, tuple[int, int]] = {}
         self.exits: dict[int, Exit] = {}
-        self._told: set[int] = set()
-        self._steps: list[tuple[float, int]] = []
+        self._signalled: set[int] = set()
+        self._planned: list[tuple[float, int]] = []
 
     def start(self) -> None:
         """Starts every rank, and the store, whose thread begins when all ranks are on their way.
@@ -242,7 +242,7 @@ class Ranks:
         self._output.finish(rank, stream)
 
     def _drain(self) -> None:
-        """Takes what is left. (A process that a rank left running may hold a stream open for ever.)"""
+        """Takes the rest of the output. (A process that a rank left running may keep a stream open.)"""
         for descriptor in list(self._open):
             while self._read(descriptor):
                 pass
@@ -255,14 +255,14 @@ class Ranks:
         for rank in self.running():
             if self._pidfds[rank] is None:
                 self._reap(rank)
-        while self._steps and self._steps[0][0] <= time.monotonic():
-            _, number = self._steps.pop(0)
+        while self._planned and self._planned[0][0] <= time.monotonic():
+            _, number = self._planned.pop(0)
             for rank in self.running():
-                self._told.add(rank)
+                self._signalled.add(rank)
                 self.signal_rank(rank, number)
 
     def _patience(self, deadline: float | None) -> float | None:
-        moments = [moment for moment, _ in self._steps[:1]] + ([] if deadline is None else [deadline])
+        moments = [moment for moment, _ in self._planned[:1]] + ([] if deadline is None else [deadline])
         if None in self._pidfds:
             moments.append(time.monotonic() + _POLL_S)
         return max(0.0, min(moments) - time.monotonic()) if moments else None
@@ -274,16 +274,16 @@ class Ranks:
         pidfd = self._pidfds[rank]
         if pidfd is not None:
             self.selector.unregister(pidfd)
-        ended = self.exits[rank] = Exit(rank, code, rank in self._told)
+        ended = self.exits[rank] = Exit(rank, code, rank in self._signalled)
         if self._server is not None:
             self._server.rank_ended(rank, "" if code == 0 else f"its process ended: {ended.describe()}")
-        if code != 0 and not self._steps:
+        if code != 0 and not self._planned:
             self._plan(signal.SIGTERM, self._grace_s)
 
     def _plan(self, number: int, after_s: float) -> None:
         """Plans a signal to all ranks, then SIGKILL to those that ignore it."""
         moment = time.monotonic() + after_s
-        self._steps = [(moment, number), (moment + _KILL_AFTER_S, signal.SIGKILL)]
+        self._planned = [(moment, number), (moment + _KILL_AFTER_S, signal.SIGKILL)]
 
     def first_failure(self) -> Exit | None:
         """The exit to blame, if any: the first whose rank failed by itself and blames no other rank."""
@@ -296,7 +296,7 @@ class Ranks:
 
 
 def job_environment(environ: Mapping[str, str], size: int) -> dict[str, str]:
-    """The variables for all ranks of a new job of ``size`` ranks; what the user set in ``environ`` wins."""
+    """The variables for all ranks of a new job of ``size`` ranks; those set in ``environ`` win."""
     values = {
         "FLAGCX_SIZE": str(size),
         "FLAGCX_LOCAL_SIZE": str(size),

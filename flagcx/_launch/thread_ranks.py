@@ -1,4 +1,4 @@
-"""A function call on ranks that are threads of this process: what ``fc.launch(..., threads=True)`` does."""
+"""A function call on ranks that are threads of this process, for ``fc.launch(..., threads=True)``."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class _RankThread(threading.Thread):
         self.failure: Failure | None = None
 
     def run(self) -> None:
-        """Calls the function, then closes what it has opened."""
+        """Calls the function, then closes its communicators."""
         thread_rank.set(self.rank)
         try:
             self.value = self._call()

@@ -1,1 +1,1 @@
-"""How ranks find out who they are and find each other."""
+"""Each rank's place in its job, and the store through which the ranks find each other."""

@@ -115,12 +115,16 @@ def host_name() -> str:
     The boot id alone is shared by all containers and namespaces of one kernel; the host name alone may
     be "localhost" on many machines.
     """
+    return f"{socket.gethostname()}/{boot_id() or 'unknown'}"
+
+
+def boot_id() -> str:
+    """The kernel's id of its current boot; "" if it cannot be read."""
     try:
         with open(_BOOT_ID, encoding="ascii") as file:
-            boot_id = file.read().strip()
+            return file.read().strip()
     except OSError:
-        boot_id = "unknown"
-    return f"{socket.gethostname()}/{boot_id}"
+        return ""
 
 
 def _is_set(names: _Names, environ: Mapping[str, str]) -> bool:

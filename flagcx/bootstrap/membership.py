@@ -1,7 +1,7 @@
 """Which ranks of a job are connected, have left or are lost: the store server's rules, without a socket.
 
 A rank may leave and come back (``init``, ``close``, ``init``): its n-th stay meets the others' n-th stays, in
-a ``StoreState`` of their own, so that a rank which is ahead is not confused with one which is behind. A lost
+a ``StoreState`` of their own, so that a rank that has come back never meets one that has yet to leave. A lost
 rank cannot come back.
 """
 
@@ -11,7 +11,7 @@ from flagcx.bootstrap.store_state import Answers, Request, StoreState, Ticket
 
 
 class Membership:
-    """The ranks of one job, and what the ranks of each stay share.
+    """The ranks of one job, with a ``StoreState`` for each stay.
 
     Args:
         size: How many ranks the job has.

@@ -111,7 +111,7 @@ class RemoteStore(Store):
             if self._broken is not None:
                 raise self._broken
             self._number += 1
-            # If sending fails, the server is gone, and what it said last is still there to be read.
+            # If sending fails, the server is gone, and its last message is still there to be read.
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 self._connection.send_bytes(wire.write_request(self._number, request))
             deadline = time.monotonic() + request.timeout_s + _MARGIN_S
@@ -153,7 +153,7 @@ class RemoteStore(Store):
         """Shows the server that this rank knows the key, and has the server show the same."""
         opening = self._hear(deadline)
         if len(opening) != len(wire.MAGIC) + wire.NONCE_NBYTES or not opening.startswith(wire.MAGIC):
-            raise BootstrapError(f"what listens at {self.address} is no flagcx store", rank=self.rank)
+            raise BootstrapError(f"the server at {self.address} is no flagcx store", rank=self.rank)
         server_nonce, client_nonce = opening[len(wire.MAGIC) :], secrets.token_bytes(wire.NONCE_NBYTES)
         claim = wire.pack({"rank": self.rank, "size": self.size, "pid": os.getpid()})
         shown = wire.proof(authkey, "client", server_nonce, client_nonce, claim)
@@ -170,7 +170,7 @@ class RemoteStore(Store):
     def _hear(self, deadline: float) -> bytes:
         if not self._poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
             raise BootstrapError(
-                f"what listens at {self.address} says nothing; is it a flagcx store?", rank=self.rank
+                f"the server at {self.address} sends nothing; is it a flagcx store?", rank=self.rank
             )
         try:
             return self._connection.recv_bytes(wire.MAX_GREETING_NBYTES)

@@ -142,10 +142,10 @@ def _fixed(*places: _Place) -> Search:
 
 
 def _key(environ: Mapping[str, str], job: str = "") -> bytes:
-    """The key that was given, or one that follows from the job's name.
+    """``FLAGCX_STORE_KEY``, or else a key that follows from the job's name.
 
-    The latter keeps other jobs out, not an attacker who knows the name; across hosts that are not
-    trusted set ``FLAGCX_STORE_KEY``. (No store executes what it is sent, in any case.)
+    The latter keeps other jobs out, not an attacker who knows the name; in a network that is not trusted, set
+    ``FLAGCX_STORE_KEY``. (In no case does a store execute anything that it receives.)
     """
     if _KEY in environ:
         try:

@@ -256,7 +256,7 @@ class StoreServer:
                 else:
                     self._receive(peer, payload)
         except wire.MalformedError as error:
-            self._drop(peer, f"sent what is no message of flagcx ({error})")
+            self._drop(peer, f"it sent an invalid message ({error})")
             return
         if not data:
             self._drop(peer)
@@ -333,7 +333,7 @@ class StoreServer:
         self._flush(peer)
 
     def _flush(self, peer: _Peer) -> None:
-        """Sends what the socket takes now; the rest when it takes more."""
+        """Sends as much as the socket takes now; the rest when it takes more."""
         try:
             while peer.outbox:
                 del peer.outbox[: peer.socket.send(peer.outbox)]

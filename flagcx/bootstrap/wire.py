@@ -1,4 +1,4 @@
-"""What goes over a store's connections: frames, messages and the proof of the key.
+"""The wire format of a store's connections: frames, messages and the proof of the key.
 
 A frame is what ``multiprocessing.connection.Connection.send_bytes`` writes: a length (4 bytes, big endian),
 then the payload. The server reads frames itself, because ``recv_bytes`` would let a rank that stops in the
@@ -132,7 +132,7 @@ def write_request(number: int, request: Request) -> bytes:
 
 
 def read_request(header: dict[str, Any], body: bytes, rank: int, size: int) -> Request:
-    """Makes a request of a message, field by field: what a client sends is data, never trusted.
+    """Makes a request of a message, field by field: a client is never trusted to send valid data.
 
     Args:
         header: The message's header.

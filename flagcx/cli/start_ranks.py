@@ -1,4 +1,4 @@
-"""What the commands that start ranks on this host share: the number of ranks, reports, errors and Ctrl-C."""
+"""Starts the ranks of a command on this host: their number, their reports, errors and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _call_reporting(function: Callable[[Any, Report], Any], task: Any, address: 
 
 @contextlib.contextmanager
 def _listening(report: Report) -> Iterator[str]:
-    """Takes the ranks' reports on threads of its own, the last ones as the block ends; gives the address."""
+    """Yields an address for the ranks' reports, which threads take; the last ones as the block ends."""
     threads: list[threading.Thread] = []
 
     def listen(connection: Connection) -> None:

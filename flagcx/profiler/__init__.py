@@ -9,6 +9,7 @@ from pathlib import Path
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
+from flagcx.bootstrap.environment import boot_id
 from flagcx.errors import ArgumentError
 from flagcx.profiler.records import CAPACITY, OperationInfo, Progress, Record, RecordBuffer, RecordedPlan
 
@@ -132,7 +133,7 @@ class Profiler:
 
     def _all_records(self) -> tuple[list[list[Record]], list[int]]:
         """Every rank's records, and how far its clock is ahead of rank 0's, in ns."""
-        everything = self._gather((self.records(), _boot()))
+        everything = self._gather((self.records(), boot_id() or platform.node()))
         records = [mine for mine, _ in everything]
         if len({boot for _, boot in everything}) == 1:
             return records, [0] * self.size  # one machine since it was started: one clock
@@ -151,11 +152,3 @@ class Profiler:
 
     def __repr__(self) -> str:
         return f"<flagcx.Profiler rank {self.rank} of {self.size}, {len(self.records())} records>"
-
-
-def _boot() -> str:
-    """The system's name for its current boot: ranks with the same one share a monotonic clock."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return platform.node()

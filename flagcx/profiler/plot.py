@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+from flagcx.arguments import format_nbytes
 from flagcx.errors import ArgumentError, MissingDependencyError
 from flagcx.profiler.records import Record
 from flagcx.profiler.summary import Summary, key_of
@@ -54,7 +55,9 @@ def plot_records(records: Sequence[Record], rank: int, path: str | os.PathLike |
 def _draw_shares(axes: Any, summary: Summary) -> None:
     """One bar for each operation: time moving data, then time waiting."""
     rows = summary.rows[:_MOST_BARS][::-1]
-    names = [f"{row.collective} {_size(row.nbytes)}\n{row.algorithm}, {row.calls:,} calls" for row in rows]
+    names = [
+        f"{row.collective} {format_nbytes(row.nbytes)}\n{row.algorithm}, {row.calls:,} calls" for row in rows
+    ]
     moving = [row.moving_us / 1e3 for row in rows]
     axes.barh(names, moving, color="#3b6fb6", label="moving")
     axes.barh(names, [row.waiting_us / 1e3 for row in rows], left=moving, color="#e0a33a", label="waiting")
@@ -77,10 +80,3 @@ def _draw_times(axes: Any, records: Sequence[Record]) -> None:
         axes.set(xscale="log", yscale="log")
         axes.legend(fontsize=7, frameon=False, loc="best")
     axes.grid(alpha=0.3)
-
-
-def _size(nbytes: int) -> str:
-    for unit, shift in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if nbytes >= 1 << shift:
-            return f"{nbytes / (1 << shift):.4g} {unit}"
-    return f"{nbytes} B"

@@ -1,4 +1,4 @@
-"""Records: what is kept of every operation, at the least cost.
+"""The records of the operations, kept at the least cost.
 
 A recorded plan reads the clock twice and puts one tuple into a buffer, which drops its oldest; everything
 else is done when a report is asked for.

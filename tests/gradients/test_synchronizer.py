@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import flagcx as fc
+from flagcx.profiler.records import CAPACITY
 from tests.communicator.jobs import job
 from tests.ranks import run_ranks
 
@@ -397,8 +398,10 @@ def _steady(steps: int) -> None:
 
         for _ in range(50):
             step()
-        before = fc.memory_stats()["shared"]
         tracemalloc.start()
+        for _ in range(CAPACITY // 2 + 1):  # fills the profiler's buffer: a step has two buckets
+            step()
+        before = fc.memory_stats()["shared"]
         sizes = []
         for i in range(steps):
             step()

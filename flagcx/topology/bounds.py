@@ -37,7 +37,7 @@ Split = tuple[list[list[int]], float]
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """The bound and what sets it.
+    """The bound, and the groups that set it.
 
     Attributes:
         bandwidth_gb_per_s: No all-reduce of a large message does better (message bytes over time).

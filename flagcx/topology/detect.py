@@ -23,11 +23,11 @@ def detect(*, sys: str | Path = "/sys", proc: str | Path = "/proc", nvml: Any = 
     """The topology of this machine.
 
     GPUs are numbered as the driver numbers them, by PCI address (``CUDA_DEVICE_ORDER=PCI_BUS_ID``). A machine
-    with no GPU gives its NUMA nodes and NICs. What could not be read is said in ``Topology.notes``.
+    with no GPU gives its NUMA nodes and NICs. ``Topology.notes`` says which facts could not be read.
 
     Args:
-        sys: Where the kernel's sysfs is.
-        proc: Where procfs is.
+        sys: Folder of the kernel's sysfs.
+        proc: Folder of procfs.
         nvml: A module to use in place of pynvml.
 
     Returns:

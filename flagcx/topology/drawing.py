@@ -1,4 +1,4 @@
-"""Where each device of a machine stands in its picture."""
+"""The place of each device of a machine in its picture."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROW = {
 
 
 class Drawing:
-    """Where every device goes: GPUs in ring order from the left, each with the devices near it.
+    """The place of every device: GPUs in ring order from the left, each with the devices near it.
 
     Args:
         topology: The machine.
@@ -33,7 +33,7 @@ class Drawing:
     Attributes:
         place: (x, y) by device id; devices that are not drawn are missing.
         width: Of the whole.
-        hidden: What is not drawn, in words.
+        hidden: The parts that are not drawn, in words.
         hosts: The hosts that are drawn.
         bars: (left, right, label) of a row of NVSwitches that is drawn as one bar.
     """
@@ -106,7 +106,7 @@ class Drawing:
         self.width += width
 
     def _inner(self, devices: Sequence[Device]) -> None:
-        """Switches above the middle of what hangs below them, then sockets; NVSwitches under all."""
+        """Switches above the middle of the devices below them, then sockets; NVSwitches under all."""
         left = [d for d in devices if d.kind in (DeviceKind.PCIE_SWITCH, DeviceKind.HOST_BRIDGE)]
         while ready := [device for device in left if self._children(device)]:
             for device in ready:

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 class DeviceKind(str, Enum):
-    """What a node of the graph is."""
+    """The kinds of nodes of the graph."""
 
     GPU = "gpu"
     """Computes and holds data: an end of every transfer."""
     NVSWITCH = "nvswitch"
-    """Joins the NVLinks of several GPUs. It forwards; what it adds up in hardware is out of scope."""
+    """Joins the NVLinks of several GPUs. It forwards; reduction in the switch is not planned with."""
     PCIE_SWITCH = "pcie_switch"
     """A PCIe bridge or switch: shared by all that hangs below it."""
     HOST_BRIDGE = "host_bridge"
@@ -33,11 +33,11 @@ class DeviceKind(str, Enum):
     NETWORK_SWITCH = "network_switch"
     """A switch of the network between hosts."""
     PCI_DEVICE = "pci_device"
-    """A PCI function that is none of these, or whose class the source does not tell."""
+    """A PCI function of another or of unknown class."""
 
 
 class LinkKind(str, Enum):
-    """What an edge of the graph is."""
+    """The kinds of links."""
 
     NVLINK = "nvlink"
     XGMI = "xgmi"
@@ -58,7 +58,7 @@ class Port:
     Attributes:
         name: As the system calls it (``mlx5_0``, ``eth0``).
         speed_gb_per_s: Line rate in one direction; 0 where it is unknown.
-        attributes: What else the source said, as (name, text) pairs.
+        attributes: Further facts from the source, as (name, text) pairs.
     """
 
     name: str
@@ -72,12 +72,12 @@ class Device:
 
     Attributes:
         id: Unique in its topology: ``gpu0``, ``cpu1``, ``pci:0000:0c:00.0``; ``host3/cpu0`` on further hosts.
-        kind: What it is.
-        index: Its number among the devices of its kind. For a GPU: what ``topology["nvlink_peers"]`` takes.
+        kind: Its kind.
+        index: Its number among the devices of its kind; for a GPU the key in ``topology["nvlink_peers"]``.
         host: Number of the host it is in; -1 for a switch of the network.
         name: For people: a model, an interface name; "" where unknown.
         pci_bus_id: ``0000:0c:00.0``, or "".
-        attributes: What else the source said, as (name, text) pairs.
+        attributes: Further facts from the source, as (name, text) pairs.
         ports: A NIC's ports.
     """
 
@@ -102,7 +102,7 @@ class Link:
     Attributes:
         a: Id of one end.
         b: Id of the other end.
-        kind: What it is.
+        kind: Its kind.
         bandwidth_gb_per_s: In each direction, 10^9 bytes per second.
         latency_us: One way.
         count: How many physical links are bonded (NVLink); 1 otherwise.
@@ -129,7 +129,7 @@ class Graph:
         devices: All nodes; ids are unique.
         links: All edges; at most one between two devices.
         name: A short name for people: a preset's or a file's.
-        notes: What the source could not tell and what was assumed in its place.
+        notes: Facts that the source lacks, and the assumptions made in their place.
 
     Raises:
         TopologyError: The parts do not make a graph.
@@ -177,7 +177,7 @@ class Graph:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the source could not tell, and what was assumed in its place."""
+        """Facts that the source lacks, and the assumptions made in their place."""
         return self._notes
 
     def devices(self, kind: DeviceKind | None = None, *, host: int | None = None) -> list[Device]:

@@ -1,4 +1,4 @@
-"""Several machines as one topology: what each host saw of itself, put together."""
+"""Joins the topologies that several hosts detected of themselves to one."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _DEFAULT_NIC_GB_PER_S = 1.25
 def join(machines: Sequence[Topology]) -> Topology:
     """Puts the topologies of several hosts together, one host each, joined by one switch.
 
-    What the network between the hosts looks like cannot be seen from a host, so one switch that never
-    blocks is assumed, and said in the notes. Each NIC is joined to it at its speed.
+    No host can see the network between them, so one switch that never blocks is assumed, and the notes
+    say so. Each NIC is joined to it at its speed.
 
     Args:
         machines: One topology for each host, of one host each, in the order of the hosts.

@@ -1,4 +1,4 @@
-"""What messages between GPUs load: the link that limits a plan, and every pair of GPUs as arrays."""
+"""The loads that messages between GPUs put on links: of a plan, and of every pair of GPUs as arrays."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flagcx.topology import paths
 from flagcx.topology.graph import Graph, LinkKind
 from flagcx.topology.routes import Edge, Routes
 
-#: What a hop costs where bandwidth does not decide, by the class of its path: sockets weigh most.
+#: Cost of a hop where bandwidth does not decide, by the class of its path: sockets weigh most.
 _HOP_COST = {
     "NV": 0.0,
     "XGMI": 0.0,
@@ -28,12 +28,12 @@ _FAR_NUMA = 0.01
 
 @dataclass(frozen=True, slots=True)
 class LoadedLink:
-    """One direction of a link, with what a plan sends over it.
+    """One direction of a link, and its load.
 
     Attributes:
         a: Id it leaves.
         b: Id it enters.
-        kind: What link it is.
+        kind: Its kind.
         bandwidth_gb_per_s: Its bandwidth.
         load: How many times the message (or a ring's hop) goes over it.
     """
@@ -62,7 +62,7 @@ def ring_hops(order: Sequence[int]) -> list[tuple[int, int]]:
 def add_loads(
     loads: dict[Edge, float], routes: Routes, hops: Iterable[tuple[int, int]], weight: float = 1.0
 ) -> None:
-    """Adds what messages of ``weight`` over the given hops load, to ``loads``."""
+    """Adds the load of messages of ``weight`` over the given hops to ``loads``."""
     for a, b in hops:
         for edge, share in routes.route(a, b):
             loads[edge] = loads.get(edge, 0.0) + weight * share
@@ -77,14 +77,14 @@ def bottleneck(topology: Graph, loads: Mapping[Edge, float]) -> LoadedLink:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PairLoads:
-    """What a message between any two of some GPUs loads.
+    """The links that a message between any two of some GPUs loads.
 
     Attributes:
         gpus: Indices of the GPUs; positions in all arrays follow this order.
         edges: The directed links that any of their messages takes.
         capacity: GB/s of each edge, float64 of shape (edges,).
         load: Part of a message from i to j on each edge, float64 of shape (n, n, edges).
-        hop_cost: What a hop costs beyond bandwidth, float64 of shape (n, n).
+        hop_cost: Cost of a hop beyond bandwidth, float64 of shape (n, n).
         fabric: Whether a hop goes over NVLink (or xGMI) alone, bool of shape (n, n).
     """
 

@@ -61,7 +61,7 @@ def read_text(path: str | Path, what: str) -> str:
 
     Args:
         path: The file.
-        what: What it should be, for the message.
+        what: The expected content, for the message.
 
     Raises:
         TopologyError: It cannot be opened, is too large, or is not UTF-8 text.

@@ -1,4 +1,4 @@
-"""What NCCL's own all-reduce is taken to reach on a topology; ``flagcx.cost.nccl`` times it with that.
+"""The bandwidth that NCCL's own all-reduce is taken to reach, for the model in ``flagcx.cost.nccl``.
 
 NCCL runs several rings or trees at once, its channels. They are taken to share the links as well as can be:
 
@@ -7,8 +7,8 @@ NCCL runs several rings or trees at once, its channels. They are taken to share 
 - several hosts, two levels: within a host either rings scatter and gather or trees reduce and broadcast,
   whichever is faster, and along each rail (the GPUs of one place in every host) an all-reduce.
 
-The phases of two levels are taken to be pipelined, so that each link is charged with what all of them send
-over it.
+The phases of two levels are taken to be pipelined, so that each link carries the messages of all
+phases at once.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class NcclBandwidth:
 
 
 def nccl_bandwidth(topology: Graph, gpus: Sequence[int] | None = None) -> NcclBandwidth:
-    """What NCCL is taken to reach.
+    """The bandwidth that NCCL is taken to reach.
 
     Args:
         topology: The machine or cluster.
@@ -156,7 +156,7 @@ def _flat_rings(topology: Graph, chains: Sequence[Sequence[int]], routes: Routes
 
 
 def _levels(topology: Graph, chains: Sequence[tuple[int, ...]], routes: Routes) -> list[LoadedLink]:
-    """What limits two levels, with rings and with trees within the hosts, as far as each is possible."""
+    """The links that limit two levels: with rings and with trees within the hosts, where possible."""
     rings, trees = _local_shares(topology, chains, routes)
     found = []
     width = len(chains[0])
@@ -209,7 +209,7 @@ def _with_rails(
     rails: Sequence[Sequence[int]],
     routes: Routes,
 ) -> LoadedLink:
-    """What limits the hops within the hosts and an evenly shared ring all-reduce along each rail."""
+    """The link that limits hops within the hosts and an evenly shared ring all-reduce along each rail."""
     loads: dict[Edge, float] = {}
     for hops, weight in local:
         add_loads(loads, routes, hops, weight)

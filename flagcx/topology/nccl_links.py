@@ -1,4 +1,4 @@
-"""The ``nvlink`` and ``xgmi`` elements of NCCL's topology XML: which GPU is joined to what, and how fast."""
+"""The ``nvlink`` and ``xgmi`` elements of NCCL's topology XML: the links of the GPUs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flagcx.topology.markup import Element
 HIDDEN_SWITCH = "fffffff:ff:ff.0"
 _SWITCH_CLASS = "0x068000"
 _MAX_LINKS = 1024
-#: PCI device ids of GPUs that are sold in boards of eight behind NVSwitches: compute capability, NVLinks.
+#: PCI device ids of GPUs that come in boards of eight with NVSwitches: compute capability, NVLinks.
 _NVSWITCH_BOARDS = {
     "0x20b0": (80, 12),
     "0x20b2": (80, 12),
@@ -39,10 +39,10 @@ def read(
     Args:
         devices: Every device by id.
         elements: (id of the GPU, its ``gpu`` element).
-        notes: Takes what had to be assumed.
+        notes: Counts the assumptions.
 
     Raises:
-        TopologyError: A link's target or count is not what it should be.
+        TopologyError: A link's target or count is not valid.
     """
     by_bus = {(devices[id].host, devices[id].pci_bus_id): id for id, _ in elements}
     counts: Counts = {}
@@ -72,7 +72,7 @@ def assume_nvswitch(gpus: Sequence[Device], notes: Counter[str]) -> tuple[Counts
 
     Args:
         gpus: The file's GPUs.
-        notes: Takes the assumption.
+        notes: Counts the assumptions.
 
     Returns:
         The links, and the GPUs' compute capability times ten where that is known.

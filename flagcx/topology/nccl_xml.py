@@ -1,8 +1,8 @@
-"""Reads NCCL's topology XML: what ``NCCL_TOPO_DUMP_FILE`` writes and ``NCCL_TOPO_FILE`` takes, and RCCL's.
+"""Reads the topology XML of NCCL (``NCCL_TOPO_DUMP_FILE``, ``NCCL_TOPO_FILE``) and of RCCL.
 
 A file lists NUMA nodes (``cpu``), below them PCIe bridges, GPUs with their NVLinks or xGMI links, and NICs.
-Static files of cloud vendors leave out what NCCL finds by itself; what is missing is assumed as NCCL
-assumes it, and each assumption is said in ``Topology.notes``.
+Static files of cloud vendors leave out the facts that NCCL finds by itself; these are assumed as NCCL
+assumes them, and ``Topology.notes`` says so.
 
 Source: NCCL ``src/graph/xml.cc``, versions 1 (NCCL) and 2 (RCCL, with ``xgmi`` and ``gcn``).
 """
@@ -34,7 +34,7 @@ def read(path: str | Path) -> Topology:
         path: The file.
 
     Returns:
-        The machine. ``notes`` says what the file does not tell and what is assumed for it.
+        The machine. ``notes`` names facts that the file lacks, and the assumptions made for them.
 
     Raises:
         TopologyError: The file cannot be read, or is not a topology; names file, line and reason.
@@ -47,7 +47,7 @@ def parse(text: str, source: str = "<text>") -> Topology:
 
     Args:
         text: The XML.
-        source: What to call it in messages.
+        source: Its name in messages.
 
     Raises:
         TopologyError: It is not a topology.
@@ -73,7 +73,7 @@ def _check_root(root: Element) -> None:
 
 
 class _Reader(Builder):
-    """The state of one read: devices and links so far, and what was noticed."""
+    """Reads one file."""
 
     def __init__(self, source: str) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ class _Reader(Builder):
         self.notes[f"element <{element.tag[:40]}> is not understood here and is left out"] += 1
 
     def own_pcie(self, element: Element) -> tuple[float, float | None, bool]:
-        """What the element itself says of the link above it: GB/s, GT/s, and whether both parts are known."""
+        """The link above an element by its own attributes: GB/s, GT/s, and whether both parts are known."""
         gt = speeds.parse_pcie_gt(element.attributes.get("link_speed", ""))
         width = element.number("link_width", 0, 32) or 0
         own = speeds.pcie_gb_per_s(gt or speeds.DEFAULT_PCIE_GT, width or speeds.DEFAULT_PCIE_WIDTH)

@@ -1,6 +1,6 @@
 """Writes a topology as NCCL's XML, so that it can be handed to ``NCCL_TOPO_FILE``.
 
-What NCCL's format has no place for is left out: links of the network between hosts, PCIe roots, and ids.
+Links of the network between hosts, PCIe roots and ids have no place in NCCL's format and are left out.
 """
 
 from __future__ import annotations

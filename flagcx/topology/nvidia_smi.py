@@ -1,8 +1,7 @@
 """Reads the output of ``nvidia-smi topo -m``.
 
-The matrix tells classes, not the tree behind them, and where an NVLink class stands in a cell, the PCIe path
-is hidden. ``parse`` builds the plainest tree that gives the same matrix, and says in the notes what it had to
-guess.
+The matrix has classes, not the tree of devices, and a cell with an NVLink class hides the PCIe path.
+``parse`` builds the simplest tree that gives the same matrix; the notes name its guesses.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def parse(text: str, source: str = "<text>", *, sm: int | None = None) -> Topolo
 
     Args:
         text: The output, with spaces or tabs, with or without its legend.
-        source: What to call it in messages.
+        source: Its name in messages.
         sm: Compute capability times ten of the GPUs, where known; it gives the NVLinks' speed.
 
     Returns:

@@ -12,21 +12,16 @@ _HIDDEN_DOMAIN = "ffffffff"
 
 @dataclass(frozen=True, slots=True)
 class DriverGpu:
-    """What the driver tells of one GPU.
+    """The driver's facts about one GPU.
 
-    Attributes:
-        index: NVML's number, which follows the PCI address.
-        name: The model.
-        bus_id: PCI address like ``0000:0f:00.0``.
-        sm: Compute capability times ten, or None.
-        links: Remote end of each active NVLink: a PCI address, "switch:<address>", or "switch:" for
-            one that the driver hides.
+    ``links`` has the remote end of each active NVLink: a PCI address, "switch:<address>", or "switch:" for
+    one that the driver hides.
     """
 
-    index: int
+    index: int  # NVML's, which follows the PCI address
     name: str
-    bus_id: str
-    sm: int | None
+    bus_id: str  # as the kernel writes it, 0000:0f:00.0
+    sm: int | None  # compute capability times ten
     links: tuple[str, ...]
 
 
@@ -44,7 +39,7 @@ def read_gpus(nvml: Any, notes: Counter[str]) -> list[DriverGpu] | None:
 
     Args:
         nvml: The pynvml module, or one that behaves like it.
-        notes: Takes what could not be read.
+        notes: Counts the facts that could not be read.
 
     Returns:
         GPUs by number; None where there is no driver to ask.
@@ -103,7 +98,7 @@ def _links(nvml: Any, handle: Any, notes: Counter[str]) -> tuple[str, ...]:
 
 
 def _ask(nvml: Any, function: Any, *args: Any) -> Any:
-    """What a call gives, or None where this GPU or driver does not support it."""
+    """The result of a call, or None where this GPU or driver does not support it."""
     try:
         return function(*args)
     except nvml.NVMLError:
@@ -117,6 +112,5 @@ def _text(value: bytes | str) -> str:
 def _bus_id(value: bytes | str) -> str:
     """NVML's ``00000000:0F:00.0`` as the kernel writes it, ``0000:0f:00.0``."""
     domain, _, rest = _text(value).strip("\0 ").lower().partition(":")
-    return (
-        f"{domain[4:] if len(domain) == 8 and domain.startswith('0000') else domain}:{rest}" if rest else ""
-    )
+    short = domain[4:] if len(domain) == 8 and domain.startswith("0000") else domain
+    return f"{short}:{rest}" if rest else ""

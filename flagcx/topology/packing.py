@@ -18,13 +18,13 @@ import numpy as np
 
 _SMALL = 1e-9
 Key = TypeVar("Key", bound=Hashable)
-#: Prices of the links -> the cheapest column: what it is, and what one unit of it loads.
+#: Prices of the links -> the cheapest column: its name, and the load of one unit of it.
 Pricer = Callable[[np.ndarray], "tuple[Key, np.ndarray]"]
 
 
 @dataclass(frozen=True, slots=True)
 class Packing(Generic[Key]):
-    """What was packed.
+    """Packed columns.
 
     Attributes:
         columns: (ring or tree, its weight), heaviest first.
@@ -101,7 +101,7 @@ class _Simplex:
         self.columns[row] = key, load
 
     def fitting(self, capacity: np.ndarray, scale: float) -> tuple[tuple[Any, float], ...]:
-        """The basis's columns, scaled down by what the perturbation let them overshoot."""
+        """The basis's columns, scaled down by as much as the perturbation let them overshoot."""
         weights: dict[Any, float] = {}
         total = np.zeros(len(capacity))
         for (key, load), amount in zip(self.columns, self.amounts, strict=True):

@@ -1,5 +1,4 @@
-"""Paths between devices: the class nvidia-smi gives them, the widest and the shortest, and the way data
-takes.
+"""Paths between devices: their class in nvidia-smi's words, the widest, the shortest, and that of data.
 
 Classes, best first: ``NV#`` (# bonded NVLinks, or ``XGMI#``), ``NVB`` (NVLink through one GPU), ``PIX``
 (one PCIe switch), ``PXB`` (several), ``PHB`` (through the CPU's PCIe root), ``NODE`` (between roots of one
@@ -80,7 +79,7 @@ def path_class(topology: Graph, a: str, b: str, *, through_gpus: bool = False) -
 
 
 def fabric_links(topology: Graph, a: str, b: str) -> list[tuple[Link, ...]]:
-    """The NVLink (or xGMI) ways of two devices: the direct link, or one through each shared NVSwitch."""
+    """The NVLink (or xGMI) paths of two devices: the direct link, or one through each shared NVSwitch."""
     direct = topology.link(a, b)
     if direct is not None and direct.kind.is_gpu_fabric:
         return [(direct,)]
@@ -95,7 +94,7 @@ def fabric_links(topology: Graph, a: str, b: str) -> list[tuple[Link, ...]]:
 
 
 def pcie_path(topology: Graph, a: str, b: str) -> list[str] | None:
-    """The way of data between two devices of one host without NVLink: PCIe, its roots, the sockets."""
+    """The path of data between two devices of one host without NVLink: PCIe, its roots, the sockets."""
     return _search(
         topology,
         a,
@@ -227,7 +226,7 @@ def matrix(topology: Graph) -> dict[str, dict[str, str]]:
 
 
 def network_path(topology: Graph, a: str, b: str) -> list[str] | None:
-    """The way between two NICs or switches of the network, over its switches alone."""
+    """The path between two NICs or switches of the network, over its switches alone."""
     return _search(
         topology,
         a,

@@ -1,6 +1,6 @@
 """Plans the all-reduce that runs on GPUs along their links, and says how near it comes to the bound.
 
-What runs is one ring order: rings, chains and trees are laid along it, and ``algorithm="ring|ring"`` goes
+Calls follow one ring order: rings, chains and trees are laid along it, and ``algorithm="ring|ring"`` goes
 round it both ways at once. Deterministic: the same topology and GPUs give the same plan on every rank.
 """
 
@@ -24,7 +24,7 @@ _NEAR = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """A ring all-reduce order and what it carries.
+    """A ring order and its part of the message.
 
     Attributes:
         order: GPU indices; each sends to the next, the last to the first.
@@ -69,7 +69,7 @@ class Plan:
 
     @property
     def bandwidth_gb_per_s(self) -> float:
-        """What the rings reach together."""
+        """Of the rings together."""
         return sum(ring.bandwidth_gb_per_s for ring in self.rings)
 
     @property
@@ -122,7 +122,7 @@ def _rings(topology: Graph, order: tuple[int, ...], routes: Routes) -> tuple[Rin
 
 
 def _why(ring: Ring) -> str:
-    """What keeps the rings under the bound, in words."""
+    """The reason why the rings stay under the bound, in words."""
     count = len(ring.order)
     return (
         f"each hop of a ring carries {2 * (count - 1) / count:.2f} of the ring's part of the message, and "

@@ -1,4 +1,4 @@
-"""Machines that are known by name, written by us from what their makers publish, and clusters of them."""
+"""Machines known by name, after the data sheets of their makers, and clusters of them."""
 
 from __future__ import annotations
 
@@ -25,35 +25,20 @@ _DGX1_NVLINKS = (
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """What a machine is made of.
+    """The parts of a machine."""
 
-    Attributes:
-        sm: Compute capability of its GPUs, times ten.
-        vendor: Of its CPUs, one for each socket.
-        gt: GT/s of its PCIe links, 16 lanes each.
-        switches: PCIe switches below each socket; 0 to hang everything on the socket.
-        gpus: GPUs below each switch.
-        nics: NICs below each switch.
-        nic_gb_per_s: Speed of every NIC.
-        model: Model of the CPUs.
-        sockets: CPUs.
-        socket_nics: NICs on each socket itself.
-        nvlinks: (GPU, GPU, NVLinks) for each joined pair.
-        planes: NVLinks of every GPU to each NVSwitch.
-    """
-
-    sm: int
-    vendor: str
-    gt: float
-    switches: int
-    gpus: int
-    nics: int
+    sm: int  # compute capability of its GPUs, times ten
+    vendor: str  # of its CPUs, one for each socket
+    gt: float  # GT/s of its PCIe links, 16 lanes each
+    switches: int  # PCIe switches below each socket; 0 to hang everything on the socket
+    gpus: int  # below each switch
+    nics: int  # below each switch
     nic_gb_per_s: float
-    model: int = 49
+    model: int = 49  # of the CPUs
     sockets: int = 2
-    socket_nics: int = 0
-    nvlinks: tuple[tuple[int, int, int], ...] = ()
-    planes: tuple[int, ...] = ()
+    socket_nics: int = 0  # NICs on each socket itself
+    nvlinks: tuple[tuple[int, int, int], ...] = ()  # (GPU, GPU, NVLinks) for each joined pair
+    planes: tuple[int, ...] = ()  # NVLinks of every GPU to each NVSwitch
 
 
 _PRESETS = MappingProxyType(

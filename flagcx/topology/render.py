@@ -14,7 +14,7 @@ from flagcx.topology import paths
 from flagcx.topology.graph import DeviceKind, Graph
 from flagcx.topology.plan import Plan
 
-#: Most GPUs and NICs whose matrix is shown; its size is the square of their number.
+#: Most GPUs and NICs for which the matrix is shown; its size is the square of their number.
 MOST_IN_MATRIX = 96
 _MOST_SHOWN = 32
 #: Columns after the matrix, in nvidia-smi's order.
@@ -50,7 +50,7 @@ def has_matrix(topology: Graph) -> bool:
 
 
 def text_report(topology: Graph, plan: Plan | None, *, legend: bool = True) -> str:
-    """What ``flagcx topo`` prints: the matrix as nvidia-smi has it, then the plan, then what was assumed.
+    """The output of ``flagcx topo``: the matrix as nvidia-smi prints it, the plan, and the notes.
 
     Args:
         topology: The machine.
@@ -146,7 +146,7 @@ def _aligned(rows: list[list[str]]) -> str:
 
 
 def as_dict(topology: Graph, plan: Plan | None) -> dict[str, Any]:
-    """A topology and its plan as plain values for JSON. What is infinite (one GPU's bandwidth) is None."""
+    """A topology and its plan as plain values for JSON. Infinite bandwidth (one GPU) is None."""
     few = len(topology.gpus) <= MOST_IN_MATRIX
     gpus = []
     for gpu in topology.gpus:

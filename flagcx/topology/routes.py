@@ -1,8 +1,8 @@
-"""Which links a message from one GPU to another loads, and by how much.
+"""The links that a message from one GPU to another loads, and by how much.
 
-The way is what the hardware takes, not what a planner would like: NVLink where the two GPUs are joined by
-it (spread over all NVSwitches they share), else PCIe within a host, else from the sender's NIC over the
-network to the receiver's. A planner chooses who sends to whom; this module says what that costs.
+A route is the one that the hardware takes, whatever a planner would like: NVLink where it joins the two GPUs
+(spread over all NVSwitches they share), else PCIe within a host, else from the sender's NIC over the network
+to the receiver's. A planner chooses the pairs; this module gives their routes.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Routes:
         return None if position is None else self._members[device.host][position].id
 
     def to_nic(self, gpu: int) -> list[str]:
-        """The ids on the way from a GPU to its NIC, both included; the GPU alone where it has none."""
+        """The ids on the path from a GPU to its NIC, both included; the GPU alone where it has none."""
         device, nic = self.topology.gpu(gpu), self.nic(gpu)
         if nic is None:
             return [device.id]
@@ -129,7 +129,7 @@ class Routes:
         return tuple(((u, v), 1.0) for u, v in itertools.pairwise(path))
 
     def _over_network(self, a: str, b: str) -> list[str] | None:
-        """The way between two NICs; what lies between two switches is found once."""
+        """The path between two NICs; the part between two switches is found once."""
         shared = [id for id in self._switches(a) if id in self.topology.links_of(b)]
         if shared:
             return [a, shared[0], b]
@@ -147,7 +147,7 @@ class Routes:
 
 
 class _Shape:
-    """What is the same in all hosts of one build: routes by position. Finds them in its first host."""
+    """Routes by position, the same in all hosts of one build; found in the first of them."""
 
     def __init__(self, topology: Graph, members: Sequence[Device]) -> None:
         self._topology, self._members = topology, members

@@ -15,21 +15,13 @@ _MAX_DEVICES = 128
 
 @dataclass(slots=True)
 class Matrix:
-    """What the text holds.
+    """The content of the text."""
 
-    Attributes:
-        names: Row and column names in order: ``GPU0``, ..., ``NIC0`` or ``mlx5_0``.
-        cells: Class by (row, column).
-        affinity: CPU affinity by row name.
-        numa: NUMA affinity by row name.
-        legend: Interface name by ``NIC#``.
-    """
-
-    names: list[str]
-    cells: dict[tuple[str, str], str]
-    affinity: dict[str, str] = field(default_factory=dict)
-    numa: dict[str, str] = field(default_factory=dict)
-    legend: dict[str, str] = field(default_factory=dict)
+    names: list[str]  # of rows and columns: GPU0, ..., NIC0 or mlx5_0
+    cells: dict[tuple[str, str], str]  # class by (row, column)
+    affinity: dict[str, str] = field(default_factory=dict)  # CPU affinity by row
+    numa: dict[str, str] = field(default_factory=dict)  # NUMA affinity by row
+    legend: dict[str, str] = field(default_factory=dict)  # interface by NIC#
 
     @property
     def gpus(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""Builds the plainest machine that has a given ``nvidia-smi topo -m`` matrix.
+"""Builds the simplest machine that has a given ``nvidia-smi topo -m`` matrix.
 
 Classes PIX, PXB, PHB, NODE, SYS are nested: devices within PIX of each other share a switch, within PXB a
 tree of switches, within PHB a PCIe root, within NODE a NUMA node. Each level is therefore a partition,
@@ -20,7 +20,7 @@ from flagcx.topology.topology import Topology
 
 _LEVELS = ("PIX", "PXB", "PHB", "NODE")
 _MOST_LINKS = 18
-#: What a GPU with so many NVLinks in all is taken for: compute capability and PCIe GT/s.
+#: By the number of NVLinks of a GPU: its likely compute capability and PCIe GT/s.
 _BY_LINKS = {2: (75, 8.0), 4: (86, 16.0), 6: (70, 8.0), 12: (80, 16.0), 18: (90, 32.0)}
 
 
@@ -63,10 +63,10 @@ class _Tree(Builder):
         self.links = [replace(link, assumed=True) for link in self.links]
         return self.topology(name)
 
-    # -- what NVLink says
+    # -- NVLinks
 
     def nvlinks(self) -> dict[tuple[str, str], int]:
-        """NVLinks by pair of GPUs; settles what GPU this is taken for."""
+        """NVLinks by pair of GPUs; settles the kind of GPU."""
         cells = {pair: self.matrix.cells[pair] for pair in combinations(self.matrix.gpus, 2)}
         counts = {pair: int(cell[2:]) for pair, cell in cells.items() if cell.startswith("NV")}
         counts = {pair: count for pair, count in counts.items() if count > 0}
@@ -103,7 +103,7 @@ class _Tree(Builder):
                 for (a, b), count in inside.items():
                     self.link(self.ids[a], self.ids[b], LinkKind.NVLINK, rate * count, count)
 
-    # -- what PCIe says
+    # -- PCIe
 
     def partitions(self) -> dict[str, list[list[str]]]:
         """For each level, the groups of devices that are at most so far apart."""

@@ -1,7 +1,7 @@
-"""What links carry: one table of bandwidths and latencies, with what is assumed where nothing is known.
+"""Bandwidths and latencies of links, and the values assumed where the source names none.
 
-All bandwidths are GB/s (10^9 bytes) for each direction, and are what a transfer gets, not what the data
-sheet says: they follow the constants that NCCL plans with, so that plans and costs can be compared.
+All bandwidths are GB/s (10^9 bytes) for each direction, as a transfer gets them, which is less than the
+data sheet promises: they follow the constants that NCCL plans with, so that plans and costs can be compared.
 
 Source: NCCL's topology search (``graph/topo.h``) for NVLink, PCIe, sockets and NICs; RCCL's for xGMI.
 """

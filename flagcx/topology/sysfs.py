@@ -22,27 +22,16 @@ class NumaNode(NamedTuple):
 
 
 class PciFunction(NamedTuple):
-    """A function of a PCI device.
-
-    Attributes:
-        address: ``0000:0f:00.0``.
-        pci_class: Six digits after ``0x``.
-        vendor: ``0x10de``, ...
-        numa: Its NUMA node, or -1.
-        above: Addresses of the bridges from the root down to it.
-        root: Name of the PCIe root, ``pci0000:00``; "" where it is not known.
-        gt: GT/s that both ends of the link above it can do, or None.
-        width: Lanes that both ends have, or 0.
-    """
+    """A function of a PCI device; ``above`` has the addresses of the bridges from the root down to it."""
 
     address: str
     pci_class: str
     vendor: str
-    numa: int
+    numa: int  # -1 where unknown
     above: tuple[str, ...]
-    root: str
-    gt: float | None
-    width: int
+    root: str  # pci0000:00, or ""
+    gt: float | None  # that both ends of the link above it can do
+    width: int  # lanes that both ends have, or 0
 
 
 def numa_nodes(sys: Path) -> list[NumaNode]:
@@ -57,7 +46,7 @@ def numa_nodes(sys: Path) -> list[NumaNode]:
 
 
 def cpu_model(proc: Path) -> dict[str, str]:
-    """Vendor, family and model of the CPU in the words of NCCL's XML; {} where they are not told."""
+    """Vendor, family and model of the CPU in the words of NCCL's XML; {} where they are missing."""
     wanted = {"vendor_id": "vendor", "cpu family": "familyid", "model": "modelid"}
     found: dict[str, str] = {}
     for line in _read(proc / "cpuinfo").splitlines()[:60]:
@@ -79,28 +68,20 @@ def pci_functions(sys: Path) -> dict[str, PciFunction]:
         root = next((part for part in parts if _ROOT.fullmatch(part)), "")
         gt, width = _link(folder, above)
         numa = _number(folder / "numa_node")
-        functions[entry.name] = PciFunction(
-            entry.name,
-            _read(folder / "class"),
-            _read(folder / "vendor"),
-            -1 if numa is None else numa,
-            above,
-            root,
-            gt,
-            width,
-        )
+        words = _read(folder / "class"), _read(folder / "vendor"), -1 if numa is None else numa
+        functions[entry.name] = PciFunction(entry.name, *words, above, root, gt, width)
     return functions
 
 
 def network_ports(sys: Path) -> dict[str, list[Port]]:
     """Network ports by the PCI address they belong to; InfiniBand names before interface names.
 
-    Interfaces with no device behind them (loopback, bridges, tunnels) are left out. Those of virtual buses
+    Interfaces without a device (loopback, bridges, tunnels) are left out. Those of virtual buses
     are found under the PCI function that carries the bus.
     """
     found: dict[str, list[Port]] = {}
     for entry in sorted((sys / "class/infiniband").glob("*")):
-        address = _pci_behind(entry)
+        address = _pci_address(entry)
         for port in sorted((entry / "ports").glob("*")):
             rate = re.match(r"(\d+(?:\.\d+)?) Gb/sec", _read(port / "rate"))
             down = "ACTIVE" not in _read(port / "state").upper() and bool(_read(port / "state"))
@@ -108,16 +89,15 @@ def network_ports(sys: Path) -> dict[str, list[Port]]:
             if address:
                 found.setdefault(address, []).append(Port(entry.name, speed, (("port", port.name),)))
     for entry in sorted((sys / "class/net").glob("*")):
-        address = _pci_behind(entry)
-        if address and not any(
-            port.name != entry.name and port.attributes for port in found.get(address, ())
-        ):
-            mbit = _number(entry / "speed") or 0
-            found.setdefault(address, []).append(Port(entry.name, speeds.nic_gb_per_s(max(mbit, 0))))
+        address = _pci_address(entry)
+        others = [port for port in found.get(address, ()) if port.name != entry.name]
+        if address and not any(port.attributes for port in others):
+            speed = speeds.nic_gb_per_s(max(_number(entry / "speed") or 0, 0))
+            found.setdefault(address, []).append(Port(entry.name, speed))
     return found
 
 
-def _pci_behind(entry: Path) -> str:
+def _pci_address(entry: Path) -> str:
     device = entry / "device"
     if not device.exists():
         return ""
@@ -126,7 +106,7 @@ def _pci_behind(entry: Path) -> str:
 
 
 def _link(folder: Path, above: tuple[str, ...]) -> tuple[float | None, int]:
-    """The best that the device and the port above it can do: what an idle link runs at tells nothing."""
+    """The best speed and width of both the device and the port above it; an idle link runs below them."""
     ends = [folder, folder.parent] if above else [folder]
     rates = [gt for end in ends if (gt := speeds.parse_pcie_gt(_read(end / "max_link_speed"))) is not None]
     widths = [width for end in ends if (width := _number(end / "max_link_width")) and 0 < width <= 32]

@@ -1,4 +1,4 @@
-"""What a user holds: a graph of a machine that is also a mapping of facts by GPU, and shows itself."""
+"""The user's ``Topology``: a graph of a machine that is also a mapping of facts by GPU, with tables."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Topology(Graph, Mapping):
         devices: All nodes; ids are unique.
         links: All edges; at most one between two devices.
         name: A short name for people: a preset's or a file's.
-        notes: What the source could not tell and what was assumed in its place.
+        notes: Facts that the source lacks, and the assumptions made in their place.
 
     Raises:
         TopologyError: The parts do not make a graph.

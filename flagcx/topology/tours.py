@@ -23,12 +23,8 @@ def cheapest_tour(cost: np.ndarray) -> list[int]:
         The stops in order: the cheapest tour up to ``EXACT_UP_TO`` stops, a good one above.
     """
     count = len(cost)
-    if count <= 3:
-        return min(
-            ([0, *rest] for rest in ([1, 2], [2, 1]) if count == 3),
-            key=lambda order: tour_cost(cost, order),
-            default=list(range(count)),
-        )
+    if count <= 2:
+        return list(range(count))
     if count <= EXACT_UP_TO:
         return _held_karp(cost)
     starts = [nearest_neighbour(cost, first) for first in range(count)]
@@ -62,21 +58,21 @@ def improve(order: list[int], worth: Callable[[list[int]], Any], *, trials: int 
 
     Args:
         order: A tour; its first stop stays first.
-        worth: What to lower: a number or a tuple.
+        worth: The value to lower: a number or a tuple.
         trials: Most tours to look at, so that the work is bounded and the same everywhere.
     """
     best, value = list(order), worth(order)
-    better = True
-    while better and trials > 0:
-        better = False
+    while trials > 0:
         for candidate in _neighbours(best):
             trials -= 1
             found = worth(candidate)
             if found < value:
-                best, value, better = candidate, found, True
+                best, value = candidate, found
                 break
             if trials <= 0:
                 break
+        else:
+            break
     return best
 
 

@@ -5,10 +5,9 @@ All spans of a rank are ranges of one row of cells, so that a call in place is n
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
-from itertools import pairwise
 from operator import itemgetter
+from typing import Any
 
 from flagcx.errors import ScheduleError
 from flagcx.schedule.collectives import COLLECTIVES
@@ -83,23 +82,21 @@ def check_hazards(program: Program, place: Cells, in_place: bool) -> None:
 
 
 def _check_transfers(rank: int, number: int, step: Step, place: Cells, in_place: bool) -> None:
-    landing: list = []
-    other: list = []
-    for transfer in step.transfers:
-        span = transfer.src if isinstance(transfer, Send) else transfer.dst
-        (landing if isinstance(transfer, Recv) else other).append((*place.range(span), transfer))
-    if not landing:
+    """A Recv must not overlap any other transfer; sends and reductions may overlap each other."""
+    if not any(isinstance(t, Recv) for t in step.transfers):
         return
-    landing.sort(key=itemgetter(0))
-    for first, second in pairwise(landing):
-        if second[0] < first[1]:
-            raise _race(rank, number, first[2], second[2], in_place)
-    starts = [a for a, _, _ in landing]
-    for a, b, transfer in other:
-        low = max(bisect_right(starts, a) - 1, 0)
-        for c, d, recv in landing[low : bisect_left(starts, b)]:
-            if a < d and c < b:
-                raise _race(rank, number, recv, transfer, in_place)
+    spans = ((*place.range(t.src if isinstance(t, Send) else t.dst), t) for t in step.transfers)
+    furthest: tuple = (-1, None)  # the end of the transfer that reaches furthest so far, and of the Recv
+    landing: tuple = (-1, None)
+    for start, stop, transfer in sorted(spans, key=itemgetter(0)):
+        lands = isinstance(transfer, Recv)
+        end, other = furthest if lands else landing
+        if start < end:
+            pair: tuple[Any, Any] = (transfer, other) if lands else (other, transfer)
+            raise _race(rank, number, *pair, in_place)
+        furthest = max(furthest, (stop, transfer), key=itemgetter(0))
+        if lands:
+            landing = furthest
 
 
 def _race(

@@ -89,21 +89,16 @@ class Sums:
 
     def counter(self, number: int) -> Counter[Contribution]:
         """The contributions of a value, each with how often it was added."""
-        memo: dict[int, Counter] = {}
-        stack = [number]
-        while stack:
-            top = stack[-1]
-            if self._born[top] is None:
-                memo[top] = Counter([self._parents[top]]) if top else Counter()
-            missing = [] if top in memo else [p for p in self._parents[top] if p not in memo]
-            if missing:
-                stack.extend(missing)
-                continue
-            stack.pop()
-            if top not in memo:
-                left, right = self._parents[top]
-                memo[top] = memo[left] + memo[right]
-        return memo[number]
+        needed = {number}
+        for part in range(number, 0, -1):
+            if part in needed and self._born[part] is not None:
+                needed.update(self._parents[part])
+        found: dict[int, Counter] = {0: Counter()}
+        for part in sorted(needed - {0}):  # a value is made of values with lower numbers
+            parents = self._parents[part]
+            leaf = self._born[part] is None
+            found[part] = Counter([parents]) if leaf else found[parents[0]] + found[parents[1]]
+        return found[number]
 
     def origin_of_repeat(self, number: int, contribution: Contribution) -> tuple[int, int] | None:
         """Where ``contribution`` first was added to a value that had it already: (rank, step)."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from flagcx.errors import ScheduleError
 from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.schedule.memory import Cells, cells, check_hazards
-from flagcx.schedule.messages import Matching, completion_order, fault, match_messages
+from flagcx.schedule.messages import Matching, Message, completion_order, fault, match_messages
 from flagcx.schedule.model import (
     Buffer,
     Copy,
@@ -170,10 +170,12 @@ def _check_sizes(schedule: Schedule, matching: Matching) -> None:
     period = COLLECTIVES[schedule.collective].per_block(schedule.size, schedule.chunks)
     for m in matching.messages:
         if (m.src.start - m.dst.start) % period:
-            text = (
-                f"sends to rank {m.target}, which receives it as {m.dst} in its step {m.recv_step}: {_MISFIT}"
-            )
-            raise fault(text, m.source, m.send_step, m.src)
+            raise _mismatch(m, _MISFIT)
+
+
+def _mismatch(m: Message, why: str) -> ScheduleError:
+    text = f"sends to rank {m.target}, which receives it as {m.dst} in its step {m.recv_step}: {why}"
+    return fault(text, m.source, m.send_step, m.src)
 
 
 def check_aligned(matching: Matching) -> None:
@@ -206,10 +208,7 @@ _UNEVEN = "these are chunks of different blocks, which differ in size when block
 def _check_uneven(schedule: Schedule, matching: Matching) -> None:
     for m in matching.messages:
         if _block(schedule, m.source, m.src) != _block(schedule, m.target, m.dst):
-            text = (
-                f"sends to rank {m.target}, which receives it as {m.dst} in its step {m.recv_step}: {_UNEVEN}"
-            )
-            raise fault(text, m.source, m.send_step, m.src)
+            raise _mismatch(m, _UNEVEN)
     for program in matching.programs:
         for number, step in enumerate(program.steps):
             for work in step.local:

@@ -222,13 +222,13 @@ def _outside_links(topology: Graph, members: Sequence[int], routes: Routes) -> d
     """From each GPU to its NIC, and from the NICs to everything beyond the host."""
     links: dict[frozenset[str], float] = {}
     for gpu in members:
-        way = routes.to_nic(gpu)
+        path = routes.to_nic(gpu)
         if routes.nic(gpu) is not None:
-            for a, b in pairwise(way):
+            for a, b in pairwise(path):
                 links[frozenset((a, b))] = topology.links_of(a)[b].bandwidth_gb_per_s
-            around = topology.links_of(way[-1]).values()
+            around = topology.links_of(path[-1]).values()
             network = [link.bandwidth_gb_per_s for link in around if link.kind is LinkKind.NETWORK]
-            links[frozenset((way[-1], "outside"))] = sum(network)
+            links[frozenset((path[-1], "outside"))] = sum(network)
     return links
 
 

@@ -28,7 +28,7 @@ class Path:
         devices: Ids from one end to the other.
         path_class: ``NV12``, ``PIX``, ``SYS``, ...
         bandwidth_gb_per_s: Of its narrowest link, in each direction.
-        latency_us: Sum over its links, one way.
+        latency_us: Sum over its links, in one direction.
         narrowest: The link that sets the bandwidth; None for a path from a device to itself.
     """
 
@@ -40,7 +40,7 @@ class Path:
 
 
 def class_rank(path_class: str) -> int:
-    """Where a class stands from nearest (0) to farthest."""
+    """The rank of a class, from nearest (0) to farthest."""
     word = "NV" if path_class.startswith("XGMI") else path_class.rstrip("0123456789")
     return CLASS_ORDER.index(word)
 
@@ -69,13 +69,13 @@ def path_class(topology: Graph, a: str, b: str, *, through_gpus: bool = False) -
         return "X"
     if fabric := fabric_links(topology, a, b):
         word = "XGMI" if fabric[0][0].kind is LinkKind.XGMI else "NV"
-        return f"{word}{sum(min(link.count for link in way) for way in fabric)}"
+        return f"{word}{sum(min(link.count for link in path) for path in fabric)}"
     if through_gpus and _common_gpu(topology, a, b):
         return "NVB"
     if first.host != second.host or DeviceKind.NETWORK_SWITCH in (first.kind, second.kind):
         return "NET" if _search(topology, a, b, _latency, lambda device: True) else "DIS"
-    way = pcie_path(topology, a, b)
-    return "DIS" if way is None else _pcie_class(topology, way)
+    path = pcie_path(topology, a, b)
+    return "DIS" if path is None else _pcie_class(topology, path)
 
 
 def fabric_links(topology: Graph, a: str, b: str) -> list[tuple[Link, ...]]:
@@ -110,8 +110,8 @@ def shortest(topology: Graph, a: str, b: str) -> Path:
     Raises:
         TopologyError: A device is unknown, or there is no path.
     """
-    way = _search(topology, a, b, _latency, lambda device: device.kind is not DeviceKind.GPU)
-    return _path(topology, a, b, way)
+    path = _search(topology, a, b, _latency, lambda device: device.kind is not DeviceKind.GPU)
+    return _path(topology, a, b, path)
 
 
 def widest(topology: Graph, a: str, b: str, *, through_gpus: bool = False) -> Path:
@@ -138,8 +138,8 @@ def widest(topology: Graph, a: str, b: str, *, through_gpus: bool = False) -> Pa
         )
 
     widths = sorted({link.bandwidth_gb_per_s for link in topology.links}, reverse=True)
-    ways = (way for least in widths if (way := wide(least)) is not None)
-    return _path(topology, a, b, [a] if a == b else next(ways, None))
+    found = (path for least in widths if (path := wide(least)) is not None)
+    return _path(topology, a, b, [a] if a == b else next(found, None))
 
 
 def peers(topology: Graph, *, fabric: bool) -> dict[int, list[int]]:
@@ -168,9 +168,9 @@ def nearest(topology: Graph, id: str, kind: DeviceKind) -> list[Device]:
     here = topology.device(id)
     found = []
     for other in topology.devices(kind, host=here.host):
-        if other.id != id and (way := pcie_path(topology, id, other.id)):
-            path = _path(topology, id, other.id, way)
-            rank = class_rank(_pcie_class(topology, way))
+        if other.id != id and (ids := pcie_path(topology, id, other.id)):
+            path = _path(topology, id, other.id, ids)
+            rank = class_rank(_pcie_class(topology, ids))
             found.append((rank, -path.bandwidth_gb_per_s, path.latency_us, other.index, other))
     return [entry[-1] for entry in sorted(found, key=lambda entry: entry[:-1])]
 
@@ -239,8 +239,8 @@ def network_path(topology: Graph, a: str, b: str) -> list[str] | None:
 # -- inside
 
 
-def _pcie_class(topology: Graph, way: Sequence[str]) -> str:
-    kinds = [topology.device(id).kind for id in way]
+def _pcie_class(topology: Graph, path: Sequence[str]) -> str:
+    kinds = [topology.device(id).kind for id in path]
     inner = kinds[1:-1]
     cpus = kinds.count(DeviceKind.CPU)
     if cpus > 1:
@@ -261,14 +261,14 @@ def _common_gpu(topology: Graph, a: str, b: str) -> bool:
     return any(topology.device(id).kind is DeviceKind.GPU for id in fabric[0] & fabric[1])
 
 
-def _path(topology: Graph, a: str, b: str, way: Sequence[str] | None) -> Path:
-    if way is None:
+def _path(topology: Graph, a: str, b: str, path: Sequence[str] | None) -> Path:
+    if path is None:
         raise TopologyError(f"no path from {a} to {b} in {topology!r}")
-    links = [topology.links_of(here)[there] for here, there in itertools.pairwise(way)]
+    links = [topology.links_of(here)[there] for here, there in itertools.pairwise(path)]
     narrowest = min(links, key=lambda link: link.bandwidth_gb_per_s, default=None)
     bandwidth = float("inf") if narrowest is None else narrowest.bandwidth_gb_per_s
     return Path(
-        tuple(way),
+        tuple(path),
         path_class(topology, a, b, through_gpus=True),
         bandwidth,
         sum(link.latency_us for link in links),
@@ -304,10 +304,10 @@ def _search(
     while queue:
         *cost_here, _, here = heapq.heappop(queue)
         if here == b:
-            way = [b]
-            while way[-1] != a:
-                way.append(came[way[-1]])
-            return way[::-1]
+            path = [b]
+            while path[-1] != a:
+                path.append(came[path[-1]])
+            return path[::-1]
         if tuple(cost_here) > best[here]:
             continue
         for there, link in topology.links_of(here).items():

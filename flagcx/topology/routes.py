@@ -55,7 +55,7 @@ class Routes:
             b: Index of the receiver.
 
         Raises:
-            TopologyError: A GPU is unknown, or no way joins the two.
+            TopologyError: A GPU is unknown, or no path joins the two.
         """
         first, second = self.topology.gpu(a), self.topology.gpu(b)
         if first.host != second.host:
@@ -65,7 +65,7 @@ class Routes:
         steps = shape.route(self._position[first.id], self._position[second.id])
         if steps is None:
             raise TopologyError(
-                f"no way from {first.id} to {second.id} in {self.topology!r}: neither NVLink nor PCIe"
+                f"no path from {first.id} to {second.id} in {self.topology!r}: neither NVLink nor PCIe"
             )
         return tuple(((names[u].id, names[v].id), share) for u, v, share in steps)
 
@@ -119,7 +119,7 @@ class Routes:
         if near is None or far is None:
             lonely = first if near is None else second
             raise TopologyError(
-                f"{lonely.id} has no NIC that is joined to the network, so no way to another host"
+                f"{lonely.id} has no NIC that is joined to the network, so no path to another host"
             )
         middle = self._over_network(near, far)
         if middle is None:
@@ -137,8 +137,8 @@ class Routes:
             for second in self._switches(b):
                 if (first, second) not in self._network:
                     self._network[first, second] = paths.network_path(self.topology, first, second)
-                if (way := self._network[first, second]) is not None:
-                    return [a, *way, b]
+                if (path := self._network[first, second]) is not None:
+                    return [a, *path, b]
         return None
 
     def _switches(self, nic: str) -> list[str]:
@@ -160,8 +160,8 @@ class _Shape:
         low, high = min(a, b), max(a, b)
         if (low, high) not in self._routes:
             place = self._position
-            way = _local_route(self._topology, self._members[low].id, self._members[high].id)
-            steps = None if way is None else [(place[u], place[v], share) for (u, v), share in way]
+            path = _local_route(self._topology, self._members[low].id, self._members[high].id)
+            steps = None if path is None else [(place[u], place[v], share) for (u, v), share in path]
             self._routes[low, high] = steps
         steps = self._routes[low, high]
         if steps is None or a < b:
@@ -183,15 +183,15 @@ class _Shape:
 
 
 def _local_route(topology: Graph, a: str, b: str) -> Route | None:
-    if ways := paths.fabric_links(topology, a, b):
-        widths = [min(link.bandwidth_gb_per_s for link in way) for way in ways]
+    if direct := paths.fabric_links(topology, a, b):
+        widths = [min(link.bandwidth_gb_per_s for link in links) for links in direct]
         steps: list[tuple[Edge, float]] = []
-        for way, width in zip(ways, widths, strict=True):
-            ends = [a, b] if len(way) == 1 else [a, way[0].other(a), b]
+        for links, width in zip(direct, widths, strict=True):
+            ends = [a, b] if len(links) == 1 else [a, links[0].other(a), b]
             steps += [(edge, width / sum(widths)) for edge in itertools.pairwise(ends)]
         return tuple(steps)
     path = paths.pcie_path(topology, a, b)
-    return None if path is None else tuple(((u, v), 1.0) for u, v in itertools.pairwise(path))
+    return None if path is None else tuple((edge, 1.0) for edge in itertools.pairwise(path))
 
 
 def _fingerprint(topology: Graph, members: Sequence[Device], position: Mapping[str, int]) -> tuple:

@@ -90,32 +90,21 @@ class DeviceMeasurement(Measurement):
     whose host runs ahead, or that replays a graph itself, does not wait for it.
 
     Args:
-        transport: What carries the data.
-        cupy: The CuPy module.
-        clock: Joins the ranks' processes.
-        order: The ranks along the machine's links, or None.
-        streams: Two that are not blocking: what runs, and what captures.
+        bench: Whose arrays are measured.
         collective: Name of the collective.
         nbytes: Bytes of the message, or of one block where the collective has blocks.
     """
 
-    def __init__(
-        self,
-        transport: NcclTransport,
-        cupy: Any,
-        clock: Clock,
-        order: Order | None,
-        streams: tuple[Any, Any],
-        collective: str,
-        nbytes: int,
-    ) -> None:
-        def full(count: int) -> Any:
-            with streams[0]:
-                return cupy.zeros(count, DTYPE)
+    def __init__(self, bench: DeviceBench, collective: str, nbytes: int) -> None:
+        self._cupy, self._clock, self._order = bench.cupy, bench.clock, bench.order
+        # What runs, and what captures.
+        self._stream, self._captures = bench.streams
 
-        super().__init__(transport, collective, nbytes, full)
-        self._cupy, self._clock, self._order = cupy, clock, order
-        self._stream, self._captures = streams
+        def full(count: int) -> Any:
+            with self._stream:
+                return self._cupy.zeros(count, DTYPE)
+
+        super().__init__(bench.transport, collective, nbytes, full)
         self._subjects: weakref.WeakSet[_Subject] = weakref.WeakSet()
 
     def plan(self, choice: Candidate) -> Plan:
@@ -216,20 +205,27 @@ class DeviceMeasurement(Measurement):
 
 
 class DeviceBench:
-    """CuPy arrays between ranks, as the tuner measures them; see ``DeviceMeasurement``."""
+    """CuPy arrays between ranks, as the tuner measures them.
+
+    Args:
+        transport: What carries the data.
+        cupy: The CuPy module.
+        clock: Joins the ranks' processes.
+        order: The ranks along the machine's links, or None.
+    """
 
     def __init__(self, transport: NcclTransport, cupy: Any, clock: Clock, order: Order | None = None) -> None:
-        self._transport, self._cupy, self._clock, self._order = transport, cupy, clock, order
+        self.transport, self.cupy, self.clock, self.order = transport, cupy, clock, order
         self.size = transport.size
         # The stream that all threads have by default cannot be captured, and waits for those that block.
-        self._streams = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
+        self.streams = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
 
     def candidates(self, collective: str, nbytes: int) -> list[Candidate]:
         """NCCL's own, the schedules, and those that the transport's protocols carry."""
         dtype = dtype_of(DTYPE)
         op = resolve_op("sum", dtype) if COLLECTIVES[collective].reduces else None
         found = []
-        if native_form(collective, dtype, op, self._transport.nccl_version) is not None:
+        if native_form(collective, dtype, op, self.transport.nccl_version) is not None:
             found.append(Candidate(Algorithm.NATIVE))
         for one in on_device(Request(collective, nbytes, self.size)):
             # An algorithm in which every rank gets every rank's message whole takes that much scratch.
@@ -237,7 +233,7 @@ class DeviceBench:
             large = whole and nbytes * self.size > MOST_SCRATCH_NBYTES
             if nbytes >= _SPLIT_FROM_NBYTES if one.other else not large:
                 found.append(one)
-        protocols = self._transport.protocols
+        protocols = self.transport.protocols
         return found + [
             Candidate(one.algorithm, 1, protocol)
             for one in found
@@ -247,6 +243,4 @@ class DeviceBench:
 
     def measurement(self, collective: str, nbytes: int) -> DeviceMeasurement:
         """Arrays and plans for one collective at one size."""
-        return DeviceMeasurement(
-            self._transport, self._cupy, self._clock, self._order, self._streams, collective, nbytes
-        )
+        return DeviceMeasurement(self, collective, nbytes)

@@ -93,14 +93,7 @@ def whole_pages(nbytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A part of a pool's memory.
-
-    Attributes:
-        memory: The piece that it is a part of, as the pool's ``allocate`` returned it.
-        piece: The number of that piece.
-        offset: Where it begins, in bytes.
-        nbytes: Its size in bytes, as asked for.
-    """
+    """A part of a pool's memory: ``nbytes`` bytes at ``offset`` of piece number ``piece``, ``memory``."""
 
     memory: Any
     piece: int

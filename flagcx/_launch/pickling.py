@@ -15,13 +15,10 @@ _ANONYMOUS = "<dynamic-code>"
 
 
 def dump_with_sources(value: Any) -> tuple[bytes, dict[str, list[str]]]:
-    """Pickles a value, keeping the file names in its functions, which cloudpickle leaves out.
-
-    Args:
-        value: What to pickle; it may contain functions of ``__main__`` or of a notebook.
+    """Pickles a value with the file names of its functions, which cloudpickle leaves out.
 
     Returns:
-        The pickle, and the lines of those source files that are no files, such as a notebook's cells.
+        The pickle, and the lines of sources that are in no file, such as a notebook's cells.
     """
     reduce_code = cloudpickle.CloudPickler.dispatch_table[types.CodeType]
     names: set[str] = set()

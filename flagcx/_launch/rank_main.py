@@ -40,12 +40,9 @@ class Success:
 
 
 def main(call_file: int, result_file: int, pipe: int) -> None:
-    """Runs a rank. Ends the process with exit code 1 if its function raised.
+    """Runs a rank: reads its ``PickledCall`` and writes a ``Success`` or ``Failure``, by descriptors.
 
-    Args:
-        call_file: Descriptor of the file with the ``PickledCall``.
-        result_file: Descriptor of the file for the ``Success`` or ``Failure``.
-        pipe: The pipe of ``end_with_launcher``.
+    Ends the process with exit code 1 if the function raised. ``pipe`` is that of ``end_with_launcher``.
     """
     end_with_launcher(pipe)
     outcome: Success | Failure

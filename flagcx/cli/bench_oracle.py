@@ -113,14 +113,9 @@ def expected(message: BenchMessage, rank: int, block: int) -> np.ndarray:
 
 
 class Buffers:
-    """The arrays of one rank for one message, on the host or on a GPU.
+    """The arrays of one rank for one message, laid out in ``storage``, on the host or on a GPU.
 
-    Args:
-        message: The message.
-        rank: This rank.
-        storage: The array in which they are laid out; it has ``storage_count`` elements at least.
-        in_place: Whether ``sendbuf`` and ``recvbuf`` overlap as in a call in place.
-        module: NumPy, or CuPy for a storage on a GPU.
+    ``in_place`` lets them overlap as in a call in place; ``module`` is NumPy, or CuPy for a storage on a GPU.
 
     Attributes:
         sendbuf: The rank's contribution, or None.

@@ -37,21 +37,7 @@ _LEAST_WARM_UP = 4
 
 @dataclass(frozen=True, slots=True)
 class BenchTask:
-    """A measurement that the user asks for.
-
-    Attributes:
-        collective: The collective's name.
-        begin: The first size in bytes: of the whole message, all blocks together where there are blocks.
-        end: The last size at most.
-        factor: The ratio of each size to the one before.
-        dtype: Name of the dtype.
-        op: Name of the operation, for collectives that reduce.
-        root: The root, for rooted collectives.
-        algorithm: The algorithm's name; flagcx chooses if None.
-        symmetric: Whether arrays are those of ``comm.empty``.
-        gpu: Whether they are on GPUs.
-        rounds: Rounds for each time.
-    """
+    """A measurement, in the words of the options of ``flagcx bench``; sizes are in bytes."""
 
     collective: str = "allreduce"
     begin: int = 8

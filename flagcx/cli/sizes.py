@@ -43,11 +43,9 @@ def parse_nbytes(text: str) -> int:
 
 
 def machine_for(name: str, ranks: int | None) -> Topology:
-    """The topology of a preset's name or a file, as a cluster of so many of it as the ranks need.
+    """The topology of a preset's name or a file, as a cluster with a GPU for each of the ``ranks``.
 
-    Args:
-        name: A preset, or the path of NCCL's XML or of the output of ``nvidia-smi topo -m``.
-        ranks: Number of ranks, one a GPU; None for the GPUs of one machine.
+    A file is NCCL's XML or the output of ``nvidia-smi topo -m``. Without ``ranks`` it is one machine.
 
     Raises:
         TopologyError: There is no such preset or file, it has no GPU, or it cannot make a cluster.

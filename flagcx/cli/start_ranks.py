@@ -31,12 +31,7 @@ Report = Callable[..., object]
 
 
 def count_ranks(ranks: int | None, gpu: bool, share_gpu: bool) -> int:
-    """How many ranks to start.
-
-    Args:
-        ranks: The number that the user asks for; if 0 or None, one for each core, or each GPU.
-        gpu: Whether arrays are on GPUs.
-        share_gpu: Whether several ranks may use one.
+    """How many ranks to start: ``ranks``, or if that is 0 or None, one for each core, or each GPU.
 
     Raises:
         ArgumentError: ``share_gpu`` without ``gpu``.

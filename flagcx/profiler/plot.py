@@ -16,20 +16,7 @@ _MOST_BARS = 12
 
 
 def plot_records(records: Sequence[Record], rank: int, path: str | os.PathLike | None = None) -> Any:
-    """Draws where the time went, and how long operations took by size.
-
-    Args:
-        records: The records.
-        rank: The rank, for the title.
-        path: Where to save the picture (.png, .svg, .pdf); not saved if None.
-
-    Returns:
-        The matplotlib ``Figure``.
-
-    Raises:
-        ArgumentError: The picture cannot be saved there.
-        MissingDependencyError: matplotlib is not installed.
-    """
+    """Draws where the time went, and how long operations took by size; see ``Profiler.plot``."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -19,9 +19,6 @@ CAPACITY = 1024
 NO_CALL = -1
 """The sequence number of an operation that not all ranks take part in."""
 
-Raw = tuple["OperationInfo", int, int, int, int, int]
-"""OperationInfo, sequence, start, end, waited, queued: times in ns."""
-
 
 @dataclass(slots=True)
 class Uncounted:

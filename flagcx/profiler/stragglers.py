@@ -70,9 +70,7 @@ class StragglerReport:
 def find_stragglers(records: Sequence[Sequence[Record]], offsets_ns: Sequence[int]) -> StragglerReport:
     """Compares when the ranks began each call.
 
-    Args:
-        records: Each rank's records.
-        offsets_ns: For each rank, how far its clock is ahead of rank 0's.
+    Each rank has its records, and the time by which its clock is ahead of rank 0's.
     """
     late_ns: dict[int, list[int]] = {rank: [] for rank in range(len(records))}
     caused_ns = dict.fromkeys(late_ns, 0)

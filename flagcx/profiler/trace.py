@@ -20,14 +20,9 @@ RUNNING, QUEUED = 0, 1
 
 
 def trace_events(records: Sequence[Sequence[Record]], offsets_ns: Sequence[int]) -> dict[str, Any]:
-    """The trace of all ranks, as an object for JSON.
+    """The trace of all ranks, as an object for JSON; times are in us from the first event.
 
-    Args:
-        records: Each rank's records.
-        offsets_ns: For each rank, how far its clock is ahead of rank 0's.
-
-    Returns:
-        An object with "traceEvents"; times are in us from the first event.
+    Each rank has its records, and the time by which its clock is ahead of rank 0's.
     """
     starts = [
         r.start_ns - r.queued_ns - offset

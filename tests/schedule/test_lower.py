@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
 
+from flagcx.algorithms import build
 from flagcx.errors import ScheduleError
 from flagcx.schedule.compose import relabel, then
 from flagcx.schedule.lower import levels
@@ -123,3 +125,38 @@ def test_levels_refuse_a_deadlock():
     second = [Step((Send(IN(0), 0),)), Step((Recv(OUT(0), 0),))]
     with pytest.raises(ScheduleError, match="deadlock"):
         levels(made(first, second))
+
+
+def unaligned(schedule: Schedule, rng: random.Random) -> Schedule:
+    """The schedule with some steps of each rank split, or made one with the next."""
+    programs = []
+    for program in schedule.programs():
+        steps = list(program.steps)
+        for _ in range(rng.randrange(4) if len(steps) > 1 else 0):
+            at = rng.randrange(len(steps) - 1)
+            a, b = steps[at : at + 2]
+            if rng.random() < 0.5:
+                steps[at : at + 1] = [Step(a.transfers[:1]), Step(a.transfers[1:], a.local)]
+            elif len(steps) > 2:
+                steps[at : at + 2] = [Step(a.transfers + b.transfers, a.local + b.local)]
+        programs.append(Program(program.rank, tuple(steps)))
+    return replace(schedule, make=programs.__getitem__, aligned=False)
+
+
+def test_levels_of_steps_split_and_merged_at_random():
+    rng, leveled, aside = random.Random(4), 0, 0
+    names = ("double_binary_tree", "tree", "recursive_doubling", "hierarchical", "binomial")
+    for n in (3, 4, 5, 6):
+        for schedule in [build("allreduce", name, n) for name in names] * 15:
+            changed = unaligned(schedule, rng)
+            try:
+                verify(changed)
+            except ScheduleError:
+                continue
+            lowered = levels(changed)
+            verify(lowered)
+            leveled += 1
+            aside += any(a.scratch_chunks > b.scratch_chunks
+                         for a, b in zip(lowered.programs(), changed.programs(), strict=True))  # fmt: skip
+    assert leveled > 40
+    assert aside > 0, "in none of them was anything put aside"

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -154,9 +153,44 @@ def search_ring(loads: PairLoads) -> tuple[list[int], bool]:
     best = min((tours.improve(start, worth, trials=3000) for start in starts), key=worth)
     if count > EXACT_UP_TO:
         return _forward(best), False
-    search = _Search(loads, best, *worth(best))
-    search.run([0], np.zeros(len(loads.capacity)), 0.0)
-    return _forward(search.best), search.left > 0
+    found, ended = _search(loads, best, worth(best))
+    return _forward(found), ended
+
+
+def _search(loads: PairLoads, best: list[int], worth: tuple[float, float]) -> tuple[list[int], bool]:
+    """Depth-first search with bounds: rate never rises as a ring grows, nor does its cost fall.
+
+    Args:
+        loads: The loads.
+        best: The best ring so far.
+        worth: Its negative rate and its cost; both are to be low.
+
+    Returns:
+        The best ring, and whether all were looked at within ``_SEARCH_NODES`` steps.
+    """
+    count, left = len(loads.gpus), _SEARCH_NODES
+    least_step = (loads.hop_cost + np.where(np.eye(count, dtype=bool), np.inf, 0.0)).min(axis=1)
+
+    def run(order: list[int], load: np.ndarray, cost: float) -> None:
+        nonlocal best, worth, left
+        here = order[-1]
+        remaining = [stop for stop in range(count) if stop not in order]
+        following = sorted(remaining, key=lambda stop: (loads.hop_cost[here, stop], stop))
+        for stop in following or [0]:  # the last hop goes back to the start
+            left -= bool(remaining)
+            if left <= 0:
+                return
+            grown = load + loads.load[here, stop]
+            price = cost + float(loads.hop_cost[here, stop])
+            to_go = float(least_step[remaining].sum())
+            reached = -round(_rate(loads, grown), 6), round(price + to_go, 6)
+            if reached < worth and remaining:
+                run([*order, stop], grown, price)
+            elif reached < worth:
+                worth, best = reached, order
+
+    run([0], np.zeros(len(loads.capacity)), 0.0)
+    return best, left > 0
 
 
 def _forward(order: list[int]) -> list[int]:
@@ -168,42 +202,3 @@ def _inverse_widths(loads: PairLoads) -> np.ndarray:
     with np.errstate(divide="ignore"):
         width = np.where(loads.load > 0, loads.capacity / np.maximum(loads.load, 1e-12), np.inf).min(axis=2)
     return np.where(np.isfinite(width), 1.0 / np.maximum(width, 1e-12), 0.0)
-
-
-@dataclass(slots=True)
-class _Search:
-    """Depth-first search with bounds: rate never rises as a ring grows, nor does its cost fall."""
-
-    loads: PairLoads
-    best: list[int]
-    negative_rate: float
-    cost: float
-    left: int = _SEARCH_NODES
-    least_step: np.ndarray = field(init=False)
-
-    def __post_init__(self) -> None:
-        costs = self.loads.hop_cost + np.where(np.eye(len(self.loads.gpus), dtype=bool), np.inf, 0.0)
-        self.least_step = costs.min(axis=1)
-
-    def run(self, order: list[int], load: np.ndarray, cost: float) -> None:
-        loads, here = self.loads, order[-1]
-        remaining = [stop for stop in range(len(loads.gpus)) if stop not in order]
-        if not remaining:
-            self.finish(order, load + loads.load[here, 0], cost + loads.hop_cost[here, 0])
-            return
-        to_go = float(self.least_step[remaining].sum())
-        for stop in sorted(remaining, key=lambda stop: (loads.hop_cost[here, stop], stop)):
-            self.left -= 1
-            if self.left <= 0:
-                return
-            grown = load + loads.load[here, stop]
-            price = cost + float(loads.hop_cost[here, stop])
-            if self.worth(grown, price + to_go) < (self.negative_rate, self.cost):
-                self.run([*order, stop], grown, price)
-
-    def worth(self, load: np.ndarray, cost: float) -> tuple[float, float]:
-        return -round(_rate(self.loads, load), 6), round(cost, 6)
-
-    def finish(self, order: list[int], load: np.ndarray, cost: float) -> None:
-        if (found := self.worth(load, cost)) < (self.negative_rate, self.cost):
-            (self.negative_rate, self.cost), self.best = found, order

@@ -1,0 +1,63 @@
+"""Which ranks are connected, have left or are lost, called without a socket."""
+
+import pytest
+
+from flagcx.bootstrap.membership import Membership
+from flagcx.bootstrap.store_state import Answer, Request
+
+
+@pytest.fixture
+def members():
+    made = Membership(2)
+    for rank in range(2):
+        assert made.refusal(rank, 2) == ""
+        made.join(rank, 100 + rank)
+    return made
+
+
+def exchange(members, rank, value=b""):
+    return members.submit(rank, Request("exchange", "x", value, timeout_s=5), rank, 0)
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "reason"),
+    [
+        (1, 3, "it calls itself rank 1 of 3, but this job has 2 ranks"),
+        (2, 2, "it calls itself rank 2 of 2"),
+        (1, 2, "rank 1 is already connected, from process 101"),
+    ],
+)
+def test_a_rank_that_does_not_belong_is_refused(members, rank, size, reason):
+    assert members.refusal(rank, size).startswith(reason)
+
+
+def test_a_rank_in_its_second_stay_does_not_meet_one_in_its_first(members):
+    assert members.leave(0) == []
+    members.join(0, 100)
+    assert exchange(members, 0) == []
+    assert exchange(members, 1) == [(1, Answer(fault="left", ranks=(0,)))]
+    assert members.leave(1) == []
+    members.join(1, 101)
+    assert dict(exchange(members, 1)) == dict.fromkeys((0, 1), Answer(values=(b"", b"")))
+
+
+def test_a_loss_is_told_to_every_stay_and_is_final(members):
+    members.leave(0)
+    members.join(0, 100)
+    exchange(members, 0)
+    members.end_stay(1)
+    died = Answer(fault="died", ranks=(1,), detail="why")
+    assert members.lose(1, "why") == [(0, died)]
+    assert members.refusal(1, 2) == "rank 1 was lost before (why) and cannot come back"
+    members.leave(0)
+    members.join(0, 100)
+    assert exchange(members, 0) == [(0, died)], "a later stay knows of it too"
+
+
+def test_a_process_that_ended_well_is_not_waited_for_once_its_connection_has_ended(members):
+    exchange(members, 0)
+    assert members.finish(1) == [], "it is still connected"
+    assert members.leave(1) == [(0, Answer(fault="left", ranks=(1,)))]
+    members.leave(0)
+    members.join(0, 100)
+    assert exchange(members, 0) == [(0, Answer(fault="left", ranks=(1,)))]

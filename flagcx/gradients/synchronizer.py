@@ -18,7 +18,7 @@ from flagcx.gradients.first_step import FirstStep, agree, never_ready
 
 if TYPE_CHECKING:
     from flagcx.communicator import Communicator
-    from flagcx.transport.nccl.transport import NcclTransport
+    from flagcx.transport.base import DeviceTransport
 
 
 class GradientSynchronizer:
@@ -152,13 +152,13 @@ class GradientSynchronizer:
             self._start_full()
 
     def _follow_stream(self, executor: Executor) -> None:
-        """Makes the current stream wait for the one on which the gradient before became ready.
+        """Makes the current stream wait for the one on which the previous gradient became ready.
 
-        So a bucket that is started here has all its gradients, whatever streams they came on.
+        So all gradients of a bucket are complete where it is started, whatever their streams.
         """
         stream = self._comm.fusion_of(executor).packer.current_stream()
         if self._stream is not None:
-            cast("NcclTransport", executor.transport).order(self._stream, stream)
+            cast("DeviceTransport", executor.transport).order(self._stream, stream)
         self._stream = stream
 
     def _take(self, number: int, gradient: Any) -> Any:
@@ -261,7 +261,7 @@ class GradientSynchronizer:
         """
         if self._order or self._next or any(self._is_ready):
             raise ArgumentError(
-                f"sync.accumulate() in the middle of a step: {self._count_ready()} of {len(self._gradients)} "
+                f"sync.accumulate() in the middle of a step: {sum(self._is_ready)} of {len(self._gradients)} "
                 f"gradients are ready; call sync.wait() before"
             )
         before, self._accumulating = self._accumulating, True
@@ -270,9 +270,6 @@ class GradientSynchronizer:
         finally:
             self._accumulating = before
             self._is_ready = [False] * len(self._is_ready)
-
-    def _count_ready(self) -> int:
-        return sum(self._is_ready)
 
     def _missing(self) -> list[Hashable]:
         return [g.name for g, ready in zip(self._gradients, self._is_ready, strict=True) if not ready]
@@ -293,16 +290,9 @@ class GradientSynchronizer:
         """Forms the buckets, as rank 0 has seen the gradients become ready, and starts them all."""
         comm = self._comm
         backward_us = (perf_counter() - self._began) * 1e6
-        own = FirstStep(
-            self._gradients,
-            self._missing(),
-            self._order,
-            self.bucket_nbytes,
-            self._overlap,
-            os.sched_getaffinity(0),
-        )
+        facts = self._gradients, self._missing(), self._order, self.bucket_nbytes, self._overlap
         try:
-            steps = agree(comm, own)
+            steps = agree(comm, FirstStep(*facts, os.sched_getaffinity(0)))
         except ArgumentError:
             self._begin_again()
             raise
@@ -350,8 +340,7 @@ class GradientSynchronizer:
 
     @property
     def buckets(self) -> list[tuple[Hashable, ...]]:
-        """The names of the gradients in each bucket, in the order in which they go; empty before the first
-        step."""
+        """The names of each bucket's gradients, in the order of reduction; empty before the first step."""
         return [tuple(self._gradients[number].name for number in b.members) for b in self._buckets]
 
     def close(self) -> None:

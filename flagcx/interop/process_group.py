@@ -187,13 +187,13 @@ class FlagcxProcessGroup(ProcessGroup):
         tasks = [collectives.allgather(queue, each, x) for each, x in zip(outputs, input_list, strict=True)]
         return self._run(queue, collectives.in_turn(tasks), used, opts, output_lists)
 
-    def all_gather_single(self, output: Any, given: Any, opts: Any = None) -> Any:
+    def all_gather_single(self, output: Any, x: Any, opts: Any = None) -> Any:
         opts = as_options(c10d.AllgatherOptions, opts)
-        queue = self._gathering_queue([output], [given])
+        queue = self._gathering_queue([output], [x])
         if queue is None:
-            return self._originally("all_gather_single", output, given, opts)
-        task = collectives.allgather(queue, [output], given)
-        return self._run(queue, task, [output, given], opts, [output])
+            return self._originally("all_gather_single", output, x, opts)
+        task = collectives.allgather(queue, [output], x)
+        return self._run(queue, task, [output, x], opts, [output])
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         opts = as_options(c10d.AllgatherOptions, opts)
@@ -225,14 +225,14 @@ class FlagcxProcessGroup(ProcessGroup):
         task = collectives.reduce_scatter(queue, outputs[0], inputs[0], op)
         return self._run(queue, task, [*outputs, *inputs[0]], opts, outputs)
 
-    def reduce_scatter_single(self, output: Any, given: Any, opts: Any = None) -> Any:
+    def reduce_scatter_single(self, output: Any, x: Any, opts: Any = None) -> Any:
         opts = as_options(c10d.ReduceScatterOptions, opts)
-        queue = self._gathering_queue([given], [output])
-        op = None if queue is None else operation_of(opts.reduceOp, given.dtype)
+        queue = self._gathering_queue([x], [output])
+        op = None if queue is None else operation_of(opts.reduceOp, x.dtype)
         if queue is None or op is None:
-            return self._originally("reduce_scatter_single", output, given, opts)
-        task = collectives.reduce_scatter(queue, output, [given], op)
-        return self._run(queue, task, [output, given], opts, [output])
+            return self._originally("reduce_scatter_single", output, x, opts)
+        task = collectives.reduce_scatter(queue, output, [x], op)
+        return self._run(queue, task, [output, x], opts, [output])
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         opts = as_options(c10d.ReduceScatterOptions, opts)
@@ -260,21 +260,21 @@ class FlagcxProcessGroup(ProcessGroup):
     def all_to_all_single(
         self,
         output: Any,
-        given: Any,
+        x: Any,
         output_split_sizes: Any = (),
         input_split_sizes: Any = (),
         opts: Any = None,
         timeout: Any = None,
     ) -> Any:
         opts = as_options(c10d.AllToAllOptions, opts)
-        queue = self.queue_of([output, given]) if output.dtype == given.dtype else None
+        queue = self.queue_of([output, x]) if output.dtype == x.dtype else None
         received = split_nbytes(output, output_split_sizes, self.size())
-        sent = split_nbytes(given, input_split_sizes, self.size())
+        sent = split_nbytes(x, input_split_sizes, self.size())
         if queue is None or received is None or sent is None:
             splits = list(output_split_sizes), list(input_split_sizes)
-            return self._originally("all_to_all_single", output, given, *splits, opts)
-        task = collectives.alltoall(queue, [output], [given], sent, received)
-        return self._run(queue, task, [output, given], opts, [output])
+            return self._originally("all_to_all_single", output, x, *splits, opts)
+        task = collectives.alltoall(queue, [output], [x], sent, received)
+        return self._run(queue, task, [output, x], opts, [output])
 
     def gather(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None, **named: Any

@@ -82,8 +82,7 @@ class Compressor:
         reduce = self._reduce(codec, slot, count, factor)
         scale = "" if op.scale is None else f" x {op.scale!r}"
         what = f"allreduce of {count} {dtype.name} by {op.name}{scale}, compressed: {codec!r}"
-        agree = None if self.peers.on_device else partial(self._executor.agree, what)
-        return CompressedPlan(self._executor, self.peers, codec, slot, reduce, count, dtype, agree)
+        return CompressedPlan(self._executor, self.peers, codec, slot, reduce, count, dtype, what)
 
     def _reduce(self, codec: Any, slot: Slot, count: int, factor: float) -> CodecReduce:
         if not isinstance(codec, Auto):
@@ -121,8 +120,8 @@ class CompressedPlan:
         reduce: The all-reduce of the codec.
         count: Elements.
         dtype: The element type of the caller's arrays.
-        agree: Checks, at the first run of all ranks, that they use the same codec: two codecs may encode an
-            array in as many bytes. None for no check.
+        what: The all-reduce in words. The ranks' messages are compared by it, since two codecs may encode
+            an array in as many bytes.
     """
 
     def __init__(
@@ -134,19 +133,19 @@ class CompressedPlan:
         reduce: CodecReduce,
         count: int,
         dtype: DType,
-        agree: Callable[[], None] | None,
+        what: str,
     ) -> None:
         self._peers, self._slot, self._codec, self._reduce = peers, slot, codec, reduce
-        self._agree = agree
+        self._what = what
         single = dtype.numpy == np.float32 or (dtype.numpy == np.float64 and isinstance(codec, Sparse))
         self._wide = not single
         self._call: Callable[[Any, Any], object] = self._run
         progress = executor.transport.progress
         if executor.ring is not None and progress is not None:
             nbytes, transport = count * dtype.numpy.itemsize, executor.transport.name
-            what = OperationInfo("allreduce", nbytes, dtype.name, "compressed", 1, codec.name, transport)
+            info = OperationInfo("allreduce", nbytes, dtype.name, "compressed", 1, codec.name, transport)
             self._call = RecordedPlan(
-                FunctionPlan(self._run), what, executor.ring, progress, shared=False
+                FunctionPlan(self._run), info, executor.ring, progress, shared=False
             ).run
 
     def run(self, sendbuf: Any, recvbuf: Any) -> None:
@@ -154,10 +153,7 @@ class CompressedPlan:
         self._call(sendbuf, recvbuf)
 
     def _run(self, sendbuf: Any, recvbuf: Any) -> None:
-        self._peers.enter(sendbuf, recvbuf)
-        if self._agree is not None:
-            agree, self._agree = self._agree, None
-            agree()
+        self._peers.enter(self._what, sendbuf, recvbuf)
         x, y = sendbuf.reshape(-1), recvbuf.reshape(-1)
         if self._wide:
             wide = self._peers.scratch.get("wide", x.size, np.float32, x)

@@ -11,8 +11,9 @@ import numpy as np
 
 from flagcx.compression.codec import Scratch
 from flagcx.compression.slot import Slot
-from flagcx.dtypes import dtype_of, resolve_op
+from flagcx.dtypes import DType, ReduceOp, dtype_of, resolve_op
 from flagcx.kernels.cuda import import_cupy
+from flagcx.transport.base import Plan
 from flagcx.transport.device import check_alignment
 
 if TYPE_CHECKING:
@@ -41,31 +42,44 @@ class Peers:
         self._executor = executor
         self._thread: ThreadPoolExecutor | None = None
         self._bytes = dtype_of(np.uint8)
+        self._what = ""
 
-    def enter(self, *arrays: Any) -> None:
-        """Makes the current stream of a GPU wait until other streams have finished with the scratch arrays.
+    def enter(self, what: str, *arrays: Any) -> None:
+        """Begins a compressed all-reduce.
+
+        On a GPU the current stream waits until other streams have finished with the scratch arrays.
+
+        Args:
+            what: The all-reduce in words, the same on every rank: calls that follow are compared by it.
+            arrays: The caller's arrays.
 
         Raises:
             ArrayError: A caller's array has an address that kernels cannot take.
         """
-        if self.on_device:
+        if not self.on_device:
+            self._what = what
+        else:
             check_alignment(arrays[0].dtype.alignment, *(array.data.ptr for array in arrays))
             self._executor.transport.transfer([], [])
 
     def alltoall(self, sendbuf: Any, recvbuf: Any) -> None:
         """Sends block q of ``sendbuf`` (uint8) to rank q; block q of ``recvbuf`` comes from rank q."""
-        self._executor.find("alltoall", sendbuf.size // self.size, self._bytes).run(sendbuf, recvbuf)
+        self._plan("alltoall", sendbuf.size // self.size, self._bytes).run(sendbuf, recvbuf)
 
     def allgather(self, sendbuf: Any, recvbuf: Any) -> None:
         """Fills ``recvbuf`` (uint8) with the ``sendbuf`` of every rank."""
-        self._executor.find("allgather", sendbuf.size, self._bytes).run(sendbuf, recvbuf)
+        self._plan("allgather", sendbuf.size, self._bytes).run(sendbuf, recvbuf)
 
     def allreduce(self, sendbuf: Any, recvbuf: Any) -> None:
         """Writes the sum over the ranks into ``recvbuf``, which may be ``sendbuf``."""
         dtype = dtype_of(sendbuf.dtype)
         op, in_place = resolve_op("sum", dtype), sendbuf is recvbuf
-        plan = self._executor.find("allreduce", sendbuf.size, dtype, op, None, None, in_place)
-        plan.run(sendbuf, recvbuf)
+        self._plan("allreduce", sendbuf.size, dtype, op, in_place).run(sendbuf, recvbuf)
+
+    def _plan(
+        self, collective: str, count: int, dtype: DType, op: ReduceOp | None = None, in_place: bool = False
+    ) -> Plan:
+        return self._executor.find(collective, count, dtype, op, None, None, in_place, self._what)
 
     def exchange(self, sends: Sequence[tuple[Any, int]], receives: Sequence[tuple[Any, int]]) -> None:
         """Sends arrays to ranks and receives arrays from ranks, all at once."""
@@ -76,7 +90,7 @@ class Peers:
         """The numbers of all ranks (as many on each), a row for each rank, as int64 on the host."""
         own = np.array(mine, np.int64)
         gathered = np.empty((self.size, own.size), np.int64)
-        plan = self._executor.find("allgather", own.size, dtype_of(np.int64))
+        plan = self._plan("allgather", own.size, dtype_of(np.int64))
         if not self.on_device:
             plan.run(own, gathered.reshape(-1))
             return gathered

@@ -63,10 +63,12 @@ class DeviceExecutor(Executor):
             return plan
         return RecordedPlan(roomy, plan.operation, self.ring, self._progress)
 
-    def _make(self, collective, counts, dtype, op, root, in_place, choice: Candidate) -> Plan:
+    def _make(
+        self, collective, counts, dtype, op, root, in_place, choice: Candidate, part_of: str = ""
+    ) -> Plan:
         """Compiles a choice; NCCL's own collective has no schedule to build."""
         if choice.algorithm != Algorithm.NATIVE:
-            return super()._make(collective, counts, dtype, op, root, in_place, choice)
+            return super()._make(collective, counts, dtype, op, root, in_place, choice, part_of)
         schedule = native_schedule(collective, self.size, root)
         return self.transport.compile(Call(schedule, self.rank, counts, dtype, op, in_place))
 

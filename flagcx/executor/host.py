@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache, partial
@@ -17,7 +16,7 @@ import numpy as np
 from flagcx.algorithms import entries
 from flagcx.algorithms.candidate import Candidate
 from flagcx.dtypes import OPS, DType, ReduceOp, dtype_of, resolve_op
-from flagcx.errors import ArgumentError, CommunicationError, CommunicatorError, MismatchError
+from flagcx.errors import ArgumentError, CommunicationError, CommunicatorError
 from flagcx.executor.progress_thread import progress_thread
 from flagcx.executor.work import Work
 from flagcx.profiler import OperationInfo, Progress, RecordBuffer, RecordedPlan
@@ -30,7 +29,6 @@ from flagcx.transport.base import Call, Plan, Transport
 
 _MOST_PLANS = 4096
 _MOST_EXPLORED = 1024
-_CARD_NBYTES = 256
 TWO_THREADS = (
     "two threads use one communicator at the same time; give each thread its own, from comm.split(), or let "
     "one thread make all calls"
@@ -91,28 +89,39 @@ class Executor:
         root: int | None = None,
         algorithm: str | None = None,
         in_place: bool = False,
+        part_of: str = "",
     ) -> Plan:
         """Looks up or compiles the plan of a call.
+
+        Args:
+            collective: Its name.
+            counts: Elements of the message, of each block, or of each rank's block.
+            dtype: The element type.
+            op: The operation, of a collective that reduces.
+            root: The root, of a rooted collective.
+            algorithm: As the caller names it; chosen if None.
+            in_place: Whether the result lies where the collective's form in place has it.
+            part_of: The larger operation that this call is a step of; see ``transport.base.Call``.
 
         Raises:
             ArgumentError: The algorithm does not serve the collective.
             CommunicatorError: The communicator is closed or broken.
         """
-        key = (collective, counts, dtype.code, op, root, algorithm, in_place)
+        key = (collective, counts, dtype.code, op, root, algorithm, in_place, part_of)
         plan = self._plans.get(key)
         if plan is None:
             self.check()
-            plan = self._compile(collective, counts, dtype, op, root, algorithm, in_place)
+            plan = self._compile(collective, counts, dtype, op, root, algorithm, in_place, part_of)
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
                 self._straight.clear()
             self._plans[key] = plan
         return plan
 
-    def _compile(self, collective, counts, dtype, op, root, algorithm, in_place) -> Plan:
+    def _compile(self, collective, counts, dtype, op, root, algorithm, in_place, part_of) -> Plan:
         uneven = not isinstance(counts, int)
         request = Request(collective, nbytes_of(counts, dtype), self.size, uneven, dtype, op)
-        make = partial(self._make, collective, counts, dtype, op, root, in_place)
+        make = partial(self._make, collective, counts, dtype, op, root, in_place, part_of=part_of)
         describe = partial(self._describe, collective, counts, dtype)
         if algorithm is None:
             choice = self.selector.choose(request)
@@ -133,10 +142,12 @@ class Executor:
         plan = make(choice)
         return plan if self.ring is None else RecordedPlan(plan, describe(choice), self.ring, self._progress)
 
-    def _make(self, collective, counts, dtype, op, root, in_place, choice: Candidate) -> Plan:
+    def _make(
+        self, collective, counts, dtype, op, root, in_place, choice: Candidate, part_of: str = ""
+    ) -> Plan:
         """Builds the schedule of a choice, and compiles it."""
         schedule = choice.build(collective, self.size, root)
-        call = Call(schedule, self.rank, counts, dtype, op, in_place, choice.protocol)
+        call = Call(schedule, self.rank, counts, dtype, op, in_place, choice.protocol, part_of)
         return self.transport.compile(call)
 
     def _describe(self, collective: str, counts: Counts, dtype: DType, choice: Candidate) -> OperationInfo:
@@ -179,32 +190,6 @@ class Executor:
         plan = self._make("allreduce", largest.size, whole, op, None, True, Candidate("one_shot"))
         plan.run(largest, largest)
         return [int(value) for value in largest]
-
-    def agree(self, what: str) -> None:
-        """Compares what the ranks are about to do, where their messages would be of one size all the same.
-
-        For arrays of the host, in the middle of a call of all ranks; nothing of it is recorded.
-
-        Args:
-            what: The call, in words, of which an error shows the first.
-
-        Raises:
-            MismatchError: Some rank does something else.
-        """
-        card = zlib.crc32(what.encode()).to_bytes(4, "little") + what.encode()
-        own = np.frombuffer(card[:_CARD_NBYTES].ljust(_CARD_NBYTES, b"\0"), np.uint8)
-        cards = np.empty((self.size, own.size), np.uint8)
-        kind = dtype_of(own.dtype)
-        plan = self._make("allgather", own.size, kind, None, None, False, Candidate("direct"))
-        plan.run(own, cards.reshape(-1))
-        for rank, theirs in enumerate(cards):
-            if (theirs != own).any():
-                mine, words = (x[4:].tobytes().rstrip(b"\0").decode(errors="replace") for x in (own, theirs))
-                raise MismatchError(
-                    f"ranks disagree: rank {self.rank} called {mine}, rank {rank} called {words}; every rank "
-                    f"must make the same calls",
-                    peer=rank,
-                )
 
     def recorded_transfer(self, plan: Plan, nbytes: int) -> Plan:
         """Wraps messages between some of the ranks, so that they are recorded."""

@@ -20,7 +20,6 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -184,13 +183,12 @@ class Fused:
 
     Args:
         parts: What is done, in order.
-        agree: Called by the first run, by all ranks; nothing if None.
     """
 
-    __slots__ = ("__weakref__", "_agree", "_parts", "close")
+    __slots__ = ("__weakref__", "_parts", "close")
 
-    def __init__(self, parts: Sequence[_Part], agree: Callable[[], None] | None = None) -> None:
-        self._parts, self._agree = tuple(parts), agree
+    def __init__(self, parts: Sequence[_Part]) -> None:
+        self._parts = tuple(parts)
         self.close = weakref.finalize(self, _close, [part.packing for part in self._parts])
         self.close.atexit = False
 
@@ -205,13 +203,7 @@ class Fused:
         Args:
             sendbufs: Arrays of the plan's shapes and dtype.
             recvbufs: Likewise; the same list where it is in place.
-
-        Raises:
-            MismatchError: The ranks have arrays of other shapes, which as many bytes do not show.
         """
-        if self._agree is not None:
-            agree, self._agree = self._agree, None
-            agree()
         for part in self._parts:
             if part.packing is None:
                 part.plan.run(sendbufs[part.first], recvbufs[part.first])
@@ -253,6 +245,7 @@ class Fusion:
     def __init__(self, executor: Executor, packer: Packer) -> None:
         self.executor, self.packer = executor, packer
         self.bindings = BindingCache() if packer.lasting else None
+        self._compared = not packer.lasting  # plans of GPUs compare nothing
         self._plans: OrderedDict[tuple, Fused] = OrderedDict()
 
     def plan(
@@ -271,12 +264,7 @@ class Fusion:
         found = self._plans.get(key)
         if found is None:
             self.executor.check()
-            parts = list(self._parts(dtype, op, algorithm, shapes, in_place))
-            # Between NumPy arrays a comparison costs little.
-            compares = self.bindings is None and any(part.packing is not None for part in parts)
-            what = f"allreduce of {len(shapes)} arrays of shapes {shapes}"
-            found = Fused(parts, partial(self.executor.agree, what) if compares else None)
-            self._plans[key] = found
+            found = self._plans[key] = Fused(list(self._parts(dtype, op, algorithm, shapes, in_place)))
             if len(self._plans) > _MOST_PLANS:
                 self._plans.popitem(last=False)
                 if self.bindings is not None:
@@ -295,8 +283,11 @@ class Fusion:
                 yield _Part(first, last, None, plan)
                 continue
             packing = self.packer.packing(shapes[first:last], dtype.numpy)
+            whole = ""
+            if self._compared:  # messages of as many elements may be made of other arrays
+                whole = f"allreduce of {last - first} arrays of shapes {shapes[first:last]}"
             count = packing.flat.size
-            plan = self.executor.find("allreduce", count, dtype, op, None, algorithm, True)
+            plan = self.executor.find("allreduce", count, dtype, op, None, algorithm, True, whole)
             yield _Part(first, last, packing, plan)
 
     def close(self) -> None:

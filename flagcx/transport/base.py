@@ -61,6 +61,8 @@ class Call:
         op: How contributions are combined, or None where nothing is.
         in_place: Whether INPUT and OUTPUT lie over each other as ``Collective.in_place_shift`` says.
         protocol: One of the transport's ways to move the data; its own choice if empty.
+        part_of: The larger operation that the call is a step of, in words that must be the same on every
+            rank; empty for a call of its own.
     """
 
     schedule: Schedule
@@ -70,6 +72,7 @@ class Call:
     op: ReduceOp | None
     in_place: bool
     protocol: str = ""
+    part_of: str = ""
 
     def __str__(self) -> str:
         s = self.schedule
@@ -89,7 +92,8 @@ class Call:
         if schedule.root is not None:
             words += f" with root {schedule.root}"
         protocol = f", {self.protocol}" if self.protocol else ""
-        return f"{words} ({schedule.algorithm}, {schedule.chunks} chunks{protocol})"
+        part_of = f", in {self.part_of}" if self.part_of else ""
+        return f"{words} ({schedule.algorithm}, {schedule.chunks} chunks{protocol}){part_of}"
 
     def program(self) -> Program:
         """This rank's program."""

@@ -287,9 +287,9 @@ def test_arrays_on_a_gpu_that_kernels_cannot_take_are_refused():
     )
     peers = Peers(executor, on_device=True)
     arrays = [SimpleNamespace(dtype=np.dtype(np.float32), data=SimpleNamespace(ptr=at)) for at in (512, 514)]
-    peers.enter(arrays[0], arrays[0])
+    peers.enter("", arrays[0], arrays[0])
     with pytest.raises(
         ArrayError, match="begins at address 0x202, and its dtype needs a multiple of 4 bytes"
     ):
-        peers.enter(arrays[0], arrays[1])
+        peers.enter("", arrays[0], arrays[1])
     assert calls == [([], [])]

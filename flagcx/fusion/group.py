@@ -71,7 +71,7 @@ class Group:
         self._entries: list[Pending | Reductions] = []
         self._open: Reductions | None = None
         self._like = _Like()
-        self.add_quickly: Callable[[Any, Any], bool] = _adds_nothing
+        self.add_quickly: Callable[[Any, Any], bool] = _never
 
     def append(self, call: Pending | Reductions) -> None:
         """Adds any call, which runs after all that were added before."""
@@ -80,7 +80,7 @@ class Group:
 
     def close(self) -> None:
         """Ends the all-reduces at the end, so that the next one begins new ones."""
-        self._open, self.add_quickly, self._like.kind = None, _adds_nothing, None
+        self._open, self.add_quickly, self._like.kind = None, _never, None
 
     def reductions(self) -> Reductions:
         """The all-reduces at the end, to which one more can be added."""
@@ -131,7 +131,7 @@ class _Kind:
         self.executor, self.fusion, self.dtype, self.op = executor, fusion, dtype, op
         self.algorithm, self.in_place = algorithm, in_place
         self.results: list[Any] = []  # only where they are not in place
-        self.fits: Callable[[Any], bool] = _fits_not
+        self.fits: Callable[[Any], bool] = _never
 
     def plan(self, arrays: Sequence[Any]) -> Fused:
         shapes = tuple([array.shape for array in arrays])
@@ -371,11 +371,7 @@ class _Several:
             call.plan.run(call.sendbufs, call.recvbufs)
 
 
-def _fits_not(x: Any) -> bool:
-    return False
-
-
-def _adds_nothing(x: Any, op: Any) -> bool:
+def _never(*_: Any) -> bool:
     return False
 
 

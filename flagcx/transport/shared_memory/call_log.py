@@ -1,29 +1,34 @@
 """The log of calls: what each rank called lately, so that ranks that make different calls find out.
 
-The n-th collective call of a rank leaves ``n << 21 | signature << 1 | shared`` in word n mod 16 of its log.
-The signature stands for collective, count, dtype, operation, root and algorithm; the text that it stands for
-lies in the rank's segment too.
+The n-th collective call of a rank leaves ``n << 48 | signature << 1 | shared`` in word n mod 16 of its log,
+with the lowest 16 bits of n. The signature, 47 bits of a hash, stands for collective, count, dtype, operation,
+root, algorithm and what the call is part of; the text that it stands for lies in the rank's segment too.
 """
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
 
 from flagcx.errors import MismatchError
 from flagcx.transport.shared_memory.words import (
     CALL_LOG_DEPTH,
     CALL_LOG_MASK,
     REASON_NBYTES,
+    SEQUENCE_MASK,
     SEQUENCE_SHIFT,
     SHARED_BIT,
     TEXT_NBYTES,
     TEXTS,
     header_index,
+    nbytes_of_header,
     reason_offset,
     sent_index,
-    split_header,
 )
+
+_SIGNATURE = (1 << 47) - 1
+_SIGNATURE_NBYTES = 8
+_MOST_TEXT_NBYTES = TEXT_NBYTES - _SIGNATURE_NBYTES - 1
 
 
 class CallLog:
@@ -46,8 +51,8 @@ class CallLog:
 
     def kind(self, text: str) -> int:
         """Leaves ``text`` for peers to read, and returns the signature that stands for it."""
-        signature = zlib.crc32(text.encode()) & 0xFFFFF
-        record = signature.to_bytes(4, "little") + text.encode()[: TEXT_NBYTES - 5]
+        signature = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") & _SIGNATURE
+        record = signature.to_bytes(_SIGNATURE_NBYTES, "little") + text.encode()[:_MOST_TEXT_NBYTES]
         self._write(self._text_at(self._texts % TEXTS), record, TEXT_NBYTES)
         self._texts += 1
         return signature
@@ -62,16 +67,25 @@ class CallLog:
     def _write(self, at: int, record: bytes, nbytes: int) -> None:
         self._memory[self._rank][at : at + nbytes] = record.ljust(nbytes, b"\0")
 
-    def _text_of(self, peer: int, signature: int) -> str:
+    def _texts_of(self, peer: int) -> Iterator[tuple[int, str]]:
+        """The signatures that a peer has used lately, with their texts."""
         for number in range(TEXTS):
             at = self._text_at(number)
             record = bytes(self._memory[peer][at : at + TEXT_NBYTES])
-            if int.from_bytes(record[:4], "little") == signature and record[4]:
-                return record[4:].rstrip(b"\0").decode(errors="replace")
-        return "another call"
+            signature, text = record[:_SIGNATURE_NBYTES], record[_SIGNATURE_NBYTES:].rstrip(b"\0")
+            if text:
+                yield int.from_bytes(signature, "little"), text.decode(errors="replace")
 
     def _call_of(self, peer: int, word: int) -> str:
-        return self._text_of(peer, word >> 1 & 0xFFFFF)
+        return dict(self._texts_of(peer)).get(word >> 1 & _SIGNATURE, "another call")
+
+    def _message_of(self, peer: int, header: int) -> str:
+        """A message of a peer in words."""
+        for kind, text in self._texts_of(peer):
+            nbytes = nbytes_of_header(header, kind)
+            if nbytes is not None:
+                return f"{nbytes:,} bytes of {text}"
+        return "bytes of another call"
 
     def last_call(self, sequence: int) -> str:
         """This rank's last call in words, if it has made ``sequence`` calls; empty for none."""
@@ -89,10 +103,9 @@ class CallLog:
 
     def refuse(self, peer: int, header: int, expected: int) -> None:
         """Raises MismatchError for a message of a peer whose header is not the one that is expected."""
-        (theirs, sent), (mine, wanted) = split_header(header), split_header(expected)
+        sent, wanted = self._message_of(peer, header), self._message_of(self._rank, expected)
         raise MismatchError(
-            f"ranks disagree: rank {peer} sent {sent:,} bytes of {self._text_of(peer, theirs)}, and rank "
-            f"{self._rank} expects {wanted:,} bytes of {self._text_of(self._rank, mine)}; every rank must "
+            f"ranks disagree: rank {peer} sent {sent}, and rank {self._rank} expects {wanted}; every rank must "
             f"make the same calls in the same order, with the same count, dtype, operation, algorithm and "
             f"root",
             peer=peer,
@@ -112,7 +125,8 @@ class CallLog:
             mine = self._words[self._rank][index]
             for q, words in enumerate(self._words):
                 theirs = words[index]
-                same_number = theirs >> SEQUENCE_SHIFT == number == mine >> SEQUENCE_SHIFT
+                low = number & SEQUENCE_MASK
+                same_number = theirs >> SEQUENCE_SHIFT == low == mine >> SEQUENCE_SHIFT
                 if same_number and (theirs ^ mine) > SHARED_BIT and theirs:
                     raise MismatchError(
                         f"ranks disagree on call {number}: rank {self._rank} called "
@@ -147,9 +161,9 @@ class CallLog:
         self.compare(sequence)
         for peer, words in enumerate(self._words):
             if words[sent_index(self._rank)] > received[peer]:
-                kind, nbytes = split_header(words[header_index(self._rank, received[peer])])
+                sent = self._message_of(peer, words[header_index(self._rank, received[peer])])
                 raise MismatchError(
-                    f"rank {peer} sent {nbytes:,} bytes of {self._text_of(peer, kind)}, which rank "
-                    f"{self._rank} never received; every rank must make the same calls",
+                    f"rank {peer} sent {sent}, which rank {self._rank} never received; every rank must make "
+                    f"the same calls",
                     peer=peer,
                 )

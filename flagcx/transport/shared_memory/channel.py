@@ -21,8 +21,8 @@ from flagcx.transport.shared_memory.heap import SHARED
 from flagcx.transport.shared_memory.words import (
     ABORTED,
     IN_PLACE,
-    NBYTES_BITS,
     header_index,
+    header_of,
     received_index,
     sent_index,
 )
@@ -154,7 +154,7 @@ class _Sending:
 
     def __init__(self, arena: Arena, peer: int, message: np.ndarray, kind: int, attach_nbytes: int) -> None:
         self._arena, self.peer, self._message = arena, peer, message
-        self._header = message.nbytes | kind << NBYTES_BITS
+        self._header = header_of(kind, message.nbytes)
         self._attach_nbytes = attach_nbytes
         self._piece = PIECE_NBYTES // message.itemsize
         self._start = 0
@@ -255,7 +255,7 @@ class _Receiving:
         self._point_to_point = point_to_point
         self._arena, self.plan, self.peer = arena, plan, plan.peer
         self._target = arrays[buffer][start:stop]
-        self._header = self._target.nbytes | kinds[buffer] << NBYTES_BITS
+        self._header = header_of(kinds[buffer], self._target.nbytes)
         self._dst = np.empty_like(self._target) if plan.staged else self._target
         self._ufunc = ufunc if plan.reduce else None
         self._combines = plan.reduce and not plan.staged

@@ -23,6 +23,7 @@ from flagcx.transport.shared_memory.words import (
     CALL_LOG_MASK,
     CLOSED,
     HEARTBEAT,
+    SEQUENCE_MASK,
     SEQUENCE_SHIFT,
     SHARED_BIT,
     WAITING_FOR,
@@ -113,7 +114,7 @@ class Signals:
         """Enters the next collective call into the log. Returns the word that peers must show."""
         sequence = self.sequence
         self.sequence = sequence + 1
-        value = sequence << SEQUENCE_SHIFT | signature
+        value = (sequence & SEQUENCE_MASK) << SEQUENCE_SHIFT | signature
         self.own[sequence & CALL_LOG_MASK] = value
         return value
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 CALL_LOG_DEPTH = 16
 CALL_LOG_MASK = CALL_LOG_DEPTH - 1
-SEQUENCE_SHIFT = 21
+SEQUENCE_SHIFT, SEQUENCE_MASK = 48, 0xFFFF
 SHARED_BIT = 1
 """Bit of a word of the call log: the arrays of that call lie in memory that peers map."""
 
@@ -22,11 +22,13 @@ _PAIRS = HEAPS + 2 * MOST_HEAPS  # three lines a peer: SENT to it, headers of wh
 _PAIR_WORDS = 24
 
 # After the words: why this rank gave up, then the calls that signatures stand for.
-TEXT_NBYTES, TEXTS, REASON_NBYTES = 160, 128, 1024
+TEXT_NBYTES, TEXTS, REASON_NBYTES = 256, 128, 1024
 
-# A header holds the bytes of its message, its kind (a signature), and whether it is read where it lies.
-NBYTES_BITS = 40
+# A header mixes the bytes of its message with its kind (a signature): see ``header_of``.
 IN_PLACE = 1 << 62
+"""Bit of a header: the message is read where it lies."""
+_KIND_SHIFT = 15
+_MOST_NBYTES = 1 << 40
 
 
 def reason_offset(size: int) -> int:
@@ -54,6 +56,12 @@ def received_index(peer: int) -> int:
     return _PAIRS + _PAIR_WORDS * peer + 16
 
 
-def split_header(header: int) -> tuple[int, int]:
-    """The kind of a message, and its bytes."""
-    return (header & ~IN_PLACE) >> NBYTES_BITS, header & ((1 << NBYTES_BITS) - 1)
+def header_of(kind: int, nbytes: int) -> int:
+    """The header of a message: two messages have one header only if their kinds and lengths are the same."""
+    return kind << _KIND_SHIFT ^ nbytes
+
+
+def nbytes_of_header(header: int, kind: int) -> int | None:
+    """The bytes of a message of this kind; None where the header is of a message of another kind."""
+    nbytes = (header & ~IN_PLACE) ^ kind << _KIND_SHIFT
+    return nbytes if nbytes < _MOST_NBYTES else None

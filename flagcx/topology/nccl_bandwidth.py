@@ -22,7 +22,7 @@ import numpy as np
 from flagcx.topology import tours
 from flagcx.topology.graph import Graph, LinkKind
 from flagcx.topology.loads import LoadedLink, PairLoads, add_loads, bottleneck, pair_loads, ring_hops
-from flagcx.topology.orders import chosen, hop_factor, host_chains, ring_rate
+from flagcx.topology.orders import chosen, hop_factor, host_chains, ring_limits, ring_rate
 from flagcx.topology.packing import pack
 from flagcx.topology.routes import Edge, Routes
 
@@ -145,13 +145,7 @@ def _flat_rings(topology: Graph, chains: Sequence[Sequence[int]], routes: Routes
             turned = [*chain[turn % len(chain) :], *chain[: turn % len(chain)]]
             order += turned if position % 2 == 0 else turned[::-1]
         rings.append(order)
-    own: list[dict[Edge, float]] = [{} for _ in rings]
-    total: dict[Edge, float] = {}
-    for order, single in zip(rings, own, strict=True):
-        add_loads(single, routes, ring_hops(order))
-        for edge, load in single.items():
-            total[edge] = total.get(edge, 0.0) + load
-    limits = [bottleneck(topology, {edge: total[edge] for edge in single}) for single in own]
+    limits = ring_limits(topology, rings, routes)
     return sum(limit.rate_gb_per_s for limit in limits) * hop_factor(len(rings[0])), limits[0].kind
 
 

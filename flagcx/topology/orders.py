@@ -60,15 +60,19 @@ def order_bandwidth(topology: Graph, order: Sequence[int], *, routes: Routes | N
     gpus = chosen(topology, order)
     if len(gpus) == 1:
         return math.inf
-    return narrowest(topology, routes or Routes(topology), [gpus]).rate_gb_per_s * hop_factor(len(gpus))
+    (limit,) = ring_limits(topology, [gpus], routes or Routes(topology))
+    return limit.rate_gb_per_s * hop_factor(len(gpus))
 
 
-def narrowest(topology: Graph, routes: Routes, rings: Sequence[Sequence[int]]) -> LoadedLink:
-    """The link that rings wait for that run together at one rate."""
-    loads: dict[Edge, float] = {}
-    for order in rings:
+def ring_limits(topology: Graph, rings: Sequence[Sequence[int]], routes: Routes) -> list[LoadedLink]:
+    """For each of several rings that run together, the link that it waits for; loads are of all rings."""
+    own: list[dict[Edge, float]] = [{} for _ in rings]
+    total: dict[Edge, float] = {}
+    for order, loads in zip(rings, own, strict=True):
         add_loads(loads, routes, ring_hops(order))
-    return bottleneck(topology, loads)
+        for edge, load in loads.items():
+            total[edge] = total.get(edge, 0.0) + load
+    return [bottleneck(topology, {edge: total[edge] for edge in loads}) for loads in own]
 
 
 def hop_factor(count: int) -> float:

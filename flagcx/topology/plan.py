@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from flagcx.topology.bounds import bound
 from flagcx.topology.graph import Graph, LinkKind
 from flagcx.topology.loads import LoadedLink, ring_hops
-from flagcx.topology.orders import chosen, hop_factor, host_chains, narrowest
+from flagcx.topology.orders import chosen, hop_factor, host_chains, ring_limits
 from flagcx.topology.routes import Routes
 
 #: Both ways round are taken for more than this.
@@ -112,13 +112,14 @@ def plan_rings(topology: Graph, gpus: Sequence[int] | None = None) -> tuple[Ring
 
 
 def _rings(topology: Graph, order: tuple[int, ...], routes: Routes) -> tuple[Ring, ...]:
-    one = narrowest(topology, routes, [order])
-    both = narrowest(topology, routes, [order, order[::-1]])
     factor = hop_factor(len(order))
-    if 2 * both.rate_gb_per_s <= _WORTH_BOTH * one.rate_gb_per_s:
+    (one,) = ring_limits(topology, [order], routes)
+    orders = order, (order[0], *order[:0:-1])
+    both = ring_limits(topology, orders, routes)
+    rate = min(limit.rate_gb_per_s for limit in both)  # each carries half of the message
+    if 2 * rate <= _WORTH_BOTH * one.rate_gb_per_s:
         return (Ring(order, one.rate_gb_per_s * factor, 1.0, one),)
-    back = (order[0], *order[:0:-1])
-    return tuple(Ring(way, both.rate_gb_per_s * factor, 0.5, both) for way in (order, back))
+    return tuple(Ring(o, rate * factor, 0.5, limit) for o, limit in zip(orders, both, strict=True))
 
 
 def _why(ring: Ring) -> str:
@@ -126,7 +127,7 @@ def _why(ring: Ring) -> str:
     count = len(ring.order)
     return (
         f"each hop of a ring carries {2 * (count - 1) / count:.2f} of the ring's part of the message, and "
-        f"all wait for {ring.bottleneck}; the bound lets every link carry what it can"
+        f"all wait for {ring.bottleneck}; in the bound all links share the work"
     )
 
 

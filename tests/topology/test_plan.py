@@ -139,6 +139,9 @@ def test_the_cube_mesh_plans_over_nvlink_alone_and_both_ways_round():
     for ring in plan.rings:
         assert crossings(machine, ring.order, LinkKind.PCIE) == 0
     assert plan.bandwidth_gb_per_s == pytest.approx(80 * 8 / 14)
+    for ring in plan.rings:
+        hops = [(f"gpu{a}", f"gpu{b}") for a, b in zip(ring.order, [*ring.order[1:], 0], strict=True)]
+        assert (ring.bottleneck.a, ring.bottleneck.b) in hops
 
 
 def test_bridged_pairs_cross_pcie_as_seldom_as_can_be():
@@ -175,7 +178,7 @@ def test_the_reason_for_staying_below_the_bound_names_the_slowest_hop():
     assert plan.bandwidth_gb_per_s == pytest.approx(16 * 8 / 14)
     assert plan.why == (
         "each hop of a ring carries 1.75 of the ring's part of the message, and all wait for "
-        "cpu0 -> cpu1 (socket, 16 GB/s, loaded 1 x); the bound lets every link carry what it can"
+        "cpu0 -> cpu1 (socket, 16 GB/s, loaded 1 x); in the bound all links share the work"
     )
 
 

@@ -2,7 +2,7 @@
 
 The n-th collective call of a rank leaves ``n << 48 | signature << 1 | shared`` in word n mod 16 of its log,
 with the lowest 16 bits of n. The signature, 47 bits of a hash, stands for collective, count, dtype, operation,
-root, algorithm and what the call is part of; the text that it stands for lies in the rank's segment too.
+root, algorithm and the operation that the call is a step of; its text lies in the rank's segment too.
 """
 
 from __future__ import annotations
@@ -105,9 +105,9 @@ class CallLog:
         """Raises MismatchError for a message of a peer whose header is not the one that is expected."""
         sent, wanted = self._message_of(peer, header), self._message_of(self._rank, expected)
         raise MismatchError(
-            f"ranks disagree: rank {peer} sent {sent}, and rank {self._rank} expects {wanted}; every rank must "
-            f"make the same calls in the same order, with the same count, dtype, operation, algorithm and "
-            f"root",
+            f"ranks disagree: rank {peer} sent {sent}, and rank {self._rank} expects {wanted}; every rank "
+            f"must make the same calls in the same order, with the same count, dtype, operation, algorithm "
+            f"and root",
             peer=peer,
         )
 

@@ -1,8 +1,8 @@
 """The log of calls: what each rank called lately, so that ranks that make different calls find out.
 
 The n-th collective call of a rank leaves ``n << 48 | signature << 1 | shared`` in word n mod 16 of its log,
-with the lowest 16 bits of n. The signature, 47 bits of a hash, stands for collective, count, dtype, operation,
-root, algorithm and the operation that the call is a step of; its text lies in the rank's segment too.
+with the lowest 16 bits of n. The signature, 47 bits of a hash, stands for collective, count, dtype,
+operation, root, algorithm and the operation that the call is a step of; its text lies in the segment too.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import pytest
 
 import flagcx as fc
 from flagcx.cli.tune import sizes
+from flagcx.selection.candidates import Request
 from flagcx.selection.table import Table
 from tests.ranks import run_ranks
 
@@ -31,7 +32,7 @@ def _tune(*arguments: str, cache: Path, ranks_of: tuple[str, ...] = ()) -> subpr
 def _note():
     comm = fc.init(slot_nbytes=8192)
     comm.allreduce(np.ones(64, np.float32))
-    return comm._host.selector.note, comm._host.selector.choose("scatter", 1024, comm.size).reason
+    return comm._host.selector.note, comm._host.selector.choose(Request("scatter", 1024, comm.size)).reason
 
 
 @pytest.mark.slow

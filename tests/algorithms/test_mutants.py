@@ -7,10 +7,11 @@ import pytest
 from flagcx.algorithms import catalogue
 from tests.algorithms.test_verified import names
 from tests.mutants import survey
+from tests.ranges import exhaustive
 
 
 @pytest.mark.parametrize("entry", catalogue(), ids=names)
-@pytest.mark.parametrize("size", [3, 6])
+@pytest.mark.parametrize("size", [6, *exhaustive([3])])
 def test_verify_rejects_what_is_broken(entry, size):
     schedule = entry.make(size, size - 2 if entry.rooted else None, 2 if entry.pipelined else 1)
     found = survey(schedule, seed=3, limit=40, trials=3, uneven=entry.uneven)

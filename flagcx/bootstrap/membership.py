@@ -7,7 +7,7 @@ rank cannot come back.
 
 from __future__ import annotations
 
-from flagcx.bootstrap.store_state import Answers, Request, StoreState, Ticket
+from flagcx.bootstrap.store_state import Answers, StoreRequest, StoreState, Ticket
 
 
 class Membership:
@@ -54,7 +54,7 @@ class Membership:
         self._states[stay].present.add(rank)
         self.connected[rank] = pid
 
-    def submit(self, rank: int, request: Request, ticket: Ticket, now: float) -> Answers:
+    def submit(self, rank: int, request: StoreRequest, ticket: Ticket, now: float) -> Answers:
         """Takes a request of a connected rank; see ``StoreState.submit``."""
         return self._states[self._stays[rank]].submit(rank, request, ticket, now)
 

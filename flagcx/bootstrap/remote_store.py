@@ -16,7 +16,7 @@ from typing import Any
 from flagcx.bootstrap import wire
 from flagcx.bootstrap.sockets import close_in_forked_child, parse_address, tune
 from flagcx.bootstrap.store import Store
-from flagcx.bootstrap.store_state import Answer, Request
+from flagcx.bootstrap.store_state import StoreAnswer, StoreRequest
 from flagcx.errors import (
     BootstrapError,
     CommunicationError,
@@ -101,7 +101,7 @@ class RemoteStore(Store):
         self._poller = select.poll()
         self._connection.close()
 
-    def _submit(self, request: Request) -> Answer:
+    def _submit(self, request: StoreRequest) -> StoreAnswer:
         with self._lock:
             if self._connection.closed:
                 forked = os.getpid() != self._owner
@@ -120,7 +120,7 @@ class RemoteStore(Store):
                 if header.get("number") == self._number:  # else a notice, or a late answer to an earlier call
                     return wire.read_answer(header, body)
 
-    def _read(self, deadline: float, request: Request | None) -> tuple[dict[str, Any], bytes]:
+    def _read(self, deadline: float, request: StoreRequest | None) -> tuple[dict[str, Any], bytes]:
         """Reads a message; if it is a notice, notes which rank died or that the store is closed."""
         if not self._poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
             raise PeerTimeoutError(

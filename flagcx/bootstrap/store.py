@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import NoReturn
 
 from flagcx.bootstrap.store_server import StoreServer
-from flagcx.bootstrap.store_state import Answer, Request, StoreState
+from flagcx.bootstrap.store_state import StoreAnswer, StoreRequest, StoreState
 from flagcx.errors import (
     ArgumentError,
     BootstrapError,
@@ -51,7 +51,7 @@ class Store:
             key: The key.
             value: Its value, at most 32 MiB.
         """
-        self._ask(Request("set", _text(key), _value(value)))
+        self._ask(StoreRequest("set", _text(key), _value(value)))
 
     def get(self, key: str, timeout_s: float) -> bytes:
         """Returns the value of a key, waiting for it if need be.
@@ -60,15 +60,15 @@ class Store:
             PeerTimeoutError: No rank set it in time. Names the ranks that are not connected.
             PeerDiedError: A rank died meanwhile.
         """
-        return self._ask(Request("get", _text(key), timeout_s=_seconds(timeout_s))).values[0]
+        return self._ask(StoreRequest("get", _text(key), timeout_s=_seconds(timeout_s))).values[0]
 
     def add(self, key: str, amount: int) -> int:
         """Adds to a counter, which begins at 0, and returns the sum. A counter is no key of ``get``."""
-        return self._ask(Request("add", _text(key), amount=int(amount))).number
+        return self._ask(StoreRequest("add", _text(key), amount=int(amount))).number
 
     def delete(self, key: str) -> bool:
         """Removes a key or counter. Returns whether it was there."""
-        return bool(self._ask(Request("delete", _text(key))).number)
+        return bool(self._ask(StoreRequest("delete", _text(key))).number)
 
     def barrier(self, name: str, timeout_s: float) -> None:
         """Waits until all ranks have come to the barrier of this name, which may be used again.
@@ -100,7 +100,7 @@ class Store:
             >>> LocalStore().exchange("names", b"a", timeout_s=1)
             [b'a']
         """
-        request = Request("exchange", _text(name), _value(value), timeout_s=_seconds(timeout_s))
+        request = StoreRequest("exchange", _text(name), _value(value), timeout_s=_seconds(timeout_s))
         return list(self._ask(request).values)
 
     def check(self) -> None:
@@ -146,20 +146,20 @@ class Store:
     def __repr__(self) -> str:
         return f"<{type(self).__name__.lstrip('_')} rank={self.rank} size={self.size}>"
 
-    def _ask(self, request: Request) -> Answer:
+    def _ask(self, request: StoreRequest) -> StoreAnswer:
         """Makes a request and returns the answer; raises the error that its fault stands for."""
         answer = self._submit(request)
         if answer.fault:
             self._fail(request, answer)
         return answer
 
-    def _submit(self, request: Request) -> Answer:
+    def _submit(self, request: StoreRequest) -> StoreAnswer:
         raise NotImplementedError
 
     def _name(self, rank: int) -> str:
         return f"rank {rank}"
 
-    def _fail(self, request: Request, answer: Answer) -> NoReturn:
+    def _fail(self, request: StoreRequest, answer: StoreAnswer) -> NoReturn:
         what = f"{'exchange or barrier' if request.kind == 'exchange' else request.kind} {request.key!r}"
         names = ", ".join(self._name(rank) for rank in answer.ranks)
         peer = answer.ranks[0] if answer.ranks else None
@@ -183,7 +183,7 @@ class Store:
             )
         raise BootstrapError(f"{self._name(self.rank)} is already waiting in {what}", rank=self.rank)
 
-    def _lateness(self, request: Request, what: str, names: str) -> str:
+    def _lateness(self, request: StoreRequest, what: str, names: str) -> str:
         if request.kind == "exchange":
             return (
                 f"{names} did not come to {what} within {request.timeout_s:g} s; every rank must make the "
@@ -202,7 +202,7 @@ class LocalStore(Store):
         self._state.present.add(0)
         self._lock = threading.Lock()
 
-    def _submit(self, request: Request) -> Answer:
+    def _submit(self, request: StoreRequest) -> StoreAnswer:
         with self._lock:
             # No other rank could set a missing key, so waiting for it is pointless.
             answers = self._state.submit(0, request, None, 0.0) or self._state.expire(math.inf)
@@ -229,7 +229,7 @@ class _View(Store):
             if error.peer in self._ranks:
                 raise PeerDiedError(str(error), peer=self._ranks.index(error.peer)) from None
 
-    def _submit(self, request: Request) -> Answer:
+    def _submit(self, request: StoreRequest) -> StoreAnswer:
         group = range(self.size) if request.group is None else request.group
         ranks = tuple(self._ranks[rank] for rank in group)
         answer = self._parent._submit(replace(request, key=self._prefix + request.key, group=ranks))

@@ -18,7 +18,7 @@ Group = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class StoreRequest:
     """One call of a rank.
 
     Attributes:
@@ -39,7 +39,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class StoreAnswer:
     """The store's answer to a request.
 
     Attributes:
@@ -62,7 +62,7 @@ class _WaitingGet:
     """A "get" whose key is not set yet."""
 
     ticket: Ticket
-    request: Request
+    request: StoreRequest
     deadline: float
 
 
@@ -75,7 +75,7 @@ class _OpenExchange:
     joined: dict[int, tuple[Ticket, bytes]] = field(default_factory=dict)
 
 
-Answers = list[tuple[Ticket, Answer]]
+Answers = list[tuple[Ticket, StoreAnswer]]
 
 
 class StoreState:
@@ -100,7 +100,7 @@ class StoreState:
         """A rank left in good order. Exchanges that it has yet to join can never be complete."""
         self.present.discard(rank)
         self.left.add(rank)
-        answer = Answer(fault="left", ranks=(rank,))
+        answer = StoreAnswer(fault="left", ranks=(rank,))
         return self._end_exchanges(lambda it: rank in it.group and rank not in it.joined, answer)
 
     def lose(self, rank: int, detail: str) -> Answers:
@@ -109,11 +109,11 @@ class StoreState:
             return []
         self.present.discard(rank)
         self._dead[rank] = detail
-        answer = Answer(fault="died", ranks=(rank,), detail=detail)
+        answer = StoreAnswer(fault="died", ranks=(rank,), detail=detail)
         answers = self._end_exchanges(lambda it: rank in it.group, answer)
         return answers + self._answer_gets(lambda get: rank in self._group(get.request), lambda _: answer)
 
-    def submit(self, rank: int, request: Request, ticket: Ticket, now: float) -> Answers:
+    def submit(self, rank: int, request: StoreRequest, ticket: Ticket, now: float) -> Answers:
         """Takes a rank's request.
 
         Returns:
@@ -121,33 +121,33 @@ class StoreState:
         """
         for dead, detail in self._dead.items():
             if dead in self._group(request):
-                return [(ticket, Answer(fault="died", ranks=(dead,), detail=detail))]
+                return [(ticket, StoreAnswer(fault="died", ranks=(dead,), detail=detail))]
         if request.kind == "set":
             return self._set(request, ticket)
         if request.kind == "get":
             if request.key in self._values:
-                return [(ticket, Answer(values=(self._values[request.key],)))]
+                return [(ticket, StoreAnswer(values=(self._values[request.key],)))]
             self._gets.append(_WaitingGet(ticket, request, now + request.timeout_s))
             return []
         if request.kind == "add":
             number = self._counters[request.key] = self._counters.get(request.key, 0) + request.amount
-            return [(ticket, Answer(number=number))]
+            return [(ticket, StoreAnswer(number=number))]
         if request.kind == "delete":
-            return [(ticket, Answer(number=self._delete(request.key)))]
+            return [(ticket, StoreAnswer(number=self._delete(request.key)))]
         return self._exchange(rank, request, ticket, now)
 
     def expire(self, now: float) -> Answers:
         """Answers requests that waited too long. An exchange fails as a whole at its first deadline."""
 
-        def late(get: _WaitingGet) -> Answer:
+        def late(get: _WaitingGet) -> StoreAnswer:
             absent = (rank for rank in self._group(get.request) if rank not in self.present)
-            return Answer(fault="timeout", ranks=tuple(absent))
+            return StoreAnswer(fault="timeout", ranks=tuple(absent))
 
         answers = self._answer_gets(lambda get: get.deadline <= now, late)
         for place, exchange in list(self._exchanges.items()):
             if exchange.deadline <= now:
                 missing = tuple(rank for rank in exchange.group if rank not in exchange.joined)
-                answers += self._end_exchange(place, Answer(fault="timeout", ranks=missing))
+                answers += self._end_exchange(place, StoreAnswer(fault="timeout", ranks=missing))
         return answers
 
     def next_deadline(self) -> float:
@@ -156,19 +156,19 @@ class StoreState:
         deadlines += [exchange.deadline for exchange in self._exchanges.values()]
         return min(deadlines, default=math.inf)
 
-    def _group(self, request: Request) -> Group:
+    def _group(self, request: StoreRequest) -> Group:
         return tuple(range(self.size)) if request.group is None else request.group
 
-    def _set(self, request: Request, ticket: Ticket) -> Answers:
+    def _set(self, request: StoreRequest, ticket: Ticket) -> Answers:
         added = len(request.value) - len(self._values.get(request.key, b""))
         if self._stored_nbytes + added > MAX_STORED_NBYTES:
             detail = f"{self._stored_nbytes} bytes of at most {MAX_STORED_NBYTES} are in use"
-            return [(ticket, Answer(fault="full", detail=detail))]
+            return [(ticket, StoreAnswer(fault="full", detail=detail))]
         self._stored_nbytes += added
         self._values[request.key] = request.value
-        answer = Answer(values=(request.value,))
+        answer = StoreAnswer(values=(request.value,))
         return [
-            (ticket, Answer()),
+            (ticket, StoreAnswer()),
             *self._answer_gets(lambda get: get.request.key == request.key, lambda _: answer),
         ]
 
@@ -178,34 +178,36 @@ class StoreState:
         self._stored_nbytes -= len(value or b"")
         return int(value is not None or counted is not None)
 
-    def _exchange(self, rank: int, request: Request, ticket: Ticket, now: float) -> Answers:
+    def _exchange(self, rank: int, request: StoreRequest, ticket: Ticket, now: float) -> Answers:
         group, deadline = self._group(request), now + request.timeout_s
         place = (group, request.key)
         exchange = self._exchanges.get(place) or _OpenExchange(group, deadline)
         if rank in exchange.joined:
-            return [(ticket, Answer(fault="twice", ranks=(rank,)))]
+            return [(ticket, StoreAnswer(fault="twice", ranks=(rank,)))]
         gone = tuple(other for other in group if other in self.left and other not in exchange.joined)
         if gone:
-            return [(ticket, Answer(fault="left", ranks=gone))]
+            return [(ticket, StoreAnswer(fault="left", ranks=gone))]
         self._exchanges[place] = exchange
         exchange.deadline = min(exchange.deadline, deadline)
         exchange.joined[rank] = (ticket, request.value)
         if len(exchange.joined) < len(group):
             return []
-        return self._end_exchange(place, Answer(values=tuple(exchange.joined[member][1] for member in group)))
+        return self._end_exchange(
+            place, StoreAnswer(values=tuple(exchange.joined[member][1] for member in group))
+        )
 
     def _answer_gets(
-        self, chosen: Callable[[_WaitingGet], bool], answer: Callable[[_WaitingGet], Answer]
+        self, chosen: Callable[[_WaitingGet], bool], answer: Callable[[_WaitingGet], StoreAnswer]
     ) -> Answers:
         """Ends every waiting "get" that ``chosen`` holds for."""
         ended = [get for get in self._gets if chosen(get)]
         self._gets = [get for get in self._gets if not chosen(get)]
         return [(get.ticket, answer(get)) for get in ended]
 
-    def _end_exchanges(self, chosen: Callable[[_OpenExchange], bool], answer: Answer) -> Answers:
+    def _end_exchanges(self, chosen: Callable[[_OpenExchange], bool], answer: StoreAnswer) -> Answers:
         """Ends every exchange that ``chosen`` holds for."""
         ended = [place for place, exchange in self._exchanges.items() if chosen(exchange)]
         return [pair for place in ended for pair in self._end_exchange(place, answer)]
 
-    def _end_exchange(self, place: tuple[Group, str], answer: Answer) -> Answers:
+    def _end_exchange(self, place: tuple[Group, str], answer: StoreAnswer) -> Answers:
         return [(ticket, answer) for ticket, _ in self._exchanges.pop(place).joined.values()]

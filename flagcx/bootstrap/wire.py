@@ -14,7 +14,7 @@ import json
 import struct
 from typing import Any
 
-from flagcx.bootstrap.store_state import Answer, Request
+from flagcx.bootstrap.store_state import StoreAnswer, StoreRequest
 
 MAGIC = b"flagcx store 1\n"
 MAX_GREETING_NBYTES = 4096
@@ -118,7 +118,7 @@ def is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def write_request(number: int, request: Request) -> bytes:
+def write_request(number: int, request: StoreRequest) -> bytes:
     """Makes a message of a request."""
     header = {
         "number": number,
@@ -131,7 +131,7 @@ def write_request(number: int, request: Request) -> bytes:
     return pack(header, request.value)
 
 
-def read_request(header: dict[str, Any], body: bytes, rank: int, size: int) -> Request:
+def read_request(header: dict[str, Any], body: bytes, rank: int, size: int) -> StoreRequest:
     """Makes a request of a message, field by field: a client is never trusted to send valid data.
 
     Args:
@@ -159,10 +159,10 @@ def read_request(header: dict[str, Any], body: bytes, rank: int, size: int) -> R
         if rank not in group or len(set(group)) < len(group):
             raise MalformedError("a request whose group lacks the asking rank or has one twice")
         group = tuple(group)
-    return Request(kind, key, body, amount, float(timeout_s), group)
+    return StoreRequest(kind, key, body, amount, float(timeout_s), group)
 
 
-def write_answer(number: int, answer: Answer) -> bytes:
+def write_answer(number: int, answer: StoreAnswer) -> bytes:
     """Makes a message of an answer to the request of this number."""
     header = {
         "number": number,
@@ -175,10 +175,12 @@ def write_answer(number: int, answer: Answer) -> bytes:
     return pack(header, b"".join(answer.values))
 
 
-def read_answer(header: dict[str, Any], body: bytes) -> Answer:
+def read_answer(header: dict[str, Any], body: bytes) -> StoreAnswer:
     """Makes an answer of a message of ``write_answer``."""
     values, start = [], 0
     for nbytes in header["lengths"]:
         values.append(body[start : start + nbytes])
         start += nbytes
-    return Answer(tuple(values), header["result"], header["fault"], tuple(header["ranks"]), header["detail"])
+    return StoreAnswer(
+        tuple(values), header["result"], header["fault"], tuple(header["ranks"]), header["detail"]
+    )

@@ -3,7 +3,7 @@
 import pytest
 
 from flagcx.bootstrap.membership import Membership
-from flagcx.bootstrap.store_state import Answer, Request
+from flagcx.bootstrap.store_state import StoreAnswer, StoreRequest
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def members():
 
 
 def exchange(members, rank, value=b""):
-    return members.submit(rank, Request("exchange", "x", value, timeout_s=5), rank, 0)
+    return members.submit(rank, StoreRequest("exchange", "x", value, timeout_s=5), rank, 0)
 
 
 @pytest.mark.parametrize(
@@ -35,10 +35,10 @@ def test_a_rank_in_its_second_stay_does_not_meet_one_in_its_first(members):
     assert members.leave(0) == []
     members.join(0, 100)
     assert exchange(members, 0) == []
-    assert exchange(members, 1) == [(1, Answer(fault="left", ranks=(0,)))]
+    assert exchange(members, 1) == [(1, StoreAnswer(fault="left", ranks=(0,)))]
     assert members.leave(1) == []
     members.join(1, 101)
-    assert dict(exchange(members, 1)) == dict.fromkeys((0, 1), Answer(values=(b"", b"")))
+    assert dict(exchange(members, 1)) == dict.fromkeys((0, 1), StoreAnswer(values=(b"", b"")))
 
 
 def test_a_loss_is_told_to_every_stay_and_is_final(members):
@@ -46,7 +46,7 @@ def test_a_loss_is_told_to_every_stay_and_is_final(members):
     members.join(0, 100)
     exchange(members, 0)
     members.end_stay(1)
-    died = Answer(fault="died", ranks=(1,), detail="why")
+    died = StoreAnswer(fault="died", ranks=(1,), detail="why")
     assert members.lose(1, "why") == [(0, died)]
     assert members.refusal(1, 2) == "rank 1 was lost before (why) and cannot come back"
     members.leave(0)
@@ -57,7 +57,7 @@ def test_a_loss_is_told_to_every_stay_and_is_final(members):
 def test_a_process_that_ended_well_is_not_waited_for_once_its_connection_has_ended(members):
     exchange(members, 0)
     assert members.finish(1) == [], "it is still connected"
-    assert members.leave(1) == [(0, Answer(fault="left", ranks=(1,)))]
+    assert members.leave(1) == [(0, StoreAnswer(fault="left", ranks=(1,)))]
     members.leave(0)
     members.join(0, 100)
-    assert exchange(members, 0) == [(0, Answer(fault="left", ranks=(1,)))]
+    assert exchange(members, 0) == [(0, StoreAnswer(fault="left", ranks=(1,)))]

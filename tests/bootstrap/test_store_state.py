@@ -5,7 +5,7 @@ import math
 import pytest
 
 from flagcx.bootstrap import store_state as module
-from flagcx.bootstrap.store_state import Answer, Request, StoreState
+from flagcx.bootstrap.store_state import StoreAnswer, StoreRequest, StoreState
 
 
 @pytest.fixture
@@ -17,29 +17,31 @@ def state():
 
 
 def exchange(name="g", value=b"", timeout_s=5.0, group=None):
-    return Request("exchange", name, value, timeout_s=timeout_s, group=group)
+    return StoreRequest("exchange", name, value, timeout_s=timeout_s, group=group)
 
 
 def test_a_key_is_set_got_and_deleted(state):
-    assert state.submit(0, Request("set", "k", b"v"), "a", 0) == [("a", Answer())]
-    assert state.submit(1, Request("get", "k"), "b", 0) == [("b", Answer(values=(b"v",)))]
-    assert state.submit(1, Request("delete", "k"), "c", 0) == [("c", Answer(number=1))]
-    assert state.submit(1, Request("delete", "k"), "d", 0) == [("d", Answer(number=0))]
+    assert state.submit(0, StoreRequest("set", "k", b"v"), "a", 0) == [("a", StoreAnswer())]
+    assert state.submit(1, StoreRequest("get", "k"), "b", 0) == [("b", StoreAnswer(values=(b"v",)))]
+    assert state.submit(1, StoreRequest("delete", "k"), "c", 0) == [("c", StoreAnswer(number=1))]
+    assert state.submit(1, StoreRequest("delete", "k"), "d", 0) == [("d", StoreAnswer(number=0))]
 
 
 def test_whoever_waits_for_a_key_gets_it_when_it_is_set(state):
-    assert state.submit(1, Request("get", "k", timeout_s=5), "b", 0) == []
-    assert state.submit(2, Request("get", "other", timeout_s=5), "c", 0) == []
-    assert state.submit(0, Request("set", "k", b"v"), "a", 1) == [
-        ("a", Answer()),
-        ("b", Answer(values=(b"v",))),
+    assert state.submit(1, StoreRequest("get", "k", timeout_s=5), "b", 0) == []
+    assert state.submit(2, StoreRequest("get", "other", timeout_s=5), "c", 0) == []
+    assert state.submit(0, StoreRequest("set", "k", b"v"), "a", 1) == [
+        ("a", StoreAnswer()),
+        ("b", StoreAnswer(values=(b"v",))),
     ]
-    assert state.submit(0, Request("set", "k", b"w"), "a", 1) == [("a", Answer())]  # b is not told twice
+    assert state.submit(0, StoreRequest("set", "k", b"w"), "a", 1) == [
+        ("a", StoreAnswer())
+    ]  # b is not told twice
 
 
 def test_counters_add_up(state):
-    assert state.submit(0, Request("add", "n", amount=5), "a", 0) == [("a", Answer(number=5))]
-    assert state.submit(1, Request("add", "n", amount=-7), "b", 0) == [("b", Answer(number=-2))]
+    assert state.submit(0, StoreRequest("add", "n", amount=5), "a", 0) == [("a", StoreAnswer(number=5))]
+    assert state.submit(1, StoreRequest("add", "n", amount=-7), "b", 0) == [("b", StoreAnswer(number=-2))]
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
@@ -56,7 +58,7 @@ def test_an_exchange_of_some_ranks_is_in_their_order_and_apart_from_others(state
     assert state.submit(0, exchange(value=b"0", group=group), "a", 0) == []
     assert state.submit(0, exchange(value=b"x", group=(0, 1)), "other", 0) == []
     answers = dict(state.submit(2, exchange(value=b"2", group=group), "b", 0))
-    assert answers == dict.fromkeys("ab", Answer(values=(b"2", b"0")))
+    assert answers == dict.fromkeys("ab", StoreAnswer(values=(b"2", b"0")))
 
 
 def test_a_name_may_be_used_again(state):
@@ -72,43 +74,43 @@ def test_an_exchange_that_is_late_fails_for_all_in_it_and_names_the_absent(state
     state.submit(2, exchange(timeout_s=4), "c", 1)
     assert state.next_deadline() == 5
     assert state.expire(4.9) == []
-    assert state.expire(5) == [(ticket, Answer(fault="timeout", ranks=(1,))) for ticket in "ac"]
+    assert state.expire(5) == [(ticket, StoreAnswer(fault="timeout", ranks=(1,))) for ticket in "ac"]
     assert state.next_deadline() == math.inf
 
 
 def test_a_get_that_is_late_names_the_ranks_that_are_not_there():
     state = StoreState(3)
     state.present.add(0)
-    state.submit(0, Request("get", "k", timeout_s=2), "a", 0)
-    assert state.expire(2) == [("a", Answer(fault="timeout", ranks=(1, 2)))]
+    state.submit(0, StoreRequest("get", "k", timeout_s=2), "a", 0)
+    assert state.expire(2) == [("a", StoreAnswer(fault="timeout", ranks=(1, 2)))]
 
 
 def test_a_death_is_told_to_all_who_wait_and_to_all_who_ask_later(state):
     state.submit(0, exchange(timeout_s=9), "a", 0)
-    state.submit(1, Request("get", "k", timeout_s=9), "b", 0)
-    told = Answer(fault="died", ranks=(2,), detail="why")
+    state.submit(1, StoreRequest("get", "k", timeout_s=9), "b", 0)
+    told = StoreAnswer(fault="died", ranks=(2,), detail="why")
     assert sorted(state.lose(2, "why")) == [("a", told), ("b", told)]
-    assert state.submit(0, Request("set", "k", b""), "c", 1) == [("c", told)]
+    assert state.submit(0, StoreRequest("set", "k", b""), "c", 1) == [("c", told)]
     assert state.lose(2, "again") == []
 
 
 def test_a_death_does_not_concern_a_group_without_the_dead(state):
     group = (0, 1)
     state.submit(0, exchange(group=group), "a", 0)
-    state.submit(1, Request("get", "k", timeout_s=9, group=group), "b", 0)
+    state.submit(1, StoreRequest("get", "k", timeout_s=9, group=group), "b", 0)
     assert state.lose(2, "why") == []
-    assert state.submit(0, Request("set", "k", b"v", group=group), "c", 0)[1] == (
+    assert state.submit(0, StoreRequest("set", "k", b"v", group=group), "c", 0)[1] == (
         "b",
-        Answer(values=(b"v",)),
+        StoreAnswer(values=(b"v",)),
     )
 
 
 def test_a_rank_that_left_is_not_waited_for(state):
     state.submit(0, exchange(timeout_s=9), "a", 0)
-    told = Answer(fault="left", ranks=(1,))
+    told = StoreAnswer(fault="left", ranks=(1,))
     assert state.leave(1) == [("a", told)]
     assert state.submit(2, exchange(), "c", 0) == [("c", told)]
-    assert state.submit(2, Request("set", "k", b""), "d", 0) == [("d", Answer())]  # it did not die
+    assert state.submit(2, StoreRequest("set", "k", b""), "d", 0) == [("d", StoreAnswer())]  # it did not die
 
 
 def test_a_rank_that_left_after_it_had_joined_an_exchange_counts(state):
@@ -120,14 +122,14 @@ def test_a_rank_that_left_after_it_had_joined_an_exchange_counts(state):
 
 def test_joining_twice_is_refused(state):
     state.submit(0, exchange(), "a", 0)
-    assert state.submit(0, exchange(), "b", 0) == [("b", Answer(fault="twice", ranks=(0,)))]
+    assert state.submit(0, exchange(), "b", 0) == [("b", StoreAnswer(fault="twice", ranks=(0,)))]
 
 
 def test_a_full_store_refuses_and_has_room_again_after_a_delete(state, monkeypatch):
     monkeypatch.setattr(module, "MAX_STORED_NBYTES", 10)
-    assert state.submit(0, Request("set", "k", b"x" * 8), "a", 0)[0][1].fault == ""
-    full = state.submit(0, Request("set", "l", b"x" * 3), "b", 0)[0][1]
+    assert state.submit(0, StoreRequest("set", "k", b"x" * 8), "a", 0)[0][1].fault == ""
+    full = state.submit(0, StoreRequest("set", "l", b"x" * 3), "b", 0)[0][1]
     assert (full.fault, full.detail) == ("full", "8 bytes of at most 10 are in use")
-    assert state.submit(0, Request("set", "k", b"x" * 10), "c", 0)[0][1].fault == ""  # in place of the 8
-    state.submit(0, Request("delete", "k"), "d", 0)
-    assert state.submit(0, Request("set", "l", b"x" * 3), "e", 0)[0][1].fault == ""
+    assert state.submit(0, StoreRequest("set", "k", b"x" * 10), "c", 0)[0][1].fault == ""  # in place of the 8
+    state.submit(0, StoreRequest("delete", "k"), "d", 0)
+    assert state.submit(0, StoreRequest("set", "l", b"x" * 3), "e", 0)[0][1].fault == ""

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from flagcx.bootstrap import wire
 from flagcx.bootstrap.sockets import format_address, listen, parse_address
-from flagcx.bootstrap.store_state import Request
+from flagcx.bootstrap.store_state import StoreRequest
 from flagcx.errors import BootstrapError
 
 
@@ -63,7 +63,7 @@ GOOD = {"kind": "exchange", "key": "k", "number": 3, "amount": 0, "timeout_s": 1
 
 
 def test_a_good_request_is_read():
-    assert wire.read_request(GOOD, b"v", 2, 4) == Request("exchange", "k", b"v", 0, 1.5, (0, 2))
+    assert wire.read_request(GOOD, b"v", 2, 4) == StoreRequest("exchange", "k", b"v", 0, 1.5, (0, 2))
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def allgather(queue: CallQueue, outputs: Sequence[Any], x: Any) -> Task:
 
     def task() -> None:
         out, flat = _target(queue, outputs)
-        sendbuf = queue.views.bytes(plain(x))
+        sendbuf = _joined(queue, [x], queue.views.bytes)
         if even:
             queue.comm.allgather(sendbuf, out=out)
         else:
@@ -130,7 +130,7 @@ def gather(queue: CallQueue, outputs: Sequence[Any], x: Any, root: int) -> Task:
     """Gives the root the tensors of all ranks."""
 
     def task() -> None:
-        sendbuf = queue.views.bytes(plain(x))
+        sendbuf = _joined(queue, [x], queue.views.bytes)
         if queue.comm.rank != root:
             queue.comm.gather(sendbuf, root)
             return
@@ -171,14 +171,14 @@ def _copy_back(copy: Any, tensor: Any) -> None:
         tensor.detach().copy_(copy)
 
 
-def _joined(queue: CallQueue, tensors: Sequence[Any], view: Callable[[Any, int], Any]) -> Any:
-    """An array over all tensors end to end: over their own memory where they lie so."""
+def _joined(queue: CallQueue, tensors: Sequence[Any], view: Callable[..., Any]) -> Any:
+    """An array over all tensors end to end: over their own memory where they lie so, else over a copy."""
     count = sum(t.numel() for t in tensors)
     if are_adjacent(tensors):
         return view(tensors[0], count)
     flat = queue.scratch("joined", tensors[0], count)
     torch.cat([t.detach().reshape(-1) for t in tensors], out=flat)
-    return view(flat, count)
+    return view(flat, count, flat)
 
 
 def _target(queue: CallQueue, tensors: Sequence[Any]) -> tuple[Any, Any]:

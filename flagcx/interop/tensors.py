@@ -1,8 +1,9 @@
 """Tensors as arrays over the same memory, and torch's dtypes and operations as flagcx's.
 
 Making an array over a tensor costs more than an all-reduce of a few kilobytes, and plans keep what they
-prepared for an array that returns. So arrays are kept by address, count and dtype. They own no memory: an
-array is used only while the caller's tensor at that address is alive.
+prepared for an array that returns. So arrays over callers' tensors are kept by address, count and dtype.
+They own no memory: the queue keeps the caller's tensor alive until the call has ended. An array over any
+other tensor is made anew, and keeps that tensor alive.
 """
 
 from __future__ import annotations
@@ -111,14 +112,16 @@ def are_adjacent(tensors: Sequence[Any]) -> bool:
 
 
 class Views:
-    """One-dimensional arrays over plain tensors."""
+    """One-dimensional arrays over plain tensors: callers', or a temporary one, which is then the ``owner``."""
 
     def __init__(self) -> None:
         self._known: dict[tuple, Any] = {}
 
-    def elements(self, tensor: Any, count: int | None = None) -> Any:
+    def elements(self, tensor: Any, count: int | None = None, owner: Any = None) -> Any:
         """A tensor's elements; ``count`` of them, from its first on, where that is given."""
         key = tensor.data_ptr(), tensor.numel() if count is None else count, tensor.dtype
+        if owner is not None:
+            return self._make(key[0], key[1], NUMPY_DTYPES[tensor.dtype], owner)
         found = self._known.get(key)
         if found is None:
             return self._made(key, NUMPY_DTYPES[tensor.dtype])
@@ -126,10 +129,12 @@ class Views:
             self._returns(key, found)
         return found
 
-    def bytes(self, tensor: Any, count: int | None = None) -> Any:
+    def bytes(self, tensor: Any, count: int | None = None, owner: Any = None) -> Any:
         """The bytes of a tensor; those of ``count`` elements where that is given."""
         count = tensor.numel() if count is None else count
         key = tensor.data_ptr(), count * tensor.element_size(), _BYTES
+        if owner is not None:
+            return self._make(*key, owner)
         found = self._known.get(key)
         return self._made(key, _BYTES) if found is None else found
 
@@ -139,7 +144,7 @@ class Views:
         made = self._known[key] = self._make(key[0], key[1], dtype)
         return made
 
-    def _make(self, address: int, count: int, dtype: np.dtype) -> Any:
+    def _make(self, address: int, count: int, dtype: np.dtype, owner: Any = None) -> Any:
         raise NotImplementedError
 
     def _returns(self, key: tuple, array: Any) -> None:
@@ -158,10 +163,11 @@ class HostViews(Views):
         super().__init__()
         self._returned: dict[tuple, int] = {}
 
-    def _make(self, address: int, count: int, dtype: np.dtype) -> np.ndarray:
+    def _make(self, address: int, count: int, dtype: np.dtype, owner: Any = None) -> np.ndarray:
         if count == 0:
             return np.empty(0, dtype)
-        memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
+        memory: Any = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
+        memory.owner = owner
         return np.frombuffer(memoryview(memory), dtype)
 
     def _returns(self, key: tuple, array: np.ndarray) -> None:
@@ -191,9 +197,9 @@ class DeviceViews(Views):
         super().__init__()
         self._cupy, self._device = cupy, device
 
-    def _make(self, address: int, count: int, dtype: np.dtype) -> Any:
+    def _make(self, address: int, count: int, dtype: np.dtype, owner: Any = None) -> Any:
         if count == 0:
             return self._cupy.empty(0, _BYTES).view(dtype)
         cuda = self._cupy.cuda
-        memory = cuda.UnownedMemory(address, count * dtype.itemsize, None, self._device)
+        memory = cuda.UnownedMemory(address, count * dtype.itemsize, owner, self._device)
         return self._cupy.ndarray((count,), dtype, cuda.MemoryPointer(memory, 0))

@@ -89,10 +89,10 @@ def all_gather(group: Any, rank: int, size: int) -> Result:
 
 def all_gather_single(group: Any, rank: int, size: int) -> Result:
     whole = torch.zeros(size * 50, 3)
-    _single("all_gather")(whole, data(rank, 150).view(50, 3), group=group)
+    single("all_gather")(whole, data(rank, 150).view(50, 3), group=group)
     own = torch.zeros(size, 7)
     own[rank] = data(rank, 7)
-    _single("all_gather")(own.view(-1), own[rank], group=group)
+    single("all_gather")(own.view(-1), own[rank], group=group)
     return [whole, own]
 
 
@@ -107,7 +107,7 @@ def reduce_scatter(group: Any, rank: int, size: int) -> Result:
 
 def reduce_scatter_single(group: Any, rank: int, size: int) -> Result:
     output = torch.zeros(11, 2)
-    _single("reduce_scatter")(output, data(rank, size * 22).view(size * 11, 2), group=group)
+    single("reduce_scatter")(output, data(rank, size * 22).view(size * 11, 2), group=group)
     return [output]
 
 
@@ -260,7 +260,7 @@ def differences(name: str, ours: Result, theirs: Result) -> list[str]:
     return faults
 
 
-def _single(collective: str) -> Callable[..., Any]:
+def single(collective: str) -> Callable[..., Any]:
     """The form on one tensor, by the name that this torch has for it."""
     newer = {"all_gather": "all_gather_single", "reduce_scatter": "reduce_scatter_single"}[collective]
     older = {"all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor"}[collective]

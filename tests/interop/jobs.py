@@ -16,6 +16,7 @@ from flagcx.config import environment
 from flagcx.interop.torch import FlagcxProcessGroup
 from tests.interop import training
 from tests.interop.calls import CALLS, data, differences
+from tests.interop.layouts import layouts
 
 Faults = list[str]
 
@@ -322,6 +323,7 @@ CHECKS: tuple[Callable[[Any, int, int], Faults], ...] = (
     in_flagcx,
     callbacks,
     dropped,
+    layouts,
     errors_of_works,
     subgroups,
     sparse,

@@ -1,0 +1,178 @@
+"""Random programs in which one rank deviates in one call: every rank is told of it.
+
+A program has a communicator of its own. It makes some calls, so that plans exist and repeat; then one rank
+makes another call than the rest, and all go on to a barrier and close.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import pytest
+
+import flagcx as fc
+from tests.ranks import run_ranks
+
+Program = Callable[[fc.Communicator], object]
+
+COUNTS = (1, 7, 64, 604, 5998, 20_000, 100_000)
+DTYPES = ("float32", "int32", "float64", "uint8")
+OPS = ("sum", "max", "min", "prod")
+REDUCING, ROOTED = ("allreduce", "reduce", "reduce_scatter"), ("broadcast", "reduce", "gather", "scatter")
+COLLECTIVES = tuple(dict.fromkeys((*REDUCING, *ROOTED, "allgather", "alltoall")))
+KINDS = ("count", "dtype", "op", "root", "collective", "algorithm", "codec", "parts", "kind", "order")
+ALGORITHMS = ("ring", "tree", "one_shot", "two_shot", "recursive_doubling")
+CODECS = ("int8", "fp8", "fp16", "bf16", "int4", "topk")
+
+
+def call(comm: fc.Communicator, name: str, count: int, dtype: str, op: str, root: int, more: dict) -> None:
+    """One collective of ``count`` elements (a block), with arrays of its own."""
+    x = np.ones((comm.size, count) if name in ("reduce_scatter", "alltoall", "scatter") else count, dtype)
+    waits = more.get("async_op", False)
+    if name in ("allreduce", "reduce", "reduce_scatter"):
+        more = {"op": op, **more}
+    if name in ("broadcast", "reduce", "gather", "scatter"):
+        more = {"root": root, **more}
+    if name == "scatter":
+        more = {"out": np.empty(count, dtype), **more}
+    done = getattr(comm, name)(x, **more)
+    if waits:
+        done.wait()
+
+
+def together(comm: fc.Communicator, counts: tuple[int, ...], how: str, dtype: str) -> None:
+    """All-reduces of several arrays, as a list or in a group."""
+    arrays = [np.ones(count, dtype) for count in counts]
+    if how == "list":
+        comm.allreduce(arrays)
+        return
+    with comm.group():
+        for array in arrays:
+            comm.allreduce(array)
+
+
+def some_call(draw: random.Random, size: int) -> tuple:
+    """A random collective, as the arguments of ``call``."""
+    name = draw.choice(COLLECTIVES)
+    more: dict = {"async_op": True} if draw.random() < 0.2 else {}
+    return name, draw.choice(COUNTS), draw.choice(DTYPES), draw.choice(OPS), draw.randrange(size), more
+
+
+def without(values: tuple, one: object) -> list:
+    return [value for value in values if value != one]
+
+
+def program_of(arguments: tuple) -> Program:
+    name, count, dtype, op, root, more = arguments
+    return partial(call, name=name, count=count, dtype=dtype, op=op, root=root, more=more)
+
+
+def deviating(draw: random.Random, size: int) -> tuple[str, Program, Program]:
+    """What differs, the call of most ranks, and that of one."""
+    kind = draw.choice(KINDS)
+    name, count, dtype, op, root, more = some_call(draw, size)
+    if kind == "op":
+        name = draw.choice(REDUCING)
+    elif kind == "root":
+        name = draw.choice(ROOTED)
+    elif kind == "algorithm":
+        name, more = "allreduce", {"algorithm": draw.choice(ALGORITHMS)}
+    elif kind == "codec":
+        name, count, dtype, op, more = (
+            "allreduce",
+            5000,
+            "float32",
+            "sum",
+            {"compression": draw.choice(CODECS)},
+        )
+    elif kind in ("parts", "kind"):
+        parts = tuple(draw.sample((3, 10, 20, 500, 40), 3))
+        several = partial(together, how=draw.choice(("list", "group")), dtype=dtype)
+        whole = program_of(("allreduce", sum(parts), dtype, "sum", 0, {}))
+        moved = partial(several, counts=parts[1:] + parts[:1])
+        return kind, partial(several, counts=parts), moved if kind == "parts" else whole
+    right = (name, count, dtype, op, root, more)
+    if kind == "order":
+        other = some_call(draw, size)
+        while other[0] == name:
+            other = some_call(draw, size)
+        calls = [program_of(right), program_of(other)]
+        return kind, in_turn(calls), in_turn(calls[::-1])
+    wrong = {
+        "count": lambda: (name, draw.choice(without(COUNTS, count)), dtype, op, root, more),
+        "dtype": lambda: (name, count, draw.choice(without(DTYPES, dtype)), op, root, more),
+        "op": lambda: (name, count, dtype, draw.choice(without(OPS, op)), root, more),
+        "root": lambda: (name, count, dtype, op, (root + 1) % size, more),
+        "collective": lambda: (draw.choice(without(COLLECTIVES, name)), count, dtype, op, root, more),
+        "algorithm": lambda: (*right[:5], {"algorithm": draw.choice(without(ALGORITHMS, more["algorithm"]))}),
+        "codec": lambda: (*right[:5], {"compression": draw.choice(without(CODECS, more["compression"]))}),
+    }[kind]()
+    return kind, program_of(right), program_of(wrong)
+
+
+def in_turn(calls: list[Program]) -> Program:
+    """One program after the other."""
+
+    def run(comm: fc.Communicator) -> None:
+        for one in calls:
+            one(comm)
+
+    return run
+
+
+def outcome(comm: fc.Communicator, programs: list[Program]) -> str:
+    """What this rank is told, in some call or when the communicator closes.
+
+    A rank that has not quite done with a right call may be told of the wrong one of a peer that went on.
+    """
+    told = []
+    for step in (*(partial(program, comm) for program in programs), comm.barrier, comm.close):
+        try:
+            step()
+        except fc.CommunicatorError:
+            pass  # the error before has said all
+        except fc.FlagcxError as error:
+            told.append(f"{type(error).__name__}: {error}")
+    return " | ".join(told) or "nothing"
+
+
+def deviate(seeds: range) -> list[tuple[int, str, str]]:
+    """Runs programs; what each comes to here: its seed, what differs, what this rank is told."""
+    world = fc.init(timeout_s=20)
+    found = []
+    for seed in seeds:
+        draw = random.Random(seed)
+        comm = world.split(0)
+        before = [program_of(some_call(draw, world.size)) for _ in range(draw.randrange(4))] * 2
+        kind, right, wrong = deviating(draw, world.size)
+        culprit = draw.randrange(world.size)
+        if draw.random() < 0.5:  # plans of both exist already, on all ranks
+            before += [right, right, wrong, wrong]
+        found.append((seed, kind, outcome(comm, [*before, wrong if world.rank == culprit else right])))
+        world.barrier()
+    return found
+
+
+def check(size: int, seeds: range) -> None:
+    by_rank = run_ranks(deviate, size, seeds, timeout_s=300)
+    wrong = []
+    for told in zip(*by_rank, strict=True):
+        texts = [text for _, _, text in told]
+        by_all = all("MismatchError" in text or "AbortedError" in text for text in texts)
+        if not (by_all and any("MismatchError" in text for text in texts)):
+            wrong.append((size, *told[0][:2], texts))
+    assert not wrong, f"{len(wrong)} of {len(seeds)}\n" + "\n".join(map(str, wrong[:5]))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_deviating_call_is_told_to_every_rank(size):
+    check(size, range(size * 1000, size * 1000 + 20))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_many_deviating_calls(size):
+    check(size, range(size * 1000 + 20, size * 1000 + 190))

@@ -22,8 +22,8 @@ from functools import partial
 from itertools import chain
 
 from flagcx.schedule.compose import ChunkTransfer, recv, recv_reduce, reverse, schedule_of, send
-from flagcx.schedule.model import Recv, Schedule
-from flagcx.schedule.pattern import backwards
+from flagcx.schedule.model import Buffer, Copy, Program, Recv, Reduce, Schedule, Send, Step, span_of
+from flagcx.schedule.pattern import backwards, check
 
 
 def core(size: int) -> tuple[int, int, int]:
@@ -42,25 +42,66 @@ def _fold(size: int, chunks: int, rank: int) -> Iterator[ChunkTransfer]:
 
 
 def _rounds(size: int) -> int:
-    """Rounds of recursive doubling, and of the allgather and reduce_scatter here."""
+    """Rounds of the allgather and reduce_scatter here."""
     _, exponent, extra = core(size)
     return exponent + (2 if extra else 0)
 
 
-def _doubling(size: int, rank: int) -> Iterator[ChunkTransfer]:
+def _meet(rank: int, peer: int, now: Buffer, sends: bool = True) -> tuple[Step, Buffer]:
+    """Gets all that ``peer`` has and combines it with this rank's own, that of the lower rank first.
+
+    Args:
+        rank: This rank.
+        peer: Its partner.
+        now: Where this rank's own lies.
+        sends: Whether the partner gets it too, and so makes the same of the same two values.
+
+    Returns:
+        The step, and where the result lies.
+    """
+    apart = Buffer.OUTPUT if now is Buffer.SCRATCH else Buffer.SCRATCH
+    own, arrived = span_of(now, 0), span_of(apart, 0)
+    transfers = (*((Send(own, peer),) if sends else ()), Recv(arrived, peer))
+    if peer < rank:
+        return Step(transfers, (Reduce(own, arrived),)), apart
+    if now is not Buffer.INPUT:
+        return Step(transfers, (Reduce(arrived, own),)), now
+    result = span_of(Buffer.OUTPUT, 0)
+    return Step(transfers, (Copy(own, result), Reduce(arrived, result))), Buffer.OUTPUT
+
+
+def _doubling(size: int, rank: int) -> Program:
     power, exponent, extra = core(size)
-    fold = list(_fold(size, 1, rank))
-    yield from fold
-    for now, k in enumerate(range(exponent if rank < power else 0), 1 if extra else 0):
-        yield send(now, rank ^ (1 << k), 0)
-        yield recv_reduce(now, rank ^ (1 << k), 0)
-    yield from backwards(fold, _rounds(size), Recv)
+    now = Buffer.INPUT
+    steps: list[Step] = []
+    if rank >= power:
+        steps = [Step((Send(span_of(now, 0), rank - power),)), *[Step()] * exponent]
+        return Program(rank, (*steps, Step((Recv(span_of(Buffer.OUTPUT, 0), rank - power),))))
+    if extra:
+        step, now = _meet(rank, rank + power, now, sends=False) if rank < extra else (Step(), now)
+        steps.append(step)
+    for k in range(exponent):
+        step, now = _meet(rank, rank ^ (1 << k), now)
+        steps.append(step)
+    if extra:
+        steps.append(Step((Send(span_of(now, 0), rank + power),) if rank < extra else ()))
+    if now is not Buffer.OUTPUT:
+        last = steps.pop() if steps else Step()
+        copied = Copy(span_of(now, 0), span_of(Buffer.OUTPUT, 0))
+        steps.append(Step(last.transfers, (*last.local, copied)))
+    return Program(rank, tuple(steps))
+
+
+def _doubled(collective: str, size: int) -> Schedule:
+    check(collective, size, 1)
+    return Schedule(collective, "recursive_doubling", size, 1, partial(_doubling, size), aligned=True)
 
 
 def recursive_doubling_allreduce(size: int) -> Schedule:
-    """Partners exchange and add all that they have. For short messages.
+    """Partners exchange all that they have, and both combine it. For short messages.
 
-    Both partners add the same two values, so all ranks end with the same bits (operations commute).
+    Both combine the same two values in the same order, that of the lower rank first, so all ranks end with
+    the same bits.
 
     Args:
         size: Number of ranks.
@@ -69,7 +110,7 @@ def recursive_doubling_allreduce(size: int) -> Schedule:
         Steps: log2 n for powers of two, the least possible; else floor(log2 n) + 2. Sent by each rank:
         the message once in each step it takes part in. Any number of ranks.
     """
-    return schedule_of("allreduce", "recursive_doubling", size, 1, _rounds(size), partial(_doubling, size))
+    return _doubled("allreduce", size)
 
 
 def recursive_doubling_barrier(size: int) -> Schedule:
@@ -82,7 +123,7 @@ def recursive_doubling_barrier(size: int) -> Schedule:
         Steps: log2 n for powers of two, else floor(log2 n) + 2. Sent by each rank: one message a step.
         Any number of ranks.
     """
-    return schedule_of("barrier", "recursive_doubling", size, 1, _rounds(size), partial(_doubling, size))
+    return _doubled("barrier", size)
 
 
 def _halving(size: int, rank: int) -> Iterator[ChunkTransfer]:

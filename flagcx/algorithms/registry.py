@@ -43,7 +43,7 @@ def _build(collective: str, algorithm: str, size: int, root, pieces: int, groups
         return schedule
     schedule = _checked(known, schedule, size, root)
     if size <= VERIFIED_RANKS:
-        verify(schedule, uneven=known.uneven)
+        verify(schedule, uneven=known.uneven, same_bits=True)
     return schedule
 
 
@@ -146,7 +146,8 @@ def register(
 
     Raises:
         ArgumentError: The name is taken, the collective is unknown, or ``build`` is not such a function.
-        ScheduleError: The schedule would hang, race or give a wrong result; nothing is registered.
+        ScheduleError: The schedule would hang, race, give a wrong result, or as an all-reduce other bits on
+            some rank (see ``verify``); nothing is registered.
 
     Example:
         >>> from flagcx.algorithms.direct import direct_broadcast, direct_reduce
@@ -162,7 +163,8 @@ def register(
     for size in sizes:
         for root in range(size) if made.rooted else (None,):
             for pieces in (1, 2) if made.pipelined else (1,):
-                verify(_checked(made, made.make(size, root, pieces), size, root), uneven=uneven)
+                schedule = _checked(made, made.make(size, root, pieces), size, root)
+                verify(schedule, uneven=uneven, same_bits=True)
     registry, key = _registry(), (collective, str(name))
     with registry.lock:
         if key in registry.entries:

@@ -1,4 +1,8 @@
-"""A run of a schedule on symbols: each chunk is a sum of contributions, counted with multiplicity."""
+"""A run of a schedule on symbols: each chunk is an expression, whose contributions are counted.
+
+Operations are taken to be associative and commutative for what a chunk must hold, and to be neither where all
+ranks must end with the same bits.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +20,11 @@ _NOTHING = 0
 
 
 class Sums:
-    """Interned multisets of contributions; a chunk's value is the number of one.
+    """Interned expressions; a chunk's value is the number of one.
 
-    A multiset is kept as one integer with a counter for each rank, together with the one chunk that
-    all its contributions are of (sums over different chunks lie in one longer integer). Multisets
-    of more than ``size`` contributions can be part of no right result and are told apart by origin alone.
+    The contributions of an expression are kept as one integer with a counter for each rank, together with
+    the one chunk that they all are of (sums over different chunks lie in one longer integer). Expressions
+    of more than ``size`` contributions can be part of no right result.
     """
 
     def __init__(self, size: int, repeats: bool) -> None:
@@ -32,7 +36,6 @@ class Sums:
         self._weight = [0]
         self._parents: list[tuple[int, int] | Contribution] = [(0, 0)]
         self._born: list[tuple[int, int] | None] = [None]
-        self._known: dict[tuple[int, int], int] = {}
         self._sums: dict[tuple[int, int], int] = {}
         self._keys: dict[tuple[Contribution, ...], tuple[int, int]] = {}
         self.place = (0, 0)
@@ -60,9 +63,7 @@ class Sums:
         width = self._bits * self._size
         a = self._packed[left] << (self._chunk[left] - chunk) * width
         b = self._packed[right] << (self._chunk[right] - chunk) * width
-        packed = a | b if self._repeats else a + b
-        known = self._known.get((chunk, packed))
-        return self._new(chunk, packed, weight, (left, right)) if known is None else known
+        return self._new(chunk, a | b if self._repeats else a + b, weight, (left, right))
 
     def _new(self, chunk: int, packed: int, weight: int, parents: tuple[int, int]) -> int:
         number = len(self._packed)
@@ -71,12 +72,10 @@ class Sums:
         self._weight.append(min(weight, self._size + 1))
         self._parents.append(parents)
         self._born.append(self.place)
-        if chunk >= 0:
-            self._known[chunk, packed] = number
         return number
 
-    def find(self, contributions: tuple[Contribution, ...]) -> int | None:
-        """The number of the multiset of just these contributions, or None where no chunk has that value."""
+    def holds(self, number: int, contributions: tuple[Contribution, ...]) -> bool:
+        """Whether a value has just these contributions, each once."""
         key = self._keys.get(contributions)
         if key is None:
             lowest = min(chunk for _, chunk in contributions)
@@ -85,7 +84,15 @@ class Sums:
             for rank, chunk in contributions:
                 packed += 1 << (rank * bits + (chunk - lowest) * width)
             key = self._keys[contributions] = lowest, packed
-        return self._known.get(key)
+        return key == (self._chunk[number], self._packed[number])
+
+    def words(self, number: int) -> str:
+        """A value as an expression of ranks, such as "(0 . 1) . 2"."""
+        parents = self._parents[number]
+        if self._born[number] is None:
+            return str(parents[0])
+        left, right = (self.words(p) if self._born[p] is None else f"({self.words(p)})" for p in parents)
+        return f"{left} . {right}"
 
     def counter(self, number: int) -> Counter[Contribution]:
         """The contributions of a value, each with how often it was added."""
@@ -115,7 +122,11 @@ class Sums:
 
 
 def run(
-    schedule: Schedule, matching: Matching, order: Sequence[tuple[int, int]], layout: Sequence[Cells]
+    schedule: Schedule,
+    matching: Matching,
+    order: Sequence[tuple[int, int]],
+    layout: Sequence[Cells],
+    same_bits: bool = False,
 ) -> None:
     """Runs ``schedule`` on symbols and compares every OUTPUT with the contributions it must end with.
 
@@ -124,6 +135,7 @@ def run(
         matching: Its messages.
         order: All (rank, step) in an order in which they can end.
         layout: Each rank's memory.
+        same_bits: Whether all ranks of an all-reduce must compute one expression.
 
     Raises:
         ScheduleError: A chunk is read before anything was written to it, or an OUTPUT ends wrong.
@@ -144,8 +156,12 @@ def run(
         _end(matching, rank, step, memory[rank], layout[rank], in_flight, sums)
         if step + 1 < len(matching.programs[rank].steps):
             _begin(matching, rank, step + 1, memory, layout, in_flight)
+    first: list[int] = []
     for rank, row in enumerate(memory):
-        _compare(schedule, matching, rank, row, layout[rank], sums)
+        result = _compare(schedule, matching, rank, row, layout[rank], sums)
+        first = first or result
+        if same_bits and schedule.collective == "allreduce" and result != first:
+            raise _reordered(matching, rank, layout[rank], result, first, sums)
 
 
 def _begin(matching, rank, step, memory, layout, in_flight) -> None:
@@ -196,16 +212,29 @@ def _unwritten(verb, span, values, rank, step) -> ScheduleError:
     return fault(f"{verb} {span}, of which {chunk} was never written", rank, step, chunk)
 
 
-def _compare(schedule, matching, rank, row, place, sums) -> None:
+def _compare(schedule, matching, rank, row, place, sums) -> list[int]:
     kind = COLLECTIVES[schedule.collective]
     size, root = schedule.size, schedule.root
     per_block = kind.per_block(size, schedule.chunks)
     base = place.base[Buffer.OUTPUT]
     for chunk in range(place.count[1]):
         got = row[base + chunk]
-        wanted = sums.find(kind.expected(rank, chunk, size, per_block, root))
-        if got != wanted or got == _NOTHING:
+        wanted = kind.expected(rank, chunk, size, per_block, root)
+        if got == _NOTHING or not sums.holds(got, wanted):
             raise _wrong(schedule, matching, rank, chunk, got, place, sums)
+    return row[base : base + place.count[1]]
+
+
+def _reordered(matching, rank, place, result, first, sums) -> ScheduleError:
+    chunk = next(i for i, (a, b) in enumerate(zip(result, first, strict=True)) if a != b)
+    span = span_of(Buffer.OUTPUT, chunk)
+    step = _last_write(matching.programs[rank], place, place.range(span)[0])
+    text = (
+        f"ends with other bits than on rank 0: it is combined as {sums.words(result[chunk])}, there as "
+        f"{sums.words(first[chunk])}; combine in one order on all ranks (a Reduce into what arrived, a Recv, "
+        f"puts it first)"
+    )
+    return fault(text, rank, step, span)
 
 
 def _wrong(schedule, matching, rank, chunk, got, place, sums) -> ScheduleError:

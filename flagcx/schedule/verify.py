@@ -7,6 +7,7 @@ Five questions, in this order, each of which assumes a good answer to those befo
 3. Does every step end, if a send waits for its receive and the other way round (rendezvous)?
 4. Is the result the same however the transfers of a step are timed?
 5. Does a run on symbols leave in every OUTPUT the contributions of the collective, each once?
+6. If asked for: do all ranks of an all-reduce compute one expression, down to the order of operands?
 
 Since no result depends on timing (4), one run (5) in an order that can happen (3) stands for all.
 """
@@ -39,7 +40,9 @@ _TRANSFERS = (Send, Recv, RecvReduce)
 _LOCAL = (Copy, Reduce)
 
 
-def verify(schedule: Schedule, in_place: bool | None = None, uneven: bool = False) -> None:
+def verify(
+    schedule: Schedule, in_place: bool | None = None, uneven: bool = False, same_bits: bool = False
+) -> None:
     """Checks that ``schedule`` can neither hang nor race nor end with a wrong result.
 
     Args:
@@ -47,6 +50,8 @@ def verify(schedule: Schedule, in_place: bool | None = None, uneven: bool = Fals
         in_place: Whether INPUT and OUTPUT lie over each other. None checks both forms.
         uneven: Whether the blocks of ranks may differ in size, as in allgatherv or alltoallv. It makes
             no difference to collectives without blocks.
+        same_bits: Whether every rank must compute a sum that all ranks get by the same operations on the
+            same operands, in the same order. Where only one rank gets each sum there is nothing to ask.
 
     Raises:
         ScheduleError: With the rank, the step and the chunk at fault, where they are known.
@@ -70,7 +75,7 @@ def verify(schedule: Schedule, in_place: bool | None = None, uneven: bool = Fals
         places = [cells(schedule, rank, form) for rank in range(schedule.size)]
         for program, place in zip(programs, places, strict=True):
             check_hazards(program, place, form)
-        run(schedule, matching, order, places)
+        run(schedule, matching, order, places, same_bits)
 
 
 def _forms(schedule: Schedule, in_place: bool | None) -> Sequence[bool]:

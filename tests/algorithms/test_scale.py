@@ -43,4 +43,4 @@ def test_messages_of_many_ranks_match(entry, size):
 def test_logarithmic_programs_of_16384_ranks_are_short(algorithm):
     (entry,) = (e for e in catalogue() if (e.collective, e.algorithm) == ("allreduce", algorithm))
     program = entry.make(16_384).program(9_999)
-    assert len(program.steps) == 1 + entry.steps(16_384, 1) <= 29
+    assert entry.steps(16_384, 1) <= len(program.steps) <= 1 + entry.steps(16_384, 1) <= 29

@@ -22,7 +22,7 @@ def names(entry: AlgorithmEntry) -> str:
 def test_verified_for_every_number_of_ranks(entry, sizes):
     for size in sizes:
         for root in roots_of(entry, size):
-            verify(entry.make(size, root), uneven=entry.uneven)
+            verify(entry.make(size, root), uneven=entry.uneven, same_bits=True)
 
 
 @pytest.mark.parametrize("sizes", [(1, 2, 3, 5, 8), *exhaustive([(4, 7, 9, 16, 17)])])
@@ -31,7 +31,7 @@ def test_verified_in_pieces(entry, sizes):
     for size in sizes:
         for pieces in (2, 3, 7):
             for root in roots_of(entry, size)[:3]:
-                verify(entry.make(size, root, pieces), uneven=entry.uneven)
+                verify(entry.make(size, root, pieces), uneven=entry.uneven, same_bits=True)
 
 
 def test_every_collective_is_served_and_every_uneven_form():

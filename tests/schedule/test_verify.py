@@ -91,6 +91,31 @@ def test_exchange_is_right():
     )
 
 
+def test_ranks_that_combine_in_another_order_end_with_other_bits():
+    """An exchange, f(mine, theirs) on both sides; then with the lower rank's first, and with three ranks."""
+    mine = Step((Send(OUT(0), 1), RecvReduce(OUT(0), 1)))
+    words = ("combined as 1 . 0, there as 0 . 1", "other bits than on rank 0")
+    rejects(exchange(mine, ADD), *words, rank=1, step=1, chunk=0, same_bits=True)
+    theirs = Step((Send(OUT(0), 0), Recv(TMP(0), 0)), (Reduce(OUT(0), TMP(0)), Copy(TMP(0), OUT(0))))
+    verify(exchange(mine, theirs), same_bits=True)
+    verify(one_shot(5), same_bits=True)
+    regrouped = [
+        Step((Send(IN(0), 1), Send(IN(0), 2), Recv(TMP(0), 1), Recv(TMP(1), 2)), tuple(work))
+        for work in (
+            [Copy(IN(0), OUT(0)), Reduce(TMP(0), OUT(0)), Reduce(TMP(1), OUT(0))],
+            [Reduce(TMP(1), TMP(0)), Copy(IN(0), OUT(0)), Reduce(TMP(0), OUT(0))],
+        )
+    ]
+    others = list(one_shot(3).programs())
+    for step, fails in zip(regrouped, (False, True), strict=True):
+        schedule = made([step], list(others[1].steps), list(others[2].steps))
+        words = ("combined as (0 . 1) . 2, there as 0 . (1 . 2)",)
+        if fails:
+            rejects(schedule, *words, rank=1, step=0, chunk=0, same_bits=True)
+        else:
+            verify(schedule, same_bits=True)
+
+
 ADD = Step((Send(OUT(0), 0), RecvReduce(OUT(0), 0)))
 """What rank 1 does in the exchange."""
 

@@ -30,6 +30,7 @@ from flagcx.errors import (
     MissingDependencyError,
     PeerTimeoutError,
 )
+from flagcx.transport.average import averaging
 from flagcx.transport.base import Call, Plan, TransportContext
 from flagcx.transport.steps import HostTransport, Messages, MessageSteps
 
@@ -94,7 +95,8 @@ class MpiTransport(HostTransport):
     def _compile(self, call: Call) -> Plan:
         what = call.describe()
         tag = 2 + zlib.crc32(what.encode()) % (self._most_tags - 2)
-        return MessageSteps(call, partial(self._exchange, what=what, tag=tag), self._watch.enter)
+        exchange = partial(self._exchange, what=what, tag=tag)
+        return averaging(call, lambda call: MessageSteps(call, exchange, self._watch.enter))
 
     def transfer(self, sends: Messages, receives: Messages) -> None:
         """Sends and receives at once; see ``Transport.transfer``."""

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from flagcx.arguments import host_array, result_array
-from flagcx.dtypes import DType, check_for_host
+from flagcx.dtypes import check_for_host
 from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.schedule.model import Buffer, Copy, Local, Recv, Send, Span, Step
+from flagcx.transport.average import averaging
 from flagcx.transport.base import HOST, Call, Plan, Transport
 
 Part = tuple[int, int, int]
@@ -44,7 +45,7 @@ class HostTransport(Transport):
 
     def _compile(self, call: Call) -> Plan:
         """Compiles a call whose contributions need no factor: by default, step by step over ``transfer``."""
-        return MessageSteps(call, self.transfer)
+        return averaging(call, lambda call: MessageSteps(call, self.transfer))
 
     def take(self, array: Any, what: str, writable: bool) -> np.ndarray:
         """Takes a caller's array. See ``flagcx.arguments.host_array``."""
@@ -78,18 +79,6 @@ class Scaled:
         self._plan.run(scaled, recvbuf)
 
 
-def divide_by(size: int, dtype: DType) -> Callable[[np.ndarray], object]:
-    """Divides an array by ``size`` in place; integers are rounded toward zero."""
-    if dtype.kind == "int":
-
-        def divide(a: np.ndarray) -> None:
-            np.subtract(a, np.fmod(a, size), out=a)
-            np.floor_divide(a, size, out=a)
-
-        return divide
-    return lambda a: np.true_divide(a, size, out=a)
-
-
 @dataclass(frozen=True, slots=True)
 class StepParts:
     """One step of a rank's program, in elements.
@@ -109,7 +98,7 @@ class Steps(ABC):
     """One rank's program, compiled for one count and dtype. A subclass moves the messages of a step.
 
     Args:
-        call: The call.
+        call: The call; ``transport.average`` makes one of averages that need a wider dtype.
     """
 
     def __init__(self, call: Call) -> None:
@@ -117,8 +106,7 @@ class Steps(ABC):
         self._layout, self._dtype = call.layout(program), call.dtype.numpy
         self._overlay = self._in_place_shift(call)
         self._ufunc: Any = None if call.op is None else call.op.ufunc
-        average = call.op is not None and call.op.average
-        self._divide = divide_by(call.schedule.size, call.dtype) if average else None
+        self._divisor = call.schedule.size if call.op is not None and call.op.average else 0
         self._scratch = np.empty(self._layout.count(Buffer.SCRATCH), self._dtype)
         self._empty = np.empty(0, self._dtype)
         parts = [self._parts(step) for step in program.steps]
@@ -191,8 +179,8 @@ class Steps(ABC):
                     self._ufunc(dst, src, out=dst)
                 else:
                     dst[...] = src
-        if self._divide is not None and recvbuf is not None:
-            self._divide(arrays[Buffer.OUTPUT])
+        if self._divisor and recvbuf is not None:
+            np.true_divide(arrays[1], self._divisor, out=arrays[1])
 
 
 class MessageSteps(Steps):

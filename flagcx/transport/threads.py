@@ -23,6 +23,7 @@ import numpy as np
 
 from flagcx.bootstrap.thread_rank import thread_rank
 from flagcx.errors import AbortedError, ArgumentError, MismatchError, PeerDiedError, PeerTimeoutError
+from flagcx.transport.average import averaging
 from flagcx.transport.base import Call, Plan, TransportContext
 from flagcx.transport.steps import HostTransport, Messages, MessageSteps
 
@@ -117,7 +118,8 @@ class ThreadsTransport(HostTransport):
 
     def _compile(self, call: Call) -> Plan:
         words = call.describe()
-        return MessageSteps(call, partial(self._exchange, words=words), partial(self._enter, words))
+        exchange, enter = partial(self._exchange, words=words), partial(self._enter, words)
+        return averaging(call, lambda call: MessageSteps(call, exchange, enter))
 
     def transfer(self, sends: Messages, receives: Messages) -> None:
         """Sends and receives at once; see ``Transport.transfer``."""

@@ -28,6 +28,7 @@ import numpy as np
 
 from flagcx.config import Config
 from flagcx.dtypes import DType, ReduceOp
+from flagcx.transport.average import averaging
 from flagcx.transport.base import Call, Plan, TransportContext
 from flagcx.transport.shared_memory.arena import ONE_SHOT_NBYTES, Arena
 from flagcx.transport.shared_memory.channel import RENDEZVOUS_NBYTES, Exchange, Receive, run_exchange
@@ -111,7 +112,8 @@ class SharedMemoryTransport(HostTransport):
         two_shot = schedule.collective == "allreduce" and schedule.algorithm == "two_shot"
         if two_shot and call.counts and self.size > 1:
             return self._compile_two_shot(call, signature)
-        return ChannelSteps(arena, call, signature, _ATTACH_NBYTES[call.protocol])
+        attach_nbytes = _ATTACH_NBYTES[call.protocol]
+        return averaging(call, lambda call: ChannelSteps(arena, call, signature, attach_nbytes))
 
     def _compile_two_shot(self, call: Call, signature: int) -> Plan:
         nbytes = int(call.counts) * call.dtype.numpy.itemsize  # type: ignore[arg-type]

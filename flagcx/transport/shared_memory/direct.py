@@ -76,7 +76,7 @@ class Direct:
         self._slots = None if cross_memory else TwoShotSlots(arena, call, signature)
         self._combine = combiner(call.op, call.dtype, arena.size)  # type: ignore[arg-type]
         piece = min(_MAPPED_PIECE_NBYTES // self._dtype.itemsize, self._count)
-        self._accumulator = np.empty(piece, accumulator_dtype(call.op, call.dtype))  # type: ignore[arg-type]
+        self._accumulator = np.empty(piece, accumulator_dtype(call.op, call.dtype, arena.size))  # type: ignore[arg-type]
         self._incoming = [np.empty(piece if cross_memory else 0, self._dtype) for _ in range(arena.size)]
         self._low, self._high = self._stripe()
         self._binding: _Binding | None = None

@@ -39,7 +39,7 @@ class OneShot:
         self._accumulator: np.ndarray | None = None
         if collective.reduces:
             self._combine = combiner(call.op, call.dtype, arena.size)  # type: ignore[arg-type]
-            wide = accumulator_dtype(call.op, call.dtype)  # type: ignore[arg-type]
+            wide = accumulator_dtype(call.op, call.dtype, arena.size)  # type: ignore[arg-type]
             self._accumulator = np.empty(count, wide) if wide != dtype else None
 
     @staticmethod

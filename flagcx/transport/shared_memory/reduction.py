@@ -7,13 +7,17 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from flagcx.dtypes import DType, ReduceOp
-from flagcx.transport.steps import divide_by
+from flagcx.transport.average import Average, average_of
 
+_TILE = 4096
 Combine = Callable[[Sequence[np.ndarray], np.ndarray, np.ndarray], object]
 
 
-def accumulator_dtype(op: ReduceOp, dtype: DType) -> np.dtype:
-    """The dtype in which sums are made: float32 for half precision and fp8, else the dtype itself."""
+def accumulator_dtype(op: ReduceOp, dtype: DType, size: int) -> np.dtype:
+    """The dtype in which ``size`` ranks' sums are made: wider than the dtype where that loses less."""
+    average = average_of(dtype, size) if op.average else None
+    if average is not None:
+        return average.wide.numpy
     widen = dtype.accumulate is not None and op.ufunc in (np.add, np.multiply)
     return dtype.accumulate if widen else dtype.numpy  # type: ignore[return-value]
 
@@ -25,14 +29,16 @@ def combiner(op: ReduceOp, dtype: DType, size: int) -> Combine:
         ``combine(sources, out, accumulator)``; the accumulator has ``accumulator_dtype`` and the same
         length, and may be ``out`` itself where the dtypes are one and no source but the first lies there.
     """
-    divide = divide_by(size, dtype) if op.average else None
-    if accumulator_dtype(op, dtype) != dtype.numpy:
-        return _widening(op.ufunc, size, divide)
-    return _plain(op.ufunc, size, divide)
+    average = average_of(dtype, size) if op.average else None
+    if average is not None:
+        return _averaging(average)
+    if accumulator_dtype(op, dtype, size) != dtype.numpy:
+        return _widening(op.ufunc)
+    return _plain(op.ufunc, size, op.average)
 
 
-def _plain(f: np.ufunc, size: int, divide) -> Combine:
-    if size == 2 and divide is None:
+def _plain(f: np.ufunc, size: int, divides: bool) -> Combine:
+    if size == 2 and not divides:
         return lambda sources, out, accumulator: f(sources[0], sources[1], out)
 
     def combine(sources, out, accumulator) -> None:
@@ -43,19 +49,40 @@ def _plain(f: np.ufunc, size: int, divide) -> Combine:
             for source in sources[2:-1]:
                 f(accumulator, source, accumulator)
             f(accumulator, sources[-1], out)
-        if divide is not None:
-            divide(out)
+        if divides:
+            np.true_divide(out, size, out=out)
 
     return combine
 
 
-def _widening(f: np.ufunc, size: int, divide) -> Combine:
+def _widening(f: np.ufunc) -> Combine:
     def combine(sources, out, accumulator) -> None:
         accumulator[...] = sources[0]
         for source in sources[1:]:
             f(accumulator, source.astype(accumulator.dtype), accumulator)
-        if divide is not None:
-            divide(accumulator)
         out[...] = accumulator
 
     return combine
+
+
+def _averaging(average: Average) -> Combine:
+    weight = average.weight
+
+    def combine(sources, out, accumulator) -> None:
+        accumulator[...] = sources[0]
+        if weight != 1:
+            accumulator *= weight
+        for source in sources[1:]:
+            np.add(accumulator, average.parts(source)[0], accumulator)
+        average.finish((accumulator,), out)
+
+    def combine_in_tiles(sources, out, accumulator) -> None:
+        for start in range(0, len(out), _TILE):
+            tile = slice(start, start + _TILE)
+            sums = average.parts(sources[0][tile])
+            for source in sources[1:]:
+                for total, part in zip(sums, average.parts(source[tile]), strict=True):
+                    total += part
+            average.finish(sums, out[tile])
+
+    return combine if average.sums == 1 else combine_in_tiles

@@ -276,7 +276,7 @@ class Executor:
     def check(self) -> None:
         """Never over."""
 
-    def find(self, collective, count, dtype, op, root, algorithm, in_place) -> SimpleNamespace:
+    def find(self, collective, count, dtype, op, root, algorithm, in_place, part_of="") -> SimpleNamespace:
         def run(given, result) -> None:
             assert given.size == count
             self.ran.append(given.nbytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ def on_device(array) -> bool:
 
 
 def host_array(array, what: str, *, writable: bool) -> np.ndarray:
-    """Takes an array of the host without a copy.
+    """Takes an array of the host, of any strides, without a copy.
 
     Args:
         array: A NumPy array, or anything with ``__array_interface__``, ``__array__`` or DLPack that
@@ -32,23 +33,15 @@ def host_array(array, what: str, *, writable: bool) -> np.ndarray:
         writable: Whether it will be written.
 
     Raises:
-        ArrayError: It is no array, not C-contiguous, misaligned, or read-only and to be written.
+        ArrayError: It is no array, of a foreign byte order, or read-only and to be written.
     """
     view = array if type(array) is np.ndarray else _viewed(array, what)
-    flags = view.flags
-    if not flags.c_contiguous:
-        raise ArrayError(
-            f"{what} is not C-contiguous (shape {view.shape}, strides {view.strides} bytes); pass "
-            f"np.ascontiguousarray({what}), or a contiguous part of the array"
-        )
-    if not flags.aligned:
-        raise ArrayError(f"{what} is not aligned for {view.dtype}; pass a copy of it")
     if not view.dtype.isnative:
         raise ArrayError(
             f"{what} has the foreign byte order {view.dtype.str}; convert it with "
             f".astype({what}.dtype.newbyteorder('='))"
         )
-    if writable and not flags.writeable:
+    if writable and not view.flags.writeable:
         raise ArrayError(
             f"{what} is read-only and would be written; pass out=, or a copy that can be written"
         )
@@ -246,3 +239,39 @@ def _address(array: Any) -> int:
     if isinstance(array, np.ndarray):
         return array.__array_interface__["data"][0]
     return array.data.ptr
+
+
+def are_apart(starts: Sequence[int], nbytes: Sequence[int]) -> bool:
+    """Whether no range of bytes overlaps another."""
+    begin, length = np.array(starts, np.int64), np.array(nbytes, np.int64)
+    filled = length > 0
+    order = np.argsort(begin[filled], kind="stable")
+    begin, length = begin[filled][order], length[filled][order]
+    return bool((begin[1:] >= begin[:-1] + length[:-1]).all())
+
+
+def overlap(arrays: Sequence[Any]) -> bool:
+    """Whether two arrays have an element in common, whatever their strides. All are of one kind."""
+    placed = sorted([(*_bounds(array), i) for i, array in enumerate(arrays) if array.size])
+    return any(np.shares_memory(arrays[i], arrays[j]) for i, j in _neighbours(placed))
+
+
+def _neighbours(placed: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, int]]:
+    """The pairs of arrays, given as (first byte, end, number) in order, of which one begins in the other."""
+    near: list[tuple[int, int]] = []
+    for start, stop, i in placed:
+        near = [(end, j) for end, j in near if end > start]
+        yield from ((i, j) for _, j in near)
+        near.append((stop, i))
+
+
+def place_of(array: Any) -> tuple:
+    """Where each element of an array lies; two arrays of one dtype for which it is equal are one."""
+    return _bounds(array), array.shape, array.strides
+
+
+def _bounds(array: Any) -> tuple[int, int]:
+    """Addresses of the first byte of an array, and after its last."""
+    start = _address(array)
+    reach = [(n - 1) * s for n, s in zip(array.shape, array.strides, strict=True)]
+    return start + sum(r for r in reach if r < 0), start + sum(r for r in reach if r > 0) + array.itemsize

@@ -13,6 +13,7 @@ from flagcx.communicator.buffers import buffers_of, check_many
 from flagcx.communicator.caller import Caller, is_apart, refuse_async
 from flagcx.dtypes import Op, dtype_of, resolve_op
 from flagcx.executor.host import Executor
+from flagcx.executor.staging import stage
 from flagcx.fusion.cache import Bound
 from flagcx.fusion.group import Reductions
 
@@ -36,8 +37,9 @@ def allreduce(
     """Combines the arrays of all ranks, element by element; every rank gets the result.
 
     Args:
-        x: Array of any shape and dtype of the table; the same count and dtype on every rank. Replaced
-            by the result, unless ``out`` is given. Or a list of arrays, of any mix of dtypes: they
+        x: Array of any shape, strides and dtype of the table; the same count and dtype on every rank, while
+            shapes may differ, as in MPI: elements meet in the order of C. Replaced by the result, unless
+            ``out`` is given. Or a list of arrays, of any mix of dtypes: they
             travel in few messages, which is far faster for many small ones.
         op: "sum", "prod", "min", "max", "avg", "band", "bor", "bxor", "land", "lor",
             ``fc.scaled_sum(factor)``, or any associative and commutative binary NumPy ufunc. The
@@ -163,6 +165,10 @@ def _add(
     sendbuf, recvbuf, _, value = buffers_of(executor, "allreduce", None, x, out, names)
     dtype = dtype_of(sendbuf.dtype)
     resolved = resolve_op(op, dtype)
+    staging = stage(executor, sendbuf, recvbuf)
+    if staging is not None:
+        sendbuf, recvbuf = staging.sendbuf, staging.recvbuf
+        reductions.staged.append(staging)
     sendbuf, in_place = untangle("allreduce", comm.rank, sendbuf, recvbuf)
     reductions.add(executor, recvbuf if in_place else sendbuf, recvbuf, dtype, resolved, op, algorithm)
     if sendbuf is x and out is None and algorithm is None:

@@ -24,6 +24,7 @@ from flagcx.dtypes import Op, dtype_of, resolve_op
 from flagcx.errors import ArgumentError
 from flagcx.executor.host import Executor
 from flagcx.executor.open import open_device_executor
+from flagcx.executor.staging import stage
 from flagcx.fusion.fuse import Fusion, HostPacker, Packer
 from flagcx.fusion.group import Group, Pending
 from flagcx.profiler import RecordBuffer
@@ -152,14 +153,21 @@ class Caller:
         else:
             found = v_buffers_of(executor, collective, root, x, out, counts, dtype)
             sendbuf, recvbuf, counts_of, value = found
+        staging = stage(executor, sendbuf, recvbuf, collective != "broadcast" or sendbuf is None)
+        if staging is not None:
+            sendbuf, recvbuf = staging.sendbuf, staging.recvbuf
         sendbuf, in_place = untangle(collective, self.rank, sendbuf, recvbuf, counts_of)
         kind = dtype_of((recvbuf if sendbuf is None else sendbuf).dtype)
         resolved = resolve_op(op, kind) if COLLECTIVES[collective].reduces else None
-        find = partial(executor.find, collective, counts_of, kind, resolved, root, algorithm, in_place)
+        look_up = partial(executor.find, collective, counts_of, kind, resolved, root, algorithm, in_place)
+
+        def find() -> Plan:
+            return look_up() if staging is None else staging.around(look_up())
+
         if self._group is not None:
             return self.put_off(Pending(lambda: executor.run(find(), sendbuf, recvbuf)), async_op, value)
         plan = find()
-        if counts is None and not (in_place and out is not None):
+        if counts is None and staging is None and not (in_place and out is not None):
             first, second = (out, None) if x is None else (x, out)
             what = collective, op, root, algorithm
             self._remember(executor, plan, what, first, second, sendbuf, recvbuf)

@@ -12,7 +12,9 @@ from flagcx.compression.auto import Decision
 from flagcx.dtypes import Op
 from flagcx.errors import ArgumentError
 from flagcx.executor.host import Executor
+from flagcx.executor.staging import stage
 from flagcx.fusion.group import Pending
+from flagcx.transport.base import Plan
 
 
 def allreduce(
@@ -37,7 +39,10 @@ def allreduce(
         )
     executor = comm.executor_of(x)
     sendbuf, recvbuf, _, value = buffers_of(executor, "allreduce", None, x, out)
-    plan = compressor_of(comm, executor).find(compression, sendbuf, op)
+    plan: Plan = compressor_of(comm, executor).find(compression, sendbuf, op)
+    staging = stage(executor, sendbuf, recvbuf)
+    if staging is not None:
+        sendbuf, recvbuf, plan = staging.sendbuf, staging.recvbuf, staging.around(plan)
     sendbuf, _ = untangle("allreduce", comm.rank, sendbuf, recvbuf)
     if comm._group is not None:
         return comm.put_off(Pending(lambda: executor.run(plan, sendbuf, recvbuf)), async_op, value)

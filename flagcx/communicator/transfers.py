@@ -14,6 +14,7 @@ import numpy as np
 from flagcx.arguments import check_rank
 from flagcx.communicator.caller import Caller
 from flagcx.executor.host import Executor
+from flagcx.executor.staging import Staged
 from flagcx.fusion.group import Pending
 from flagcx.transport.base import Plan
 
@@ -32,7 +33,7 @@ def send(comm: Caller, x: Any, to: int, *, async_op: bool = False, stream: Any =
         return comm.run_on(stream, partial(send, comm), (x,), to=to, async_op=async_op)
     executor = comm.executor_of(x)
     sends = [(executor.take(x, "x", False), check_rank(to, comm.size, "to"))]
-    return _transfer(comm, executor, sends, [], None, async_op)
+    return _transfer(comm, executor, (sends, []), None, async_op)
 
 
 def recv(comm: Caller, out: Any, source: int, *, async_op: bool = False, stream: Any = None) -> Any:
@@ -50,7 +51,7 @@ def recv(comm: Caller, out: Any, source: int, *, async_op: bool = False, stream:
         return comm.run_on(stream, partial(recv, comm), (out,), source=source, async_op=async_op)
     executor = comm.executor_of(out)
     receives = [(executor.take(out, "out", True), check_rank(source, comm.size, "source"))]
-    return _transfer(comm, executor, [], receives, out, async_op)
+    return _transfer(comm, executor, ([], receives), out, async_op)
 
 
 def sendrecv(
@@ -80,29 +81,37 @@ def sendrecv(
         sendbuf = sendbuf.copy()
     sends = [(sendbuf, check_rank(to, comm.size, "to"))]
     receives = [(recvbuf, check_rank(source, comm.size, "source"))]
-    return _transfer(comm, executor, sends, receives, out, async_op)
+    return _transfer(comm, executor, (sends, receives), out, async_op)
 
 
 def _transfer(
-    comm: Caller, executor: Executor, sends: Messages, receives: Messages, value: Any, async_op: bool
+    comm: Caller, executor: Executor, messages: tuple[Messages, Messages], value: Any, async_op: bool
 ) -> Any:
-    plan = _plan(executor, sends, receives)
     if comm._group is None:
+        plan = _plan(executor, [messages])
         return comm.run(executor, plan, None, None, value, async_op, "send and receive")
 
     def together(items: list[tuple[Messages, Messages]]) -> None:
-        sent = [message for item in items for message in item[0]]
-        received = [message for item in items for message in item[1]]
-        executor.run(_plan(executor, sent, received), None, None)
+        executor.run(_plan(executor, items), None, None)
 
-    alone = partial(executor.run, plan, None, None)
-    call = Pending(alone, ("transfer", id(executor)), together, (sends, receives))
+    call = Pending(partial(together, [messages]), ("transfer", id(executor)), together, messages)
     return comm.put_off(call, async_op, value)
 
 
-def _plan(executor: Executor, sends: Messages, receives: Messages) -> Plan:
+def _plan(executor: Executor, items: list[tuple[Messages, Messages]]) -> Plan:
+    sends = [message for item in items for message in item[0]]
+    receives = [message for item in items for message in item[1]]
     nbytes = sum(array.nbytes for array, _ in (*sends, *receives))
-    return executor.recorded_transfer(_Transfer(executor.transport, sends, receives), nbytes)
+    before: list[tuple[Any, Any]] = []
+    after: list[tuple[Any, Any]] = []
+    for messages, copies in ((sends, before), (receives, after)):
+        for i, (array, peer) in enumerate(messages):
+            if not executor.is_plain(array):
+                plain = executor.plain_like(array)
+                copies.append((plain, array) if messages is sends else (array, plain))
+                messages[i] = plain, peer
+    plan = executor.recorded_transfer(_Transfer(executor.transport, sends, receives), nbytes)
+    return Staged(plan, before, after) if before or after else plan
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from flagcx.algorithms.candidate import Candidate
 from flagcx.algorithms.catalogue import Algorithm
-from flagcx.errors import CommunicatorError
+from flagcx.errors import ArrayError, CommunicatorError
 from flagcx.executor.host import TWO_THREADS, Executor
 from flagcx.executor.work import Work
 from flagcx.profiler import RecordBuffer, RecordedPlan
@@ -39,6 +39,23 @@ class DeviceExecutor(Executor):
         quick = hasattr(transport.array_class, "_c_contiguous")
         self.is_contiguous = attrgetter("_c_contiguous" if quick else "flags.c_contiguous")
         self._enter, self._exit = self.turn.acquire, self.turn.release
+
+    def is_plain(self, array: Any) -> bool:
+        """Whether a plan can take an array as it is: its elements lie in order, without gaps."""
+        return bool(self.is_contiguous(array))
+
+    def plain_like(self, array: Any) -> Any:
+        """A new contiguous array in the place of one that is not.
+
+        Raises:
+            ArrayError: The current stream is captured: a graph would use the new array after it is gone.
+        """
+        if self.transport.is_capturing():
+            raise ArrayError(
+                f"an array is not C-contiguous (shape {array.shape}, strides {array.strides} bytes), and a "
+                f"graph that is captured keeps no copy of it; pass cupy.ascontiguousarray of it"
+            )
+        return super().plain_like(array)
 
     def run(self, plan: Plan, sendbuf: Any, recvbuf: Any) -> None:
         """Enqueues a plan on the current stream; see ``Executor.run``."""

@@ -213,6 +213,15 @@ class Executor:
         """Takes a caller's array without a copy, or raises ``ArrayError``."""
         return self.transport.take(array, what, writable)
 
+    def is_plain(self, array: Any) -> bool:
+        """Whether a plan can take an array as it is: its elements lie in order, without gaps, and aligned."""
+        flags = array.flags
+        return bool(flags.carray or (flags.c_contiguous and flags.aligned))
+
+    def plain_like(self, array: Any) -> Any:
+        """A new plain array in the place of one that is not."""
+        return self.transport.result(None, "", array.shape, array.dtype)
+
     def result(self, out: Any, what: str, shape: tuple[int, ...], dtype: Any) -> Any:
         """Takes the array given as ``out=``, or makes one of that shape and dtype."""
         return self.transport.result(out, what, shape, dtype)

@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from flagcx.arguments import are_apart
 from flagcx.dtypes import DType, ReduceOp
 from flagcx.errors import ArgumentError
 from flagcx.executor.host import Executor
+from flagcx.executor.staging import StagedArrays, Staging
 from flagcx.executor.work import Work
 from flagcx.fusion.cache import Bound
 from flagcx.fusion.fuse import Fused, Fusion
@@ -179,6 +181,7 @@ class Reductions:
         self._arrays: list[Any] = []
         self._runs: list[tuple[_Kind, int]] = []  # where another kind begins
         self._names: list[tuple[Any, str | None, int]] = []  # where another operation or algorithm is named
+        self.staged: list[Staging] = []  # the copies around those of arrays that are not plain
 
     def add(
         self,
@@ -267,6 +270,14 @@ class Reductions:
 
     def calls(self) -> list[FusedCall]:
         """The calls to make, in order."""
+        if not self.staged:
+            return self._plain_calls()
+        staged = StagedArrays(self.staged)
+        results = [array for kind in self._kinds.values() for array in kind.results]
+        calls = list(self._one_by_one()) if staged.overlap(self._arrays, results) else self._plain_calls()
+        return [call._replace(plan=staged.around(*call[1:])) for call in calls]
+
+    def _plain_calls(self) -> list[FusedCall]:
         fusion = self._lasting()
         if fusion is None:
             return self._fresh_calls()
@@ -287,7 +298,7 @@ class Reductions:
         kinds = tuple([(kind.dtype.code, first) for kind, first in self._runs])
         memory = names[0], kinds, starts, nbytes
         bound = bindings.in_memory(memory, names, arrays)
-        if bound is None and _are_apart(starts, nbytes):
+        if bound is None and are_apart(starts, nbytes):
             plans = [(kind.plan(some), numbers) for kind, some, numbers in self._members()]
             parts = [part for plan, numbers in plans for part in plan.bind(arrays, numbers)]
             bound = Bound(parts, [plan for plan, _ in plans])
@@ -354,9 +365,8 @@ class Reductions:
                 f"async_op=True takes a list of arrays of one kind, on the host or on a GPU; got "
                 f"{'both' if executors else 'an empty list'}"
             )
-        every = [array for call in calls for array in (*call.sendbufs, *call.recvbufs)]
         what = f"allreduce of {len(self._arrays)} arrays"
-        return calls[0].executor.start(_Several(calls), every, every, value, what)
+        return calls[0].executor.start(_Several(calls), calls, calls, value, what)
 
 
 class _Several:
@@ -386,13 +396,4 @@ def _apart(members: Sequence[_Members]) -> bool:
         at, sizes = kind.fusion.packer.memory_of([*some, *kind.results])
         starts += at
         nbytes += sizes
-    return _are_apart(starts, nbytes)
-
-
-def _are_apart(starts: Sequence[int], nbytes: Sequence[int]) -> bool:
-    """Whether no range of bytes overlaps another."""
-    begin, length = np.array(starts, np.int64), np.array(nbytes, np.int64)
-    filled = length > 0
-    order = np.argsort(begin[filled], kind="stable")
-    begin, length = begin[filled][order], length[filled][order]
-    return bool((begin[1:] >= begin[:-1] + length[:-1]).all())
+    return are_apart(starts, nbytes)

@@ -9,6 +9,7 @@ from typing import Any
 
 from flagcx.dtypes import DType, ReduceOp
 from flagcx.executor.host import Executor
+from flagcx.executor.staging import Staged, stage
 from flagcx.executor.work import Work
 from flagcx.fusion.fuse import HostPacker, Packing
 from flagcx.transport.base import Plan
@@ -121,7 +122,17 @@ class Bucket:
             self._put_off = gradients
             return
         what = f"allreduce of {len(gradients)} gradients"
-        self.work = self.executor.start(self, gradients, gradients, None, what)
+        plan, arrays = self._staged(gradients)
+        self.work = self.executor.start(plan, arrays, arrays, None, what)
+
+    def _staged(self, gradients: Sequence[Any]) -> tuple[Plan, Sequence[Any]]:
+        """This bucket as the plan for some gradients, with copies of those that are not contiguous."""
+        if all(map(self.executor.is_plain, gradients)):
+            return self, gradients
+        pairs = [stage(self.executor, gradient, gradient) for gradient in gradients]
+        arrays = [g if pair is None else pair.sendbuf for g, pair in zip(gradients, pairs, strict=True)]
+        before, after = ([c for pair in pairs if pair for c in pair[i]] for i in (2, 3))
+        return Staged(self, before, after), arrays
 
     def run(self, sendbuf: Sequence[Any], recvbuf: Sequence[Any]) -> None:
         """Packs, reduces and unpacks the gradients, in place."""
@@ -136,7 +147,8 @@ class Bucket:
         """Waits for the all-reduce; on a GPU the current stream does."""
         if self._put_off:
             gradients, self._put_off = self._put_off, ()
-            self.executor.run(self, gradients, gradients)
+            plan, arrays = self._staged(gradients)
+            self.executor.run(plan, arrays, arrays)
         elif self.work is not None:
             self.work.wait()
 

@@ -112,7 +112,7 @@ def are_adjacent(tensors: Sequence[Any]) -> bool:
 
 
 class Views:
-    """One-dimensional arrays over plain tensors: callers', or a temporary one, which is then the ``owner``."""
+    """One-dimensional arrays over plain tensors of callers, or over a temporary one, the ``owner``."""
 
     def __init__(self) -> None:
         self._known: dict[tuple, Any] = {}

@@ -18,7 +18,7 @@ _CARRIERS = {"bfloat16": "int16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint
 
 
 def device_array(cupy: Any, array: Any, what: str, writable: bool) -> Any:
-    """Takes an array of a GPU without a copy.
+    """Takes an array of a GPU, of any strides, without a copy.
 
     Args:
         cupy: The CuPy module.
@@ -27,18 +27,12 @@ def device_array(cupy: Any, array: Any, what: str, writable: bool) -> Any:
         writable: Whether it will be written.
 
     Returns:
-        A C-contiguous CuPy array over the same memory.
+        A CuPy array over the same memory.
 
     Raises:
-        ArrayError: It is no array on a GPU, not C-contiguous, or immutable and to be written.
+        ArrayError: It is no array on a GPU, or immutable and to be written.
     """
-    view = array if isinstance(array, cupy.ndarray) else _viewed(cupy, array, what, writable)
-    if not view.flags.c_contiguous:
-        raise ArrayError(
-            f"{what} is not C-contiguous (shape {view.shape}, strides {view.strides} bytes); pass "
-            f"cupy.ascontiguousarray({what}), or a contiguous part of the array"
-        )
-    return view
+    return array if isinstance(array, cupy.ndarray) else _viewed(cupy, array, what, writable)
 
 
 def device_result(cupy: Any, out: Any, what: str, shape: tuple[int, ...], dtype: Any) -> Any:
@@ -95,11 +89,6 @@ def _from_torch(cupy: Any, tensor: Any, what: str) -> Any:
             f"{what} is a tensor on {tensor.device}; expected one on a GPU, such as {what}.cuda()"
         )
     plain = tensor.detach()
-    if not plain.is_contiguous():
-        raise ArrayError(
-            f"{what} is not C-contiguous (shape {tuple(plain.shape)}, strides {tuple(plain.stride())} "
-            f"elements); pass {what}.contiguous(), or a contiguous part of the tensor"
-        )
     name = str(plain.dtype).rpartition(".")[2]
     if name not in _CARRIERS:
         return cupy.from_dlpack(plain)

@@ -263,10 +263,55 @@ def other_libraries() -> list[str]:
     comm.allreduce(gradient)
     if gradient.tolist() != [n] * 5:
         faults.append(f"a tensor with gradients: {gradient}")
-    faults += _refused(lambda: comm.allreduce(torch.ones(4, 4, device="cuda").t()), "not C-contiguous")
-    faults += _refused(lambda: comm.allreduce(cupy.ones((4, 4)).T), "not C-contiguous")
+    faults += _strided(comm, cupy, torch)
     faults += _jax(comm, cupy)
     return faults + _numba(comm)
+
+
+def _strided(comm: Any, cupy: Any, torch: Any) -> list[str]:
+    """Arrays with strides are packed and unpacked, in every kind of call; in place, into others, in lists."""
+    n, faults = comm.size, []
+    for dtype in ("float32", "bfloat16", "float8_e4m3fn", "int64", "complex64"):
+        x = torch.arange(24, device="cuda").reshape(4, 6).remainder(3).to(getattr(torch, dtype)).t()
+        want = (x.to(torch.complex64) * n).cpu()
+        for _ in range(2):
+            y = x.t().clone().t()
+            if comm.allreduce(y) is not y or not torch.equal(y.to(torch.complex64).cpu(), want):
+                faults.append(f"strided torch {dtype}: {y}")
+    base = cupy.arange(60, dtype=cupy.float32).reshape(5, 12)
+    part = base[::2, ::-3]
+    kept, whole = part.copy(), base.copy()
+    out = cupy.zeros((4, 2 * 3), cupy.float32).T[::2]
+    if comm.allreduce(part, out=out) is not out or not (out == n * kept).all() or not (base == whole).all():
+        faults.append(f"strided into strided: {out}")
+    work = comm.allreduce(base[::2, ::-3], async_op=True)
+    poison = [cupy.full(part.shape, -1, cupy.float32) for _ in range(64)]
+    work.wait()
+    whole[::2, ::-3] *= n
+    faults += [] if (base == whole).all() else [f"strided asynchronous: {base}"]
+    del poison
+    gathered = comm.allgather(kept.T)
+    if not all((block == kept.T).all() for block in gathered):
+        faults.append(f"strided allgather: {gathered}")
+    one, two = cupy.ones((8, 8), cupy.float32).T, cupy.ones(10, cupy.float32)
+    comm.allreduce([one, two, two[:0]])
+    with comm.group():
+        comm.allreduce(one)
+        comm.allreduce(two)
+    if not ((one == n * n).all() and (two == n * n).all()):
+        faults.append(f"strided in a list and a group: {one}, {two}")
+    squeezed = cupy.ones((64, 64), cupy.float32).T
+    comm.allreduce(squeezed, compression="int8")
+    if abs(squeezed - n).max() > 0.05 * n:
+        faults.append(f"strided and compressed: {squeezed}")
+    told = cupy.full((6, 4), float(comm.rank), cupy.float32)[:, ::2]
+    comm.broadcast(told, root=n - 1)
+    faults += [] if (told == n - 1).all() else [f"strided broadcast: {told}"]
+    got = cupy.zeros((4, 4), cupy.float32).T[::2]
+    after, before = (comm.rank + 1) % n, (comm.rank - 1) % n
+    comm.sendrecv(cupy.full((8, 2), comm.rank + 1, cupy.float32).T[:, ::2], after, got, before)
+    faults += [] if (got == before + 1).all() else [f"strided sendrecv: {got}"]
+    return faults
 
 
 def _jax(comm: Any, cupy: Any) -> list[str]:

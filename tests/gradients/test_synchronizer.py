@@ -195,7 +195,7 @@ def _wrong_calls() -> None:
         (lambda: fc.GradientSynchronizer(comm, g, bucket_bytes=0), "bucket_bytes=0 must be at least 1"),
         (lambda: fc.GradientSynchronizer(comm, {"w": 3}), "the gradient 'w' is a builtins.int"),
         (lambda: fc.GradientSynchronizer(comm, g, compression="zip"), "compression='zip' is not known"),
-        (lambda: fc.GradientSynchronizer(comm, [np.zeros((4, 4)).T]), "the gradient 0 is not C-contiguous"),
+        (lambda: fc.GradientSynchronizer(comm, [np.zeros(4, ">f8")]), "the gradient 0 has the foreign byte"),
     ):
         with pytest.raises(fc.ArgumentError, match=message):
             wrong()
@@ -227,6 +227,28 @@ class _ReadOnly(np.ndarray):
 
 def test_wrong_calls_name_the_gradient_and_change_nothing():
     run_ranks(_wrong_calls, 2)
+
+
+def _strided() -> None:
+    comm = fc.init()
+    grid = np.zeros((8, 3, 2))
+    large = np.zeros((600, 300)).T  # not packed
+    for overlap in (True, False):
+        sync = fc.GradientSynchronizer(comm, [grid[::2, :, 0].T, np.zeros(5), large], overlap=overlap)
+        for step in range(3):
+            grid[...] = large[...] = comm.rank + step
+            plain = np.full(5, float(comm.rank + step))
+            sync.ready(0)
+            sync.ready(1, plain)
+            sync.ready(2)
+            sync.wait()
+            mean = (comm.size - 1) / 2 + step
+            assert (grid[::2, :, 0] == mean).all() and (plain == mean).all() and (large == mean).all()
+            assert (grid[1::2] == comm.rank + step).all() and (grid[..., 1] == comm.rank + step).all()
+
+
+def test_gradients_with_strides():
+    run_ranks(_strided, 2)
 
 
 def _missing_at_first() -> None:

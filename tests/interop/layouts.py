@@ -1,4 +1,4 @@
-"""Every collective of torch on tensors that are not contiguous, while memory that was freed is overwritten."""
+"""Every collective of torch on tensors that are not contiguous, while freed memory is overwritten."""
 
 from __future__ import annotations
 

@@ -211,7 +211,7 @@ class NcclTransport(DeviceTransport):
         """Enqueues a plan on the communicator's own stream, after the operations of the current stream.
 
         Returns:
-            The event after the plan, until which the arrays are kept.
+            The event after the plan, until which the plan and the arrays are kept.
         """
         stream = self._cupy.cuda.get_current_stream()
         self._side.wait_event(stream.record(self._order.event()))
@@ -219,7 +219,7 @@ class NcclTransport(DeviceTransport):
             plan.run(sendbuf, recvbuf)
         if self._order.is_capturing(self._side):
             return self._side.record(self._order.event())  # The capturing rank keeps a graph's arrays.
-        return self._order.keep(self._side, sendbuf, recvbuf)
+        return self._order.keep(self._side, plan, sendbuf, recvbuf)
 
     def beside(self, plan: Plan) -> Plan:
         """The plan to run while a computation runs too, to which it leaves most of the GPU.
@@ -253,6 +253,10 @@ class NcclTransport(DeviceTransport):
         """Keeps arrays alive until a stream has done the operations that are enqueued on it now."""
         if not self._order.is_capturing(stream):
             self._order.keep(stream, *arrays)
+
+    def is_capturing(self) -> bool:
+        """Whether the current stream is being captured."""
+        return bool(self._order.is_capturing(self._cupy.cuda.get_current_stream()))
 
     def transfer(self, sends: Sequence[tuple[Any, int]], receives: Sequence[tuple[Any, int]]) -> None:
         """Sends arrays to ranks and receives arrays from ranks, all at once."""

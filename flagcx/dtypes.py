@@ -174,6 +174,15 @@ def check_for_host(op: ReduceOp | None) -> None:
         )
 
 
+def flushes_subnormals() -> bool:
+    """Whether this thread takes the numbers below the smallest normal one for zero.
+
+    It is a mode of the core that libraries built with ``-ffast-math`` set when they are loaded.
+    """
+    smallest = np.array([1], np.uint32).view(np.float32)
+    return not np.multiply(smallest, np.float32(1)).view(np.uint32)[0]
+
+
 def _from_ufunc(ufunc: np.ufunc, dtype: DType) -> ReduceOp:
     for known in OPS.values():
         if known.ufunc is ufunc and not known.average:

@@ -57,7 +57,8 @@ def allreduce(
         stream: See ``Communicator``.
 
     Returns:
-        ``x``, or ``out`` where it is given. The same bits on every rank.
+        ``x``, or ``out`` where it is given. The same bits on every rank; a warning says where a rank's
+        floating-point mode (flushing subnormal numbers to zero) stands against that.
 
     Example:
         >>> comm.allreduce(gradient, op="avg")  # doctest: +SKIP

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,7 +16,7 @@ import numpy as np
 
 from flagcx.algorithms import entries
 from flagcx.algorithms.candidate import Candidate
-from flagcx.dtypes import OPS, DType, ReduceOp, dtype_of, resolve_op
+from flagcx.dtypes import OPS, DType, ReduceOp, dtype_of, flushes_subnormals, resolve_op
 from flagcx.errors import ArgumentError, CommunicationError, CommunicatorError
 from flagcx.executor.progress_thread import progress_thread
 from flagcx.executor.work import Work
@@ -29,6 +30,11 @@ from flagcx.transport.base import Call, Plan, Transport
 
 _MOST_PLANS = 4096
 _MOST_EXPLORED = 1024
+SAME_MODE = (
+    "where every rank adds up for itself, such numbers come out different on ranks that do and ranks that do "
+    "not. Load the same libraries on all ranks (one that was built with -ffast-math sets the mode) before "
+    "fc.init(), or set it alike, as torch.set_flush_denormal(False) does"
+)
 TWO_THREADS = (
     "two threads use one communicator at the same time; give each thread its own, from comm.split(), or let "
     "one thread make all calls"
@@ -70,6 +76,7 @@ class Executor:
         self._progress: Progress = transport.progress or Uncounted()
         self._explorations: dict[tuple, Exploration] = {}
         self._plans: dict[tuple, Plan] = {}
+        self._flushes = flushes_subnormals()
         self.over = ""
         self._worker: ThreadPoolExecutor | None = None
         self._last: Future | None = None
@@ -119,6 +126,8 @@ class Executor:
         return plan
 
     def _compile(self, collective, counts, dtype, op, root, algorithm, in_place, part_of) -> Plan:
+        if op is not None and flushes_subnormals() != self._flushes:
+            self._warn_of_mode()
         uneven = not isinstance(counts, int)
         request = Request(collective, nbytes_of(counts, dtype), self.size, uneven, dtype, op)
         make = partial(self._make, collective, counts, dtype, op, root, in_place, part_of=part_of)
@@ -141,6 +150,15 @@ class Executor:
             )
         plan = make(choice)
         return plan if self.ring is None else RecordedPlan(plan, describe(choice), self.ring, self._progress)
+
+    def _warn_of_mode(self) -> None:
+        self._flushes = not self._flushes
+        warnings.warn(
+            f"rank {self.rank} {'flushes' if self._flushes else 'no longer flushes'} subnormal numbers to "
+            f"zero since its communicator was made: {SAME_MODE}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
     def _make(
         self, collective, counts, dtype, op, root, in_place, choice: Candidate, part_of: str = ""

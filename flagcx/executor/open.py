@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from flagcx.algorithms.candidate import Groups
 from flagcx.config import environment
 from flagcx.errors import CommunicatorError
-from flagcx.executor.host import Executor
+from flagcx.executor.host import SAME_MODE, Executor
 from flagcx.profiler import RecordBuffer
 from flagcx.selection.rules import HostRules, MultiHostRules
 from flagcx.selection.selector import PiggybackExchange, Selector, TuningInfo, look_for_table
@@ -34,40 +35,47 @@ def open_host_executor(context: TransportContext, ring: RecordBuffer | None) -> 
         BootstrapError: No transport serves the job.
     """
     groups = groups_of(context.hosts)
+    if len(groups) > 1 and context.store is None:
+        raise CommunicatorError(
+            "this communicator was made without a store, which ranks on several hosts need"
+        )
+    entry = find_transport(HOST, context)
+    mine = _told_by_rank_0(context, entry, groups) if context.rank == 0 else None
+    exchange = PiggybackExchange(context.exchange, mine)
+    transport: Any = entry.open(replace(context, exchange=exchange))
+    if exchange.told is None:  # a transport that exchanged nothing
+        exchange(b"")
+    _compare_modes(exchange.flushes)
     if len(groups) > 1:
-        transport, selector = _between_hosts(context, groups)
+        selector = Selector(MultiHostRules(groups), exchange.told, groups)
     else:
-        transport, selector = _on_one_host(context)
+        selector = Selector(HostRules(transport, context.hosts[context.rank]), exchange.told)
     throttle = context.config.throttle
     return Executor(context.rank, context.size, throttled(transport, throttle), selector, ring)
 
 
-def _on_one_host(context: TransportContext) -> tuple[Any, Selector]:
-    """A transport whose first exchange carries the measured times that rank 0 found to the others."""
-    entry = find_transport(HOST, context)
-    mine = _look_for_table(context, entry) if context.rank == 0 else None
-    exchange = PiggybackExchange(context.exchange, mine)
-    transport = entry.open(replace(context, exchange=exchange))
-    if exchange.told is None:  # a transport that exchanged nothing
-        exchange(b"")
-    rules = HostRules(transport, context.hosts[context.rank])
-    return transport, Selector(rules, exchange.told)
+def _told_by_rank_0(context: TransportContext, entry: TransportEntry, groups: Groups) -> TuningInfo:
+    """Measured times on one host; over the network rings and chains pass each host once."""
+    if len(groups) == 1:
+        return _look_for_table(context, entry)
+    along_hosts = tuple(rank for group in groups for rank in group)
+    return TuningInfo(None, "not measured between hosts", order=along_hosts)
+
+
+def _compare_modes(flushes: list[bool]) -> None:
+    """Warns, on every rank, where some ranks flush subnormal numbers to zero and others don't."""
+    if any(flushes) and not all(flushes):
+        ranks = ", ".join(str(rank) for rank, flushing in enumerate(flushes) if flushing)
+        warnings.warn(
+            f"of {len(flushes)} ranks these flush subnormal numbers to zero: {ranks}; {SAME_MODE}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def _look_for_table(context: TransportContext, entry: TransportEntry) -> TuningInfo:
     settings = entry.load().settings(context.config)
     return look_for_table(context.config, fit_here(context.size, entry.name, settings), environment())
-
-
-def _between_hosts(context: TransportContext, groups: Groups) -> tuple[Any, Selector]:
-    """A transport over the network; rings and chains pass each host once."""
-    if context.store is None:
-        raise CommunicatorError(
-            "this communicator was made without a store, which ranks on several hosts need"
-        )
-    along_hosts = tuple(rank for group in groups for rank in group)
-    found = TuningInfo(None, "not measured between hosts", order=along_hosts)
-    return open_transport(HOST, context), Selector(MultiHostRules(groups), found, groups)
 
 
 def groups_of(hosts: Sequence[str]) -> Groups:

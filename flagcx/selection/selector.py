@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from flagcx.algorithms.candidate import Candidate, Groups, Order
 from flagcx.config import Config
+from flagcx.dtypes import flushes_subnormals
 from flagcx.errors import ArgumentError, FlagcxError
 from flagcx.selection.candidates import Request
 from flagcx.selection.rules import Rules
@@ -205,7 +206,7 @@ def _ignored(path: Path, why: str, command: str) -> TuningInfo:
 
 
 class PiggybackExchange:
-    """An exchange that carries rank 0's findings along with the first values.
+    """An exchange that carries rank 0's findings and all ranks' floating-point modes with the first values.
 
     Args:
         exchange: Sends bytes to all ranks and returns every rank's, in rank order.
@@ -213,20 +214,25 @@ class PiggybackExchange:
 
     Attributes:
         told: What rank 0 told; None until values were exchanged.
+        flushes: For each rank, whether it flushes subnormal numbers to zero.
     """
 
     def __init__(self, exchange: Exchange, mine: TuningInfo | None) -> None:
         self._exchange = exchange
         self._mine = b"" if mine is None else mine.to_bytes()
         self.told: TuningInfo | None = None
+        self.flushes: list[bool] = []
 
     def __call__(self, value: bytes) -> list[bytes]:
         """Exchanges values, as the exchange it stands for does."""
         if self.told is not None:
             return self._exchange(value)
-        length = len(self._mine).to_bytes(8, "little")
+        # The highest bit of the length is the mode.
+        length = (len(self._mine) | flushes_subnormals() << 63).to_bytes(8, "little")
         every_rank = self._exchange(length + self._mine + value)
-        lengths = [int.from_bytes(raw[:8], "little") for raw in every_rank]
+        words = [int.from_bytes(raw[:8], "little") for raw in every_rank]
+        self.flushes = [bool(word >> 63) for word in words]
+        lengths = [word & ~(1 << 63) for word in words]
         self.told = TuningInfo.from_bytes(every_rank[0][8 : 8 + lengths[0]])
         return [raw[8 + length :] for raw, length in zip(every_rank, lengths, strict=True)]
 

@@ -147,7 +147,7 @@ def choose_on_host(request: Request, attached: bool = True) -> Candidate:
     collective, nbytes, size, *_ = request
     if collective == "allreduce":
         if nbytes <= ONE_SHOT_NBYTES:
-            reason = "small: one exchange, each rank reads everybody's message"
+            reason = "small: one exchange, each rank reads every rank's message"
             return Candidate(Algorithm.ONE_SHOT, reason=reason)
         reason = "large: each rank reduces one stripe in the shared memory"
         return Candidate(Algorithm.TWO_SHOT, reason=reason)

@@ -53,7 +53,7 @@ class _Message:
 
 @dataclass(slots=True)
 class _Counts:
-    """See ``transport.base.Progress``."""
+    """What the thread of one rank counts."""
 
     sequence: int = 0
     waited_ns: int = 0

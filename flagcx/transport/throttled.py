@@ -51,27 +51,27 @@ class Throttled(Transport):
         return self._inner.protocols(*call)
 
     def take(self, array: Any, what: str, writable: bool) -> Any:
-        """See ``Transport.take``."""
+        """Takes a caller's array as the carrying transport does."""
         return self._inner.take(array, what, writable)
 
     def result(self, out: Any, what: str, shape: tuple[int, ...], dtype: Any) -> Any:
-        """See ``Transport.result``."""
+        """Takes or makes the array of a result as the carrying transport does."""
         return self._inner.result(out, what, shape, dtype)
 
     def empty(self, shape: tuple[int, ...] | int, dtype: Any) -> Any:
-        """See ``Transport.empty``."""
+        """Makes an array that the carrying transport's peers reach."""
         return self._inner.empty(shape, dtype)
 
     def check_end(self) -> None:
-        """See ``Transport.check_end``."""
+        """Lets the carrying transport compare the ranks' calls."""
         self._inner.check_end()
 
     def abort(self, reason: str, culprit: int | None) -> None:
-        """See ``Transport.abort``."""
+        """Tells the peers through the carrying transport."""
         self._inner.abort(reason, culprit)
 
     def close(self) -> None:
-        """See ``Transport.close``."""
+        """Closes the carrying transport."""
         self._inner.close()
 
 

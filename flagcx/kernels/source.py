@@ -124,6 +124,36 @@ FLAGCX_DEVICE A widen(T x) {{ return x; }}
 FLAGCX_DEVICE T narrow(A x) {{ return x; }}
 """
 
+# Averages of integers and bfloat16, whose sums would overflow; see flagcx.transport.average.
+_WIDER = r"""
+typedef {scalar} T;
+typedef {wide} A;
+FLAGCX_DEVICE A widen(T x) {{ return (A)x; }}
+FLAGCX_DEVICE T narrow(A x) {{ return (T)x; }}
+"""
+
+_HALVES = r"""
+typedef {scalar} T;
+struct A {{ i64 upper; u64 lower; }};
+FLAGCX_DEVICE A widen(T x) {{ return A{{(i64)(x >> 32), (u64)x & 0xffffffffull}}; }}
+FLAGCX_DEVICE T narrow(A x) {{ return (T)(((u64)x.upper << 32) + x.lower); }}
+FLAGCX_DEVICE A quotient(A x, i64 n) {{
+  i64 upper = x.upper / n, left = x.upper % n;
+  if (left < 0) {{ left += n; upper--; }}
+  const u64 lower = x.lower + ((u64)left << 32);
+  u64 mean = ((u64)upper << 32) + lower / (u64)n;
+  {toward_zero}
+  return A{{0, mean}};
+}}
+"""
+
+_WEIGHTED = r"""
+typedef u16 T;
+typedef float A;
+FLAGCX_DEVICE A widen(T x) { return from_bfloat16(x) * 1.52587890625e-5f; }  // 2^-16
+FLAGCX_DEVICE T narrow(A x) { return to_bfloat16(x); }
+"""
+
 _KERNEL = r"""
 struct Chain { i64 memory, start, count, first, sources, finish; };
 struct Source { i64 memory, start; };
@@ -258,15 +288,20 @@ FLAGCX_DEVICE A combine(A a, A b) {{ return {expression}; }}
 FLAGCX_DEVICE A scaled(A x, double factor) {{ (void)factor; return {scaled}; }}
 FLAGCX_DEVICE A divided(A x, double factor) {{ (void)factor; return {divided}; }}
 FLAGCX_DEVICE A finished(A x, i64 finish, double factor) {{
-  return finish == 0 ? x : finish == 1 ? scaled(x, factor) : divided(x, factor);
+  return finish == 0 ? {kept} : finish == 1 ? scaled(x, factor) : divided(x, factor);
 }}
 """
 
 _SHARED_NAMES = {"avg": "sum", "scaled_sum": "sum"}
 
 
-def base_name(op: ReduceOp | None) -> str:
-    """Name of the operation whose kernel serves ``op``; "sum" for a call that combines nothing."""
+def base_name(op: ReduceOp | None, dtype: DType) -> str:
+    """Name of the operation whose kernel serves ``op``; "sum" for a call that combines nothing.
+
+    Averages share the kernel of the sum, except where they need a wider accumulator.
+    """
+    if op is not None and op.average and (dtype.kind == "int" or dtype.name == "bfloat16"):
+        return op.name
     return "sum" if op is None else _SHARED_NAMES.get(op.name, op.name)
 
 
@@ -274,7 +309,7 @@ def has_kernel(dtype: DType, op: ReduceOp | None) -> bool:
     """Whether the operation is one of the table's, and not a ufunc or kernel of the caller's own."""
     if op is not None and op.code == 0:
         return False
-    return base_name(op) in _EXPRESSIONS[dtype.kind]
+    return op is None or _SHARED_NAMES.get(op.name, op.name) in _EXPRESSIONS[dtype.kind]
 
 
 def kernel_source(dtype: DType, op: ReduceOp | None) -> str:
@@ -307,9 +342,28 @@ def element_source(dtype: DType, op: ReduceOp | None) -> str:
 
     Follows ``CONVERSIONS`` and ``FLOAT16_CONVERSIONS``.
     """
+    name = base_name(op, dtype)
+    if name == "avg":
+        return _average_source(dtype)
     scaled, divided = _FINISHES[dtype.kind]
-    expression = _EXPRESSIONS[dtype.kind][base_name(op)]
-    return _type_source(dtype) + _COMBINED.format(expression=expression, scaled=scaled, divided=divided)
+    expression = _EXPRESSIONS[dtype.kind][name]
+    combined = _COMBINED.format(expression=expression, scaled=scaled, divided=divided, kept="x")
+    return _type_source(dtype) + combined
+
+
+def _average_source(dtype: DType) -> str:
+    scalar, nbytes, kept = _SCALARS[dtype.name], dtype.numpy.itemsize, "x"
+    expression, divided = "a + b", "x / (A)factor"
+    if dtype.kind != "int":
+        source, kept, divided = _WEIGHTED, "x * 65536.0f", "x / ((A)factor * 1.52587890625e-5f)"
+    elif nbytes < 8:
+        source = _WIDER.format(scalar=scalar, wide="int" if nbytes < 4 else "i64")
+    else:
+        signed = dtype.numpy.kind == "i"
+        toward_zero = "if ((i64)mean < 0 && lower % (u64)n) mean++;" if signed else ""
+        source = _HALVES.format(scalar=scalar, toward_zero=toward_zero)
+        expression, divided = "A{a.upper + b.upper, a.lower + b.lower}", "quotient(x, (i64)factor)"
+    return source + _COMBINED.format(expression=expression, scaled="x", divided=divided, kept=kept)
 
 
 def _type_source(dtype: DType) -> str:

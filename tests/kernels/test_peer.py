@@ -220,7 +220,7 @@ def test_numbers_may_wrap_around_where_arrays_are_used_in_place(directory, age, 
     [
         ("bfloat16", "avg"), ("float16", "sum"), ("float8_e4m3fn", "max"), ("float8_e5m2", "sum"),
         ("float64", "min"), ("int8", "sum"), ("uint16", "prod"), ("int64", "sum"), ("complex128", "sum"),
-        ("bool", "max"),
+        ("bool", "max"), ("uint8", "avg"), ("int32", "avg"), ("int64", "avg"),
     ],
 )  # fmt: skip
 def test_elements_of_every_width(directory, dtype, op, packets):

@@ -136,7 +136,9 @@ class PeerMemory:
             grid = packet_grid(form, count, itemsize, layout, bare, blocks)
         packets = grid is not None
         name = "chunks" if not packets else "bare packets" if bare else "flagged packets"
-        kernel = PeerKernel(form, packets, call.dtype, _reduction(form, call.op), layout, bare and packets)
+        kernel = PeerKernel(
+            form, packets, call.dtype, _reduction(form, call.op, call.dtype), layout, bare and packets
+        )
         grid = grid or chunk_grid(form, count, itemsize, layout, blocks, chunk)
         function = None
         if grid.blocks:
@@ -233,8 +235,8 @@ def form_of(collective: str, algorithm: str) -> str | None:
     return collective if known and algorithm == _DIRECT else None
 
 
-def _reduction(form: str, op: ReduceOp | None) -> ReduceOp | None:
+def _reduction(form: str, op: ReduceOp | None, dtype: DType) -> ReduceOp | None:
     """The operation of the kernel, which operations that differ only in the last step share."""
     if form not in REDUCING or op is None:
         return None
-    return OPS[base_name(op)]
+    return OPS[base_name(op, dtype)]

@@ -53,9 +53,12 @@ def test_counts_see_a_step_more_and_a_chunk_more():
     assert (more_steps, more_sent) == (steps + 1, sent + Fraction(1, 4))
 
 
+@pytest.mark.parametrize(
+    "sizes", [(17, 24, 31, 32, 33, 100), *exhaustive([(*range(18, 40), 65, 127, 128, 129)])]
+)
 @pytest.mark.parametrize("entry", [e for e in catalogue() if "direct" not in str(e.algorithm)], ids=names)
-def test_a_few_of_many_ranks_show_the_busiest(entry):
-    for size in (*range(17, 40), 65, 100, 127, 128, 129):
+def test_a_few_of_many_ranks_show_the_busiest(entry, sizes):
+    for size in sizes:
         schedule = entry.make(size, 0 if entry.rooted else None)
         busiest = max(sent_chunks(schedule, rank) for rank in range(size))
         assert entry.sent(size) == Fraction(busiest, schedule.chunks), size

@@ -137,7 +137,7 @@ def test_order_of_the_turns_changes():
     assert len({tuple(names[i : i + 3]) for i in range(0, len(names), 3)}) > 1
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_flagcx_is_measured_with_both_kinds_of_arrays(capsys, tmp_path):
     path = tmp_path / "host.jsonl"
     names = "flagcx,flagcx.empty"

@@ -292,6 +292,7 @@ def call_bench(*words):
     return CliRunner().invoke(made, [str(word) for word in words])
 
 
+@pytest.mark.exhaustive
 def test_what_only_a_rank_finds_out_is_told_without_its_traceback():
     code, _, errors = flagcx_bench("-n", 9, "-d", "float8_e5m2", "-e", 8)
     assert code == 2

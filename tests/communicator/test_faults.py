@@ -10,6 +10,7 @@ import pytest
 
 from tests.bootstrap.processes import line, rest, wait_until
 from tests.communicator.jobs import job, outcome_of
+from tests.ranges import exhaustive
 
 DEATH_S = 2.0
 
@@ -86,7 +87,7 @@ outcome(lambda: comm.broadcast(x, algorithm="direct"))
         assert seconds < DEATH_S
 
 
-@pytest.mark.parametrize("name", ["one_shot", "slots", "cross_memory", "ring"])
+@pytest.mark.parametrize("name", ["one_shot", "cross_memory", *exhaustive(["slots", "ring"])])
 def test_a_rank_killed_inside_calls(name):
     body = f"""
 call = {CALLS[name]}
@@ -141,7 +142,7 @@ if rank != 2:
             assert seconds < 4
 
 
-@pytest.mark.parametrize("name", ["one_shot", "cross_memory", "ring"])
+@pytest.mark.parametrize("name", ["ring", *exhaustive(["one_shot", "cross_memory"])])
 def test_a_stopped_rank_is_named_after_the_timeout(name):
     body = f"""
 call = {CALLS[name]}

@@ -98,7 +98,7 @@ def test_a_machine_unlike_the_others_is_told_apart(bench):
     assert errors["dgx-2"] > 0.5 and errors["dgx-a100"] < 0.1
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_published_tables_are_predicted_within_the_goal(bench):
     tables = ROOT.parent / "shared" / "machines" / "allreduce-tables"
     if not tables.is_dir():

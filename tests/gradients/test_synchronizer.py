@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import random
 import time
 import tracemalloc
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -346,7 +346,11 @@ def test_overlap_changes_no_bit():
 def _begins(cores: int, overlap: bool | None, throttle: str = "") -> bool:
     """Whether buckets are reduced before anybody waits, with so many cores for two ranks."""
     comm = fc.init(throttle=throttle)
-    os.sched_getaffinity = lambda pid: set(range(cores))  # so this process serves no other test
+    with mock.patch("os.sched_getaffinity", lambda pid: set(range(cores))):
+        return _begins_here(comm, overlap)
+
+
+def _begins_here(comm: fc.Communicator, overlap: bool | None) -> bool:
     g = [np.zeros(300, np.float32) for _ in range(3)]
     seen = []
     with fc.GradientSynchronizer(comm, g, bucket_bytes=1, overlap=overlap) as sync:
@@ -378,7 +382,7 @@ def _begins(cores: int, overlap: bool | None, throttle: str = "") -> bool:
     ],
 )
 def test_buckets_wait_where_to_move_them_takes_cores_that_compute(cores, overlap, throttle, begins):
-    assert run_ranks(_begins, 2, cores, overlap, throttle, fresh=True) == [begins, begins]
+    assert run_ranks(_begins, 2, cores, overlap, throttle) == [begins, begins]
 
 
 def _compressed(codec: str, steps: int) -> list[float]:

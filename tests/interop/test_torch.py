@@ -40,6 +40,7 @@ def test_an_enhanced_group_does_what_gloo_does(found, ranks, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*NAMES, "name", "again", "options"])
-def test_the_backend_does_what_gloo_does(found, name):
-    faults = [fault for each in found("backend", 3) for fault in each[name]]
+@pytest.mark.parametrize("ranks", [2, *exhaustive([3])])
+def test_the_backend_does_what_gloo_does(found, ranks, name):
+    faults = [fault for each in found("backend", ranks) for fault in each[name]]
     assert not faults, "\n".join(faults)

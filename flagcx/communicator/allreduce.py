@@ -85,7 +85,7 @@ def allreduce(
         if out is None:
             plan = executor.quick.get((x.shape, x.dtype, op, algorithm))
         else:
-            plan = executor.quick.get((x.shape, x.dtype, op, algorithm, (out.shape, out.dtype)))
+            plan = executor.quick.get((x.shape, x.dtype, op, algorithm, out.shape, out.dtype))
     except (AttributeError, TypeError):
         plan = None
     if (

@@ -185,7 +185,7 @@ class Caller:
             if out is None and recvbuf is x:
                 executor.remember((x.shape, x.dtype, op, algorithm), plan)
             elif recvbuf is out and executor is self._host:
-                executor.remember((x.shape, x.dtype, op, algorithm, like), plan)
+                executor.remember((x.shape, x.dtype, op, algorithm, out.shape, out.dtype), plan)
         elif x.__class__ is np.ndarray and (recvbuf is None or recvbuf is out or out is None):
             shape = None if recvbuf is None or recvbuf is x or recvbuf is out else recvbuf.shape
             key = (collective, x.shape, x.dtype, op, root, algorithm, like)

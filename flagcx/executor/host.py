@@ -225,6 +225,8 @@ class Executor:
 
     def remember(self, key: tuple, plan: Any) -> None:
         """Lets calls with this key go straight to their plan from now on."""
+        if len(self._straight) >= _MOST_PLANS:
+            self._straight.clear()
         self._straight[key] = plan
 
     def take(self, array: Any, what: str, writable: bool) -> Any:

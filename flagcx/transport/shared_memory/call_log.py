@@ -1,6 +1,6 @@
 """The log of calls: what each rank called lately, so that ranks that make different calls find out.
 
-The n-th collective call of a rank leaves ``n << 48 | signature << 1 | shared`` in word n mod 16 of its log,
+The n-th collective call of a rank leaves ``signature << 17 | n << 1 | shared`` in word n mod 16 of its log,
 with the lowest 16 bits of n. The signature, 47 bits of a hash, stands for collective, count, dtype,
 operation, root, algorithm and the operation that the call is a step of; its text lies in the segment too.
 """
@@ -16,8 +16,8 @@ from flagcx.transport.shared_memory.words import (
     CALL_LOG_MASK,
     REASON_NBYTES,
     SEQUENCE_MASK,
-    SEQUENCE_SHIFT,
     SHARED_BIT,
+    SIGNATURE_SHIFT,
     TEXT_NBYTES,
     TEXTS,
     header_index,
@@ -59,7 +59,7 @@ class CallLog:
 
     def signature(self, text: str) -> int:
         """The same, shifted to where a word of the log has it."""
-        return self.kind(text) << 1
+        return self.kind(text) << SIGNATURE_SHIFT
 
     def _text_at(self, number: int) -> int:
         return self._reason_at + REASON_NBYTES + number * TEXT_NBYTES
@@ -77,7 +77,7 @@ class CallLog:
                 yield int.from_bytes(signature, "little"), text.decode(errors="replace")
 
     def _call_of(self, peer: int, word: int) -> str:
-        return dict(self._texts_of(peer)).get(word >> 1 & _SIGNATURE, "another call")
+        return dict(self._texts_of(peer)).get(word >> SIGNATURE_SHIFT, "another call")
 
     def _message_of(self, peer: int, header: int) -> str:
         """A message of a peer in words."""
@@ -126,7 +126,7 @@ class CallLog:
             for q, words in enumerate(self._words):
                 theirs = words[index]
                 low = number & SEQUENCE_MASK
-                same_number = theirs >> SEQUENCE_SHIFT == low == mine >> SEQUENCE_SHIFT
+                same_number = theirs >> 1 & SEQUENCE_MASK == low == mine >> 1 & SEQUENCE_MASK
                 if same_number and (theirs ^ mine) > SHARED_BIT and theirs:
                     raise MismatchError(
                         f"ranks disagree on call {number}: rank {self._rank} called "

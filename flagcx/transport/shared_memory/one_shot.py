@@ -13,7 +13,7 @@ from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.transport.base import Call
 from flagcx.transport.shared_memory.arena import ONE_SHOT_NBYTES, Arena
 from flagcx.transport.shared_memory.reduction import Combine, accumulator_dtype, combiner
-from flagcx.transport.shared_memory.words import CALL_LOG_MASK, SEQUENCE_MASK, SEQUENCE_SHIFT
+from flagcx.transport.shared_memory.words import CALL_LOG_MASK, SEQUENCE_MASK
 
 
 class OneShot:
@@ -70,7 +70,7 @@ class OneShot:
         sequence = signals.sequence
         signals.sequence = sequence + 1
         index = sequence & CALL_LOG_MASK
-        value = (sequence & SEQUENCE_MASK) << SEQUENCE_SHIFT | self._signature
+        value = self._signature | (sequence & SEQUENCE_MASK) << 1
         signals.own[index] = value
         for words in signals.others:
             if words[index] != value:

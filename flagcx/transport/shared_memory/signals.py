@@ -24,7 +24,6 @@ from flagcx.transport.shared_memory.words import (
     CLOSED,
     HEARTBEAT,
     SEQUENCE_MASK,
-    SEQUENCE_SHIFT,
     SHARED_BIT,
     WAITING_FOR,
 )
@@ -114,7 +113,7 @@ class Signals:
         """Enters the next collective call into the log. Returns the word that peers must show."""
         sequence = self.sequence
         self.sequence = sequence + 1
-        value = (sequence & SEQUENCE_MASK) << SEQUENCE_SHIFT | signature
+        value = signature | (sequence & SEQUENCE_MASK) << 1
         self.own[sequence & CALL_LOG_MASK] = value
         return value
 

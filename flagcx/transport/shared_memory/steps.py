@@ -10,6 +10,7 @@ from flagcx.schedule.model import Buffer
 from flagcx.transport.base import Call
 from flagcx.transport.shared_memory.arena import PIECE_NBYTES, PIECES, Arena
 from flagcx.transport.shared_memory.channel import RENDEZVOUS_NBYTES, Exchange, Receive, run_exchange
+from flagcx.transport.shared_memory.words import SIGNATURE_SHIFT
 from flagcx.transport.steps import Part, StepParts, Steps
 
 
@@ -26,7 +27,7 @@ class ChannelSteps(Steps):
     def __init__(self, arena: Arena, call: Call, signature: int, attach_nbytes: int) -> None:
         self._attach_nbytes = attach_nbytes
         self._arena, self._signature = arena, signature
-        self._kinds = (signature >> 1,) * len(Buffer)
+        self._kinds = (signature >> SIGNATURE_SHIFT,) * len(Buffer)
         super().__init__(call)
 
     def _messages(self, step: StepParts) -> Exchange:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 CALL_LOG_DEPTH = 16
 CALL_LOG_MASK = CALL_LOG_DEPTH - 1
-SEQUENCE_SHIFT, SEQUENCE_MASK = 48, 0xFFFF
+SEQUENCE_MASK = 0xFFFF
+SIGNATURE_SHIFT = 17
 SHARED_BIT = 1
 """Bit of a word of the call log: the arrays of that call lie in memory that peers map."""
 

@@ -46,8 +46,8 @@ def allreduce(
             algorithm says in which order contributions are combined, the same for every rank: "one_shot",
             "two_shot" and "direct" go by rank, "recursive_doubling" puts the lower rank's first, rings,
             trees and the others a rank's own before what arrives. "avg" divides the sum and rounds
-            once, integers toward zero; on hosts, integers, half precision and fp8 are added up in a
-            wider dtype by every algorithm, so that no sum overflows.
+            once, integers toward zero; integers, half precision and fp8 are added up in a wider dtype
+            by every algorithm but NCCL's own, so that no sum overflows.
         out: Array for the result; ``x`` is then left as it is. For a list, a list of as many.
         algorithm: See ``Communicator``.
         compression: How a sum or average of floating-point numbers travels: "fp16", "bf16", "fp8",

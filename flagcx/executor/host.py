@@ -153,12 +153,9 @@ class Executor:
 
     def _warn_of_mode(self) -> None:
         self._flushes = not self._flushes
-        warnings.warn(
-            f"rank {self.rank} {'flushes' if self._flushes else 'no longer flushes'} subnormal numbers to "
-            f"zero since its communicator was made: {SAME_MODE}",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        does = "flushes" if self._flushes else "no longer flushes"
+        what = f"rank {self.rank} {does} subnormal numbers to zero since its communicator was made"
+        warnings.warn(f"{what}: {SAME_MODE}", RuntimeWarning, stacklevel=2)
 
     def _make(
         self, collective, counts, dtype, op, root, in_place, choice: Candidate, part_of: str = ""

@@ -141,8 +141,16 @@ class Averaged:
             self._average.finish(sums, recvbuf.reshape(-1))
 
 
-def averaging(call: Call, make: Callable[[Call], Plan]) -> Plan:
-    """Makes the plan of a call by ``make``; of an average as a sum in a wider dtype, where it needs one."""
+def averaging(
+    call: Call, make: Callable[[Call], Plan], wrap: Callable[[Plan, Average, bool], Plan] = Averaged
+) -> Plan:
+    """Makes the plan of a call by ``make``; of an average as a sum in a wider dtype, where it needs one.
+
+    Args:
+        call: The call.
+        make: Makes the plan of a call whose sums are made in its dtype.
+        wrap: Makes of the sum the average; see ``Averaged``.
+    """
     size = call.schedule.size
     average = None
     if call.op is not None and call.op.average:
@@ -152,4 +160,4 @@ def averaging(call: Call, make: Callable[[Call], Plan]) -> Plan:
     if size == 1:
         return make(replace(call, op=OPS["sum"]))
     whole = not COLLECTIVES[call.schedule.collective].blocks
-    return Averaged(make(replace(call, dtype=average.wide, op=OPS["sum"], in_place=whole)), average, whole)
+    return wrap(make(replace(call, dtype=average.wide, op=OPS["sum"], in_place=whole)), average, whole)

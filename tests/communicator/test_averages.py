@@ -18,7 +18,7 @@ INTEGERS = tuple(f"{sign}int{bits}" for bits in (8, 16, 32, 64) for sign in ("",
 SPLIT = ("ring 3/4|tree",)
 
 
-def _contribution(rank: int, count: int, name: str) -> np.ndarray:
+def contribution(rank: int, count: int, name: str) -> np.ndarray:
     """Mostly the largest and smallest values, of one sign in the first half."""
     dtype, random = dtype_of(name).numpy, np.random.default_rng([rank, count])
     if name in INTEGERS:
@@ -32,9 +32,9 @@ def _contribution(rank: int, count: int, name: str) -> np.ndarray:
     return np.array([values[i] for i in drawn], object).astype(dtype)
 
 
-def _mean(size: int, count: int, name: str) -> np.ndarray:
+def mean_of(size: int, count: int, name: str) -> np.ndarray:
     """By Python's integers, or in double precision."""
-    parts = [_contribution(q, count, name) for q in range(size)]
+    parts = [contribution(q, count, name) for q in range(size)]
     if name in INTEGERS:
         sums = [sum(int(part[i]) for part in parts) for i in range(count)]
         return np.array([abs(s) // size * (1 if s >= 0 else -1) for s in sums], object).astype(parts[0].dtype)
@@ -58,12 +58,12 @@ def _check(names: tuple[str, ...], block: int) -> int:
         done += 1
 
     for name in names:
-        x, mean = _contribution(rank, count, name), _mean(size, count, name)
+        x, mean = contribution(rank, count, name), mean_of(size, count, name)
         for algorithm in [*_named("allreduce"), *SPLIT]:
             out = comm.allreduce(x, "avg", out=np.empty_like(x), algorithm=algorithm)
             same(out, mean, "allreduce", name, algorithm)
             same(comm.allreduce(x.copy(), "avg", algorithm=algorithm), mean, "in place", name, algorithm)
-        same(x, _contribution(rank, count, name), "the input")
+        same(x, contribution(rank, count, name), "the input")
         for got in comm.allreduce([x.copy(), x.reshape(size, block).copy()], "avg"):
             same(got, mean, "list", name)
         for algorithm in _named("reduce"):
@@ -89,12 +89,12 @@ def _check(names: tuple[str, ...], block: int) -> int:
 
 
 @pytest.mark.parametrize("size", [2, 3, *exhaustive([1, 4, 5])])
-def test_threads_get_the_rounded_mean(size):
+def test_threads_get_the_roundedmean_of(size):
     assert min(fc.launch(_check, size, ((*FLOATS, *INTEGERS), 7), threads=True)) > 200
 
 
 @pytest.mark.parametrize("size", [3, *exhaustive([1, 2, 4, 5])])
-def test_processes_get_the_rounded_mean(size):
+def test_processes_get_the_roundedmean_of(size):
     """Through slots, and with 5,000 elements a rank by the ways for longer messages."""
     run_ranks(_check, size, ("float16", "bfloat16", "int8", "int64", "uint64"), 7)
     run_ranks(_check, size, ("float16", "bfloat16", "uint8", "int64"), 5_000)

@@ -12,6 +12,7 @@ from flagcx.dtypes import DTYPES, OPS, dtype_of
 from flagcx.kernels.compile import load_kernel
 from flagcx.kernels.source import NAME, has_kernel, kernel_source
 from flagcx.schedule.collectives import COLLECTIVES
+from tests.communicator import test_averages as edges
 from tests.gpu import oracle
 
 
@@ -162,4 +163,28 @@ def subnormals() -> list[str]:
             got = cupy.asnumpy(comm.allreduce(x, algorithm=algorithm).view(bits))
             if got.tolist() != want.tolist():
                 faults.append(f"rank {comm.rank}: {algorithm} of {name}: bits {got[:4]}, expected {want[:4]}")
+    return faults
+
+
+def averages(block: int, peer_memory: bool) -> list[str]:
+    """Averages at the edge of overflow by every algorithm but NCCL's own, in place and not, and again."""
+    import cupy
+
+    comm = fc.init(peer_memory=peer_memory)
+    size, rank, faults = comm.size, comm.rank, []
+    for name in ("float16", "bfloat16", "float8_e5m2", "uint8", "int16", "int32", "int64", "uint64"):
+        x, mean = edges.contribution(rank, block * size, name), edges.mean_of(size, block * size, name)
+        own = mean[rank * block :][:block]
+        for collective, want in (("allreduce", mean), ("reduce", mean), ("reduce_scatter", own)):
+            for entry in entries(collective):
+                where = f"rank {rank}: {collective} {entry.algorithm} {name}"
+                call, options = getattr(comm, collective), {"algorithm": str(entry.algorithm)}
+                given = with_offset(cupy, x)
+                away = collective == "reduce" and rank > 0
+                out = None if away else with_offset(cupy, np.zeros_like(want))
+                for _ in range(4):  # captured at the third
+                    faults += compare(where, call(given, "avg", out=out, **options), None if away else want)
+                faults += compare(f"{where}: INPUT was written", given, x)
+                if collective == "allreduce":
+                    faults += compare(f"{where} in place", call(given, "avg", **options), want)
     return faults

@@ -18,6 +18,11 @@ def test_every_algorithm_of_every_collective(ranks, size):
     assert faults_of(ranks(size, jobs.algorithms_and_collectives, counts)) == ""
 
 
+@pytest.mark.parametrize("peer_memory", [True, False])
+def test_every_algorithm_averages_without_overflow(ranks, peer_memory):
+    assert faults_of(ranks(3, jobs.averages, 341, peer_memory)) == ""
+
+
 @pytest.mark.parametrize("size", [min(SIZES), max(SIZES)])
 def test_direct_algorithms_over_nccl(ranks, size):
     counts = [0, 1, size - 1, size + 1, 1003]

@@ -58,6 +58,8 @@ def native_form(collective: str, dtype: DType, op: ReduceOp | None, nccl_version
         return None
     if dtype.kind == "complex" and op.name not in ("sum", "avg"):
         return None
+    if op.average and dtype.kind == "int":
+        return None  # NCCL adds up in the dtype itself, where sums overflow
     known = _BOOL_OPS if dtype.kind == "bool" else _OPS
     if op.name not in known:
         return None

@@ -18,6 +18,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from flagcx.bootstrap.environment import host_name
@@ -29,15 +30,11 @@ from flagcx.kernels.cuda import load_cupy
 from flagcx.kernels.launch import FusedKernels
 from flagcx.kernels.views import device_array, device_result, empty
 from flagcx.schedule.lower import levels
+from flagcx.transport.average import averaging
 from flagcx.transport.base import Call, DeviceTransport, Plan, TransportContext
 from flagcx.transport.compared import Compared
-from flagcx.transport.device import (
-    DeviceIdentity,
-    address,
-    check_devices,
-    identify_device,
-    most_on_one_gpu,
-)
+from flagcx.transport.device import DeviceIdentity, address, check_devices, identify_device, most_on_one_gpu
+from flagcx.transport.nccl.average import AveragedPlan, adds_once
 from flagcx.transport.nccl.binding import (
     NcclCommunicator,
     bounded,
@@ -165,8 +162,7 @@ class NcclTransport(DeviceTransport):
         """Compiles ``call``; a schedule that is not aligned is lowered to levels, so each step is one group.
 
         Raises:
-            OperationError: NCCL's own collective does not take the call's dtype or operation, or CuPy has no
-                such ufunc.
+            OperationError: NCCL's own or CuPy lacks the dtype or operation.
         """
         if self._closed:
             raise CommunicatorError(f"the communicator of rank {self.rank} is closed")
@@ -179,7 +175,11 @@ class NcclTransport(DeviceTransport):
             plan = self._scheduled(call)
         return Compared(plan, self._store, call, self._config) if self._config.debug == "check" else plan
 
-    def _scheduled(self, call: Call) -> SchedulePlan:
+    def _scheduled(self, call: Call) -> Plan:
+        wrap = partial(AveragedPlan, self._cupy, self.device, self._order, self._scratch, call)
+        return self._stepwise(call) if adds_once(call.schedule) else averaging(call, self._stepwise, wrap)
+
+    def _stepwise(self, call: Call) -> SchedulePlan:
         lowered = replace(call, schedule=levels(call.schedule))
         program = device_program(lowered)
         size = call.dtype.numpy.itemsize

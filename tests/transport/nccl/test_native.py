@@ -29,8 +29,11 @@ def test_what_it_knows(dtype, op, form):
 
 @pytest.mark.parametrize(
     ("dtype", "op"),
-    [("int16", "sum"), ("float32", "land"), ("int32", "bxor"), ("complex64", "prod"), ("bool", "bxor")],
-)
+    [
+        ("int16", "sum"), ("float32", "land"), ("int32", "bxor"), ("complex64", "prod"), ("bool", "bxor"),
+        ("uint8", "avg"), ("int64", "avg"),
+    ],
+)  # fmt: skip
 def test_what_it_does_not_know(dtype, op):
     assert native_form("reduce_scatter", dtype_of(dtype), OPS[op], VERSION) is None
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import warnings
-import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import lru_cache, partial
+from functools import partial
 from time import perf_counter_ns
 from typing import Any
 
@@ -18,6 +16,7 @@ from flagcx.algorithms import entries
 from flagcx.algorithms.candidate import Candidate
 from flagcx.dtypes import OPS, DType, ReduceOp, dtype_of, flushes_subnormals, resolve_op
 from flagcx.errors import ArgumentError, CommunicationError, CommunicatorError
+from flagcx.executor.forks import refuse_in_children
 from flagcx.executor.progress_thread import progress_thread
 from flagcx.executor.work import Work
 from flagcx.profiler import OperationInfo, Progress, RecordBuffer, RecordedPlan
@@ -83,7 +82,7 @@ class Executor:
         self._hurried = False
         self._untold: BaseException | None = None  # an error of started work, until some caller has got it
         self.forked = False
-        _made_here().add(self)
+        refuse_in_children(self)
 
     # -- plans ------------------------------------------------------------------------------------
 
@@ -371,23 +370,6 @@ class Executor:
                 self.transport.check_end()
         finally:
             self.transport.close()
-
-
-@lru_cache(maxsize=1)
-def _made_here() -> weakref.WeakSet[Executor]:
-    """The executors of this process. In a forked child they refuse every call, and close nothing."""
-    executors: weakref.WeakSet[Executor] = weakref.WeakSet()
-
-    def in_child() -> None:
-        for executor in executors:
-            executor.forked = True
-            executor.end(
-                "this communicator was made before a fork and cannot be used in the child; start ranks with "
-                "flagcx run, fc.launch or multiprocessing's spawn method, and call fc.init() in each"
-            )
-
-    os.register_at_fork(after_in_child=in_child)
-    return executors
 
 
 def nbytes_of(counts: Counts, dtype: DType) -> int:

@@ -9,10 +9,10 @@ from typing import Protocol
 
 
 class Forked(Protocol):
-    """What is told that it is a copy in a child.
+    """An object that must not be used in a child.
 
     Attributes:
-        forked: Whether it is.
+        forked: Whether it is a copy in a child.
     """
 
     forked: bool

@@ -25,14 +25,16 @@ PACKAGE = str(Path(fc.__file__).parent)
 Call = Callable[[], object]
 
 
-def calls_of(comm: fc.Communicator, nbytes: int) -> dict[str, tuple[Call, Callable[[object], Call] | None]]:
+def calls_of(
+    comm: fc.Communicator, nbytes: int
+) -> dict[str, tuple[Call, Callable[[Callable[..., object]], Call] | None]]:
     """The calls by name, each with how its plan is run alone; None where it has no single plan."""
     x, y = np.zeros(nbytes // 4, np.float32), np.zeros(nbytes // 4, np.float32)
     blocks = np.zeros((comm.size, x.size), np.float32)
     many = [np.zeros(x.size, np.float32) for _ in range(100)]
 
-    def runs(sendbuf: object, recvbuf: object) -> Callable[[object], Call]:
-        return lambda plan: lambda: plan.run(sendbuf, recvbuf)  # type: ignore[attr-defined]
+    def runs(sendbuf: object, recvbuf: object) -> Callable[[Callable[..., object]], Call]:
+        return lambda run: lambda: run(sendbuf, recvbuf)
 
     return {
         "allreduce": (lambda: comm.allreduce(x), runs(x, x)),
@@ -46,13 +48,13 @@ def calls_of(comm: fc.Communicator, nbytes: int) -> dict[str, tuple[Call, Callab
     }
 
 
-def plan_of(comm: fc.Communicator, call: Call) -> object:
-    """The plan to which a call goes straight when it repeats."""
+def plan_of(comm: fc.Communicator, call: Call) -> Callable[..., object]:
+    """Runs the plan to which a call goes straight when it repeats."""
     quick = comm._host.quick
     quick.clear()
     call()
     (found,) = quick.values()
-    return getattr(found, "plan", found) if hasattr(found, "sends") else found
+    return found.run if hasattr(found, "sends") else found
 
 
 def time_us(comm: fc.Communicator, call: Call, calls: int) -> float:

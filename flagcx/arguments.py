@@ -33,7 +33,7 @@ def host_array(array, what: str, *, writable: bool) -> np.ndarray:
         writable: Whether it will be written.
 
     Raises:
-        ArrayError: It is no array, of a foreign byte order, or read-only and to be written.
+        ArrayError: It is no array, masked, of a foreign byte order, or read-only and to be written.
     """
     view = array if type(array) is np.ndarray else _viewed(array, what)
     if not view.dtype.isnative:
@@ -50,6 +50,11 @@ def host_array(array, what: str, *, writable: bool) -> np.ndarray:
 
 def _viewed(array, what: str) -> np.ndarray:
     if isinstance(array, np.ndarray):
+        if isinstance(array, np.ma.MaskedArray):
+            raise ArrayError(
+                f"{what} is a masked array, whose mask would not be sent; pass {what}.filled(value) with a "
+                f"value that changes nothing, such as 0 for a sum"
+            )
         return array.view(np.ndarray)
     offers = hasattr(array, "__array_interface__") or hasattr(array, "__dlpack__")
     if offers and not isinstance(array, np.generic):

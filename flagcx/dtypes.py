@@ -129,7 +129,6 @@ def scaled_sum(factor: float) -> ReduceOp:
     return ReduceOp("scaled_sum", np.add, ("float", "complex"), scale=float(factor), code=len(OPS) + 1)
 
 
-@lru_cache(maxsize=256)
 def resolve_op(op: str | ReduceOp | np.ufunc | Callable, dtype: DType) -> ReduceOp:
     """Turns the ``op=`` argument of a call into a ReduceOp for ``dtype``.
 
@@ -141,6 +140,16 @@ def resolve_op(op: str | ReduceOp | np.ufunc | Callable, dtype: DType) -> Reduce
     Raises:
         OperationError: ``op`` is unknown, not binary, or not defined for the dtype.
     """
+    try:
+        return _resolved(op, dtype)
+    except TypeError:
+        if type(op).__hash__ is not None:
+            raise
+        raise _no_operation(op) from None
+
+
+@lru_cache(maxsize=256)
+def _resolved(op: Any, dtype: DType) -> ReduceOp:
     if isinstance(op, str):
         if op not in OPS:
             raise OperationError(
@@ -149,20 +158,26 @@ def resolve_op(op: str | ReduceOp | np.ufunc | Callable, dtype: DType) -> Reduce
         found = OPS[op]
     elif isinstance(op, ReduceOp):
         found = op
+        if isinstance(op.ufunc, np.ufunc):
+            _check_binary(op.ufunc)
     elif isinstance(op, np.ufunc):
         found = _from_ufunc(op, dtype)
     elif callable(op) and hasattr(op, "nin"):
         found = _from_kernel(op, dtype)
     else:
-        raise OperationError(
-            f"op={op!r} is a {type(op).__name__}; expected one of {', '.join(OPS)}, fc.scaled_sum(factor) "
-            f"or a binary NumPy ufunc such as np.maximum"
-        )
+        raise _no_operation(op)
     if dtype.kind not in found.kinds:
         raise OperationError(
             f"op={found.name!r} is not defined for {dtype.name}; it takes {' and '.join(found.kinds)} arrays"
         )
     return found
+
+
+def _no_operation(op: Any) -> OperationError:
+    return OperationError(
+        f"op={op!r} is a {type(op).__name__}; expected one of {', '.join(OPS)}, fc.scaled_sum(factor) or a "
+        f"binary NumPy ufunc such as np.maximum"
+    )
 
 
 def check_for_host(op: ReduceOp | None) -> None:
@@ -189,7 +204,8 @@ def _from_ufunc(ufunc: np.ufunc, dtype: DType) -> ReduceOp:
             return known
     _check_binary(ufunc)
     try:
-        sample = ufunc(np.ones(1, dtype.numpy), np.ones(1, dtype.numpy))
+        with np.errstate(all="ignore"):
+            sample = ufunc(np.ones(1, dtype.numpy), np.ones(1, dtype.numpy))
     except TypeError as error:
         raise OperationError(f"op={ufunc!r} is not defined for {dtype.name}: {error}") from None
     if sample.dtype != dtype.numpy:
@@ -212,4 +228,9 @@ def _check_binary(function: Any) -> None:
     if function.nin != 2 or function.nout != 1:
         raise OperationError(
             f"op={function!r} takes {function.nin} arrays and returns {function.nout}; expected 2 and 1"
+        )
+    if getattr(function, "signature", None) is not None:
+        raise OperationError(
+            f"op={function!r} combines whole arrays ({function.signature}); expected a ufunc that combines "
+            f"them element by element, such as np.maximum"
         )

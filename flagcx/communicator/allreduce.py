@@ -83,13 +83,13 @@ def allreduce(
     executor = comm._host
     try:
         if out is None:
-            plan = executor.quick.get((x.shape, x.dtype, op, algorithm))
+            run = executor.quick.get((x.shape, x.dtype, op, algorithm))
         else:
-            plan = executor.quick.get((x.shape, x.dtype, op, algorithm, out.shape, out.dtype))
+            run = executor.quick.get((x.shape, x.dtype, op, algorithm, out.shape, out.dtype))
     except (AttributeError, TypeError):
-        plan = None
+        run = None
     if (
-        plan is not None
+        run is not None
         and not async_op
         and x.__class__ is np.ndarray
         and x.flags.carray
@@ -98,12 +98,14 @@ def allreduce(
     ):
         result = x if out is None else out
         try:
-            plan.run(x, result)
+            executor.quietly(run, x, result)
         except BaseException as error:
             executor.broke(error)
             raise
         finally:
             executor.turn.release()
+        if executor.noted:
+            executor.float_errors.warn()
         return result
     return _checked(comm, x, op, out, algorithm, async_op)
 

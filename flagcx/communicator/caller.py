@@ -44,13 +44,13 @@ class Repeat(NamedTuple):
     """What is left to do of a call like an earlier one.
 
     Attributes:
-        plan: Its plan.
+        run: Runs its plan.
         sends: Whether this rank has a ``sendbuf``.
         receives: Whether it has a ``recvbuf``.
         shape: The shape of the array to make for the result; None where it goes to ``out`` or ``x``.
     """
 
-    plan: Plan
+    run: Callable[[Any, Any], object]
     sends: bool
     receives: bool
     shape: tuple[int, ...] | None
@@ -104,12 +104,15 @@ class Caller:
         if not executor.turn.acquire(False):
             return MISS
         try:
-            repeat.plan.run(x if repeat.sends else None, recvbuf if repeat.receives else None)
+            sendbuf = x if repeat.sends else None
+            executor.quietly(repeat.run, sendbuf, recvbuf if repeat.receives else None)
         except BaseException as error:
             executor.broke(error)
             raise
         finally:
             executor.turn.release()
+        if executor.noted:
+            executor.float_errors.warn()
         return recvbuf if repeat.receives else None
 
     # -- any other call -----------------------------------------------------------------------------
@@ -182,14 +185,15 @@ class Caller:
         collective, op, root, algorithm = what
         like = None if out is None else (out.shape, out.dtype)
         if collective == "allreduce":
+            on_host = executor is self._host  # which runs a bound method, made once
             if out is None and recvbuf is x:
-                executor.remember((x.shape, x.dtype, op, algorithm), plan)
-            elif recvbuf is out and executor is self._host:
-                executor.remember((x.shape, x.dtype, op, algorithm, out.shape, out.dtype), plan)
+                executor.remember((x.shape, x.dtype, op, algorithm), plan.run if on_host else plan)
+            elif recvbuf is out and on_host:
+                executor.remember((x.shape, x.dtype, op, algorithm, out.shape, out.dtype), plan.run)
         elif x.__class__ is np.ndarray and (recvbuf is None or recvbuf is out or out is None):
             shape = None if recvbuf is None or recvbuf is x or recvbuf is out else recvbuf.shape
             key = (collective, x.shape, x.dtype, op, root, algorithm, like)
-            executor.remember(key, Repeat(plan, sendbuf is not None, recvbuf is not None, shape))
+            executor.remember(key, Repeat(plan.run, sendbuf is not None, recvbuf is not None, shape))
 
     @staticmethod
     def run(

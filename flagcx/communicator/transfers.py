@@ -77,7 +77,7 @@ def sendrecv(
         return comm.run_on(stream, call, (x, out))
     executor = comm.executor_of(x)
     sendbuf, recvbuf = executor.take(x, "x", False), executor.take(out, "out", True)
-    if np.may_share_memory(sendbuf, recvbuf):
+    if executor.is_plain(sendbuf) and np.may_share_memory(sendbuf, recvbuf):  # any other is copied anyway
         sendbuf = sendbuf.copy()
     sends = [(sendbuf, check_rank(to, comm.size, "to"))]
     receives = [(recvbuf, check_rank(source, comm.size, "source"))]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
@@ -120,7 +121,8 @@ class Peers:
             future.set_result(None)
             return future
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="flagcx-compressed")
+            ignore = partial(np.seterr, all="ignore")
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="flagcx-compressed", initializer=ignore)
         return self._thread.submit(call)
 
     def close(self) -> None:

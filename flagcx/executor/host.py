@@ -16,12 +16,13 @@ from flagcx.algorithms import entries
 from flagcx.algorithms.candidate import Candidate
 from flagcx.dtypes import OPS, DType, ReduceOp, dtype_of, flushes_subnormals, resolve_op
 from flagcx.errors import ArgumentError, CommunicationError, CommunicatorError
+from flagcx.executor.float_errors import FloatErrors
 from flagcx.executor.forks import refuse_in_children
 from flagcx.executor.progress_thread import progress_thread
 from flagcx.executor.work import Work
 from flagcx.profiler import OperationInfo, Progress, RecordBuffer, RecordedPlan
 from flagcx.profiler.records import Uncounted
-from flagcx.schedule.collectives import Counts
+from flagcx.schedule.collectives import Counts, largest_block
 from flagcx.selection.candidates import Request
 from flagcx.selection.online_tuning import Exploration, Explored, Finding
 from flagcx.selection.selector import Selector
@@ -54,6 +55,7 @@ class Executor:
         selector: What chooses how a call runs.
         quick: Plans of calls that may skip all checks but those of the array itself. Empty whenever a
             call must not go straight through: closed, broken, in a group, or after started work.
+        quietly: Runs a plan; see ``FloatErrors.run``, likewise ``noted``.
         over: Why no further call can be made; empty where one can.
         forked: Whether this is a copy in a forked child of the process that made it.
     """
@@ -77,6 +79,8 @@ class Executor:
         self._plans: dict[tuple, Plan] = {}
         self._flushes = flushes_subnormals()
         self.over = ""
+        self.float_errors = FloatErrors()
+        self.quietly, self.noted = self.float_errors.run, self.float_errors.noted
         self._worker: ThreadPoolExecutor | None = None
         self._last: Future | None = None
         self._hurried = False
@@ -128,7 +132,9 @@ class Executor:
         if op is not None and flushes_subnormals() != self._flushes:
             self._warn_of_mode()
         uneven = not isinstance(counts, int)
-        request = Request(collective, nbytes_of(counts, dtype), self.size, uneven, dtype, op)
+        request = Request(
+            collective, largest_block(counts) * dtype.numpy.itemsize, self.size, uneven, dtype, op
+        )
         make = partial(self._make, collective, counts, dtype, op, root, in_place, part_of=part_of)
         describe = partial(self._describe, collective, counts, dtype)
         if algorithm is None:
@@ -167,7 +173,7 @@ class Executor:
     def _describe(self, collective: str, counts: Counts, dtype: DType, choice: Candidate) -> OperationInfo:
         return OperationInfo(
             collective,
-            nbytes_of(counts, dtype),
+            largest_block(counts) * dtype.numpy.itemsize,
             dtype.name,
             choice.label,
             choice.pieces,
@@ -258,11 +264,13 @@ class Executor:
             self._run(plan.run, sendbuf, recvbuf)
         finally:
             self.turn.release()
+        if self.noted:
+            self.float_errors.warn()
 
     def _run(self, run: Callable[[Any, Any], object], sendbuf: Any, recvbuf: Any) -> None:
         self.check()
         try:
-            run(sendbuf, recvbuf)
+            self.quietly(run, sendbuf, recvbuf)
         except BaseException as error:
             self.broke(error)
             raise
@@ -298,7 +306,7 @@ class Executor:
         self.hold()
         self._hurried = False
         self._last = self._worker.submit(call)
-        return Work(self._last, what, self.hurry, self._tell)
+        return Work(self._last, what, self.hurry, self._tell, self.float_errors)
 
     def _tell(self) -> None:
         """Notes that a caller got the error of started work; those of later work follow from it."""
@@ -370,13 +378,3 @@ class Executor:
                 self.transport.check_end()
         finally:
             self.transport.close()
-
-
-def nbytes_of(counts: Counts, dtype: DType) -> int:
-    """Bytes of a message, or of the largest block."""
-    return (counts if isinstance(counts, int) else _largest(counts)) * dtype.numpy.itemsize
-
-
-def _largest(counts: tuple) -> int:
-    """The largest block, or 0 where each rank knows its own blocks alone: all must choose alike."""
-    return 0 if counts and isinstance(counts[0], tuple) else max(counts, default=0)

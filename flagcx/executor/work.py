@@ -8,6 +8,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
 from flagcx.errors import PeerTimeoutError
+from flagcx.executor.float_errors import FloatErrors
 
 
 class Work:
@@ -27,8 +28,10 @@ class Work:
         what: str,
         hurry: Callable[[], None] | None = None,
         told: Callable[[], None] | None = None,
+        float_errors: FloatErrors | None = None,
     ) -> None:
         self._future, self._what, self._hurry, self._told = future, what, hurry, told
+        self._float_errors = float_errors
 
     def done(self) -> bool:
         """Whether the operation has ended, well or not."""
@@ -48,13 +51,16 @@ class Work:
         if self._hurry is not None and not self._future.done():
             self._hurry()
         try:
-            return self._future.result(timeout_s)
+            value = self._future.result(timeout_s)
         except BaseException as error:
             if isinstance(error, FutureTimeout) and not self._future.done():
                 raise PeerTimeoutError(f"{self._what} still runs after {timeout_s} s; wait again") from None
             if self._told is not None and self._future.done():
                 self._told()
             raise
+        if self._float_errors is not None and self._float_errors.noted:
+            self._float_errors.warn()
+        return value
 
     def __repr__(self) -> str:
         return f"<Work {self._what}, {'done' if self.done() else 'running'}>"

@@ -198,6 +198,16 @@ def chunk_layout(
     )
 
 
+def largest_block(counts: Counts) -> int:
+    """Elements of a message, or of its largest block.
+
+    0 where each rank knows its own blocks alone: all must choose alike.
+    """
+    if isinstance(counts, int):
+        return counts
+    return 0 if counts and isinstance(counts[0], tuple) else max(counts, default=0)
+
+
 def _bounds(counts: Sequence[int], per_block: int) -> tuple[int, ...]:
     """The boundaries of the chunks of blocks that follow each other."""
     bounds = [0]

@@ -242,3 +242,13 @@ def check_quick_path() -> None:
             plain = np.full(6, float(comm.rank == 0))
             assert comm.broadcast(plain) is plain
             np.testing.assert_array_equal(plain, np.ones(6))
+
+
+def check_shapes() -> None:
+    """Shapes may differ between ranks, as long as the counts do not: elements meet in the order of C."""
+    comm = fc.init()
+    for shape in ((20,), (4, 5), (2, 5, 2)):
+        x = np.arange(20.0).reshape((20,) if comm.rank else shape)
+        for _ in range(2):
+            got = comm.allreduce(x, out=np.empty_like(x))
+            np.testing.assert_array_equal(got.reshape(-1), np.arange(20.0) * comm.size)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import flagcx as fc
+from flagcx.dtypes import ReduceOp
 from flagcx.transport.shared_memory import heap
 from tests.bootstrap.processes import line
 from tests.communicator.jobs import job, outcome_of
@@ -46,6 +47,30 @@ WRONG = [
     (lambda c: c.allreduce(np.ones(4), "bxor"), fc.OperationError, "not defined for float64"),
     (lambda c: c.allreduce(np.ones(4), np.sin), fc.OperationError, "takes 1 arrays and returns 1"),
     (lambda c: c.allreduce(np.ones(4), np.less), fc.OperationError, "gives bool; expected float64 back"),
+    (lambda c: c.allreduce(np.ones((2, 2)), np.matmul), fc.OperationError, "combines whole arrays ((n?,k)"),
+    (
+        lambda c: c.allreduce(np.ones(4), ReduceOp("product", np.matmul, ("float",))),
+        fc.OperationError,
+        "combines whole arrays",
+    ),
+    (lambda c: c.allreduce(np.ones(4), np.divmod), fc.OperationError, "takes 2 arrays and returns 2"),
+    (lambda c: c.allreduce(np.ones(4), ["sum"]), fc.OperationError, "op=['sum'] is a list; expected one of"),
+    (lambda c: c.reduce(np.ones(4), {"sum"}), fc.OperationError, "op={'sum'} is a set; expected one of"),
+    (lambda c: c.allreduce([np.ones(4)], ["sum"]), fc.OperationError, "op=['sum'] is a list"),
+    (lambda c: c.reduce_scatter(np.ones(4), ["sum"]), fc.OperationError, "op=['sum'] is a list"),
+    (
+        lambda c: c.allreduce(np.ma.array([1.0, 2.0], mask=[0, 1])),
+        fc.ArrayError,
+        "x is a masked array, whose",
+    ),
+    (lambda c: c.allgather(np.ma.array([1.0, 2.0])), fc.ArrayError, "pass x.filled(value)"),
+    (
+        lambda c: c.allreduce(np.ones(2), out=np.ma.array([1.0, 2.0])),
+        fc.ArrayError,
+        "out is a masked array",
+    ),
+    (lambda c: c.allreduce([np.ones(2), np.ma.array([1.0])]), fc.ArrayError, "x[1] is a masked array"),
+    (lambda c: c.send(np.ma.array([1.0]), 0), fc.ArrayError, "x is a masked array"),
     (lambda c: c.allreduce(np.ones(4), max), fc.OperationError, "op=<built-in function max>"),
     (lambda c: c.allreduce([1, 2]), fc.ArrayError, "x[0] is a builtins.int; expected an array"),
     (lambda c: c.reduce([1, 2]), fc.ArrayError, "x is a builtins.list; expected an array"),

@@ -21,3 +21,7 @@ def test_arrays_that_overlap_are_reduced_in_order():
 
 def test_repeated_calls_look_at_the_layout():
     run_ranks(layouts.check_quick_path, 2)
+
+
+def test_shapes_may_differ_between_ranks():
+    run_ranks(layouts.check_shapes, 2)

@@ -61,6 +61,7 @@ class _Floats(Average):
         super().__init__(wide, size)
         if reaches_as_far:
             self.weight = 2.0 ** -(size - 1).bit_length()
+        self._divisor = size * self.weight
 
     def parts(self, x: np.ndarray) -> list[np.ndarray]:
         wide = x.astype(self.wide.numpy)
@@ -69,8 +70,9 @@ class _Floats(Average):
         return [wide]
 
     def finish(self, sums: Sequence[np.ndarray], out: np.ndarray) -> None:
-        np.true_divide(sums[0], self._size * self.weight, out=sums[0])
-        out[...] = sums[0]
+        total = sums[0]
+        np.true_divide(total, self._divisor, total)
+        out[...] = total
 
 
 class _Integers(Average):
@@ -80,7 +82,9 @@ class _Integers(Average):
     def finish(self, sums: Sequence[np.ndarray], out: np.ndarray) -> None:
         total, size = sums[0], self._size
         if out.dtype.kind == "i":
-            np.add(total, size - 1, out=total, where=total < 0)
+            toward_zero = total >> 8 * total.itemsize - 1  # -1 where the sum is negative, else 0
+            toward_zero &= size - 1
+            total += toward_zero
         np.floor_divide(total, size, out=total)
         out[...] = total
 

@@ -66,14 +66,17 @@ def _widening(f: np.ufunc) -> Combine:
 
 
 def _averaging(average: Average) -> Combine:
-    weight = average.weight
+    wide, weight, add = average.wide.numpy, average.weight, np.add
 
     def combine(sources, out, accumulator) -> None:
         accumulator[...] = sources[0]
         if weight != 1:
             accumulator *= weight
         for source in sources[1:]:
-            np.add(accumulator, average.parts(source)[0], accumulator)
+            part = source.astype(wide)
+            if weight != 1:
+                part *= weight
+            add(accumulator, part, accumulator)
         average.finish((accumulator,), out)
 
     def combine_in_tiles(sources, out, accumulator) -> None:

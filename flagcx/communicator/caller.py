@@ -44,7 +44,7 @@ class Repeat(NamedTuple):
     """What is left to do of a call like an earlier one.
 
     Attributes:
-        run: Runs its plan.
+        run: Runs its plan: ``run(sendbuf, recvbuf)``.
         sends: Whether this rank has a ``sendbuf``.
         receives: Whether it has a ``recvbuf``.
         shape: The shape of the array to make for the result; None where it goes to ``out`` or ``x``.
@@ -89,23 +89,27 @@ class Caller:
             What the call returns; ``MISS`` where the checked way has to be taken, and nothing was done.
         """
         executor = self._host
+        key: tuple
         try:
-            like = None if out is None else (out.shape, out.dtype)
-            repeat = executor.quick.get((collective, x.shape, x.dtype, op, root, algorithm, like))
+            if out is None:
+                key = (collective, x.shape, x.dtype, op, root, algorithm)
+            else:
+                key = (collective, x.shape, x.dtype, op, root, algorithm, out.shape, out.dtype)
+            repeat = executor.quick.get(key)
         except (AttributeError, TypeError):
             return MISS
         if repeat is None or x.__class__ is not np.ndarray or not x.flags.carray:
             return MISS
+        run, sends, receives, shape = repeat
         recvbuf = out
         if out is None:
-            recvbuf = x if repeat.shape is None else np.empty(repeat.shape, x.dtype)
-        elif out.__class__ is not np.ndarray or not out.flags.carray or np.may_share_memory(out, x):
+            recvbuf = x if shape is None else np.empty(shape, x.dtype)
+        elif not is_apart(out, x):
             return MISS
         if not executor.turn.acquire(False):
             return MISS
         try:
-            sendbuf = x if repeat.sends else None
-            executor.quietly(repeat.run, sendbuf, recvbuf if repeat.receives else None)
+            executor.quietly(run, x if sends else None, recvbuf if receives else None)
         except BaseException as error:
             executor.broke(error)
             raise
@@ -113,7 +117,7 @@ class Caller:
             executor.turn.release()
         if executor.noted:
             executor.float_errors.warn()
-        return recvbuf if repeat.receives else None
+        return recvbuf if receives else None
 
     # -- any other call -----------------------------------------------------------------------------
 
@@ -183,16 +187,16 @@ class Caller:
         if sendbuf is not None and sendbuf is not x:
             return
         collective, op, root, algorithm = what
-        like = None if out is None else (out.shape, out.dtype)
+        like = () if out is None else (out.shape, out.dtype)
         if collective == "allreduce":
             on_host = executor is self._host  # which runs a bound method, made once
             if out is None and recvbuf is x:
                 executor.remember((x.shape, x.dtype, op, algorithm), plan.run if on_host else plan)
             elif recvbuf is out and on_host:
-                executor.remember((x.shape, x.dtype, op, algorithm, out.shape, out.dtype), plan.run)
+                executor.remember((x.shape, x.dtype, op, algorithm, *like), plan.run)
         elif x.__class__ is np.ndarray and (recvbuf is None or recvbuf is out or out is None):
             shape = None if recvbuf is None or recvbuf is x or recvbuf is out else recvbuf.shape
-            key = (collective, x.shape, x.dtype, op, root, algorithm, like)
+            key = (collective, x.shape, x.dtype, op, root, algorithm, *like)
             executor.remember(key, Repeat(plan.run, sendbuf is not None, recvbuf is not None, shape))
 
     @staticmethod
@@ -273,7 +277,11 @@ class Caller:
 
 def is_apart(out: Any, x: np.ndarray) -> bool:
     """Whether a result can go to ``out`` without a closer look: a plain array that does not overlap ``x``."""
-    return out.__class__ is np.ndarray and out.flags.carray and not np.may_share_memory(out, x)
+    if out.__class__ is not np.ndarray or out is x:
+        return False
+    flags = out.flags
+    # Two arrays that own their memory never overlap.
+    return flags.carray and ((flags.owndata and x.flags.owndata) or not np.may_share_memory(out, x))
 
 
 def refuse_async(async_op: bool) -> None:

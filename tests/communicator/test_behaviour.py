@@ -353,4 +353,4 @@ def _short_ways() -> dict[str, int]:
 
 
 def test_a_repeated_call_goes_straight_to_its_plan():
-    assert max(run_ranks(_short_ways, 2)[0].values()) <= 2
+    assert max(run_ranks(_short_ways, 2)[0].values()) <= 3  # the call, the look-up, and that out= lies apart

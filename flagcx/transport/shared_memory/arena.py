@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +16,7 @@ from flagcx.config import Config
 from flagcx.errors import BootstrapError, PeerDiedError, ResourceError
 from flagcx.transport.shared_memory.cross_memory import CrossMemory, allow_peers, probe
 from flagcx.transport.shared_memory.heap import Heap, PeerHeaps
-from flagcx.transport.shared_memory.segment import Handle, Segment
+from flagcx.transport.shared_memory.segment import ONE_NAMESPACE, Handle, Segment, pid_namespace
 from flagcx.transport.shared_memory.signals import Signals
 from flagcx.transport.shared_memory.words import READY, words_nbytes
 
@@ -23,7 +24,7 @@ ONE_SHOT_NBYTES = 64 << 10
 STAGES = 4
 PIECE_NBYTES = 64 << 10
 PIECES = 4
-_PROBE_TEXT = b"flagcx cross-memory probe"
+_PROBE_NBYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ class Arena:
     ) -> None:
         self.rank, self.size, self.config = rank, size, config
         self.areas = Areas.of(size, config.slot_nbytes)
-        self._probe = ctypes.create_string_buffer(_PROBE_TEXT, len(_PROBE_TEXT))
+        self._probe = ctypes.create_string_buffer(secrets.token_bytes(_PROBE_NBYTES), _PROBE_NBYTES)
         allow_peers()
         own = Segment.create(self.areas.nbytes)
         try:
@@ -110,11 +111,18 @@ class Arena:
     def _exchange_cards(self, own: Segment, exchange) -> list[dict]:
         handle = own.handle
         card = {
-            "segment": (handle.pid, handle.descriptor, handle.nbytes),
-            "probe": ctypes.addressof(self._probe),
+            "segment": handle,
+            "namespace": pid_namespace(),
+            "probe": (ctypes.addressof(self._probe), self._probe.raw.hex()),
         }
         cards = [json.loads(raw) for raw in exchange(json.dumps(card).encode())]
         for q, other in enumerate(cards):
+            if other["namespace"] != card["namespace"]:
+                raise BootstrapError(
+                    f"ranks {self.rank} and {q} are in different PID namespaces ({card['namespace']} and "
+                    f"{other['namespace']}); {ONE_NAMESPACE}",
+                    rank=q,
+                )
             if other["segment"][2] != handle.nbytes:
                 raise BootstrapError(
                     f"rank {q} laid out {other['segment'][2]:,} bytes of shared memory, rank {self.rank} "
@@ -124,11 +132,12 @@ class Arena:
                 )
         return cards
 
-    def _agree_on_cross_memory(self, probes: list[int]) -> bool:
+    def _agree_on_cross_memory(self, probes: list[tuple[int, str]]) -> bool:
         """Every rank tries its next neighbour; it is used only where all of them can."""
         peer = (self.rank + 1) % self.size
+        at, text = probes[peer]
         allowed = self.config.cross_memory and (
-            self.size == 1 or probe(self.attached[peer], probes[peer], _PROBE_TEXT)
+            self.size == 1 or probe(self.attached[peer], at, bytes.fromhex(text))
         )
         signals = self.signals
         signals.own[READY] = 2 if allowed else 1

@@ -92,11 +92,16 @@ def allow_peers() -> None:
 
 
 def probe(attached: CrossMemory, remote: int, expected: bytes) -> bool:
-    """Whether reading and writing works: reads ``expected`` at ``remote`` of the peer, writes it back."""
+    """Whether reading and writing works: reads ``expected`` at ``remote`` of the peer, writes it back.
+
+    What is expected must be random: another process, that has the peer's number here, is never written to.
+    """
     memory = ctypes.create_string_buffer(len(expected))
     try:
         attached.read(ctypes.addressof(memory), remote, len(expected))
+        if memory.raw != expected:
+            return False
         attached.write(ctypes.addressof(memory), remote, len(expected))
     except CommunicationError:
         return False
-    return memory.raw == expected
+    return True

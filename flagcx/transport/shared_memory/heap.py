@@ -15,7 +15,7 @@ from flagcx.errors import ResourceError
 from flagcx.memory import SHARED as SHARED_KIND
 from flagcx.memory import Block, Pool
 from flagcx.transport.shared_memory.segment import Handle, Segment
-from flagcx.transport.shared_memory.words import HEAP_COUNT, HEAPS, MOST_HEAPS
+from flagcx.transport.shared_memory.words import HEAP_COUNT, HEAP_WORDS, HEAPS, MOST_HEAPS
 
 _LEAST_NBYTES = 32 << 20
 SHARED = 1 << 63
@@ -73,8 +73,8 @@ class Heap:
         segment = Segment.create(nbytes)
         handle = segment.handle
         self._segments.append(segment)
-        self._words[HEAPS + 2 * index] = handle.descriptor
-        self._words[HEAPS + 2 * index + 1] = handle.nbytes
+        for i, value in enumerate(handle[1:], HEAPS + HEAP_WORDS * index):
+            self._words[i] = value
         self._words[HEAP_COUNT] = index + 1
         return np.frombuffer(segment.memory, np.uint8), handle.nbytes
 
@@ -152,9 +152,8 @@ class PeerHeaps:
         offset = location & ((1 << _OFFSET_BITS) - 1)
         found = self._mapped.get((peer, index))
         if found is None:
-            words = self._words[peer]
-            handle = Handle(self._pids[peer], words[HEAPS + 2 * index], words[HEAPS + 2 * index + 1])
-            segment = Segment.attach(handle)
+            at = HEAPS + HEAP_WORDS * index
+            segment = Segment.attach(Handle(self._pids[peer], *self._words[peer][at : at + HEAP_WORDS]))
             found = self._mapped[peer, index] = (segment, np.frombuffer(segment.memory, np.uint8))
         return found[1][offset : offset + nbytes]
 

@@ -2,7 +2,8 @@
 
 A segment is an anonymous memory file (``memfd_create``): it has no name in /dev/shm, does not count
 against the size of /dev/shm, and is gone with the last process that maps it, however that ends.
-Peers open it through ``/proc/<pid>/fd/<descriptor>``. Where that is not allowed, the segment is a
+Peers open it through ``/proc/<pid>/fd/<descriptor>``, and check that it is this file: a process number means
+another process in another PID namespace. Where that is not allowed, the segment is a
 file in /dev/shm instead, whose room is taken at once and whose name is removed at once.
 """
 
@@ -12,26 +13,36 @@ import contextlib
 import mmap
 import os
 import secrets
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from flagcx.errors import ResourceError
 
 _DIRECTORY = "/dev/shm"
+ONE_NAMESPACE = (
+    "the ranks of a host must run in one PID namespace: docker run --pid=host or --pid=container:NAME, or "
+    "shareProcessNamespace: true in a pod"
+)
+"""What to do where process numbers mean other processes to other ranks."""
 
 
-@dataclass(frozen=True, slots=True)
-class Handle:
+class Handle(NamedTuple):
     """What a peer needs to map a segment.
 
     Attributes:
         pid: Process that owns it.
         descriptor: The owner's file descriptor of it.
         nbytes: Its size in bytes.
+        device: Device of its file.
+        inode: Number of its file on the device.
+        nonce: A random number of 64 bits, which is written after its memory.
     """
 
     pid: int
     descriptor: int
     nbytes: int
+    device: int
+    inode: int
+    nonce: int
 
     @property
     def path(self) -> str:
@@ -65,26 +76,36 @@ class Segment:
         try:
             _size(descriptor, nbytes)
             memory = mmap.mmap(descriptor, nbytes)
+            nonce = secrets.randbits(64)
+            os.pwrite(descriptor, nonce.to_bytes(8, "little"), nbytes)
+            file = os.fstat(descriptor)
         except BaseException:
             os.close(descriptor)
             raise
-        return cls(memory, Handle(os.getpid(), descriptor, nbytes), descriptor)
+        handle = Handle(os.getpid(), descriptor, nbytes, file.st_dev, file.st_ino, nonce)
+        return cls(memory, handle, descriptor)
 
     @classmethod
     def attach(cls, handle: Handle) -> Segment:
         """Maps a peer's segment.
 
         Raises:
-            ResourceError: The peer is gone, or this process may not look into it.
+            ResourceError: The peer is gone, is not what its process number means here, or this process may
+                not look into it.
         """
         try:
-            descriptor = os.open(handle.path, os.O_RDWR | os.O_CLOEXEC)
+            descriptor = os.open(handle.path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
             raise ResourceError(
                 f"the shared memory of process {handle.pid} cannot be opened ({error}); the ranks of a host "
                 f"must run as one user, in one PID namespace, and be alive"
             ) from None
         try:
+            if not _is_file_of(handle, descriptor):
+                raise ResourceError(
+                    f"process {handle.pid}, as this rank sees it, is not the peer, or has closed its shared "
+                    f"memory; {ONE_NAMESPACE}"
+                )
             return cls(mmap.mmap(descriptor, handle.nbytes), handle, None)
         finally:
             os.close(descriptor)
@@ -98,6 +119,22 @@ class Segment:
             self.memory.close()
 
 
+def _is_file_of(handle: Handle, descriptor: int) -> bool:
+    """Whether an open file is that of a segment."""
+    file = os.fstat(descriptor)
+    if (file.st_dev, file.st_ino) != (handle.device, handle.inode):
+        return False
+    return os.pread(descriptor, 8, handle.nbytes) == handle.nonce.to_bytes(8, "little")
+
+
+def pid_namespace() -> str:
+    """The PID namespace of this process; empty where the system does not say."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
 def _unnamed_file() -> int:
     path = f"{_DIRECTORY}/flagcx-{os.getpid()}-{secrets.token_hex(8)}"
     try:
@@ -109,10 +146,11 @@ def _unnamed_file() -> int:
 
 
 def _size(descriptor: int, nbytes: int) -> None:
-    os.ftruncate(descriptor, nbytes)
+    whole = nbytes + mmap.PAGESIZE  # with the nonce
+    os.ftruncate(descriptor, whole)
     if os.readlink(f"/proc/self/fd/{descriptor}").startswith(_DIRECTORY):
         try:
-            os.posix_fallocate(descriptor, 0, nbytes)
+            os.posix_fallocate(descriptor, 0, whole)
         except OSError as error:
             free = os.statvfs(_DIRECTORY)
             raise ResourceError(

@@ -18,9 +18,9 @@ SHARED_BIT = 1
 LOCATIONS = 16
 CLOSED, ABORTED, WAITING_FOR, HEARTBEAT, READY, HEAP_COUNT = range(48, 54)
 ARRIVED, REDUCED, DONE = 64, 72, 80
-HEAPS, MOST_HEAPS = 96, 64  # two words each: descriptor and size
-_PAIRS = HEAPS + 2 * MOST_HEAPS  # three lines a peer: SENT to it, headers of what is sent, RECEIVED from it
-_PAIR_WORDS = 24
+HEAPS, HEAP_WORDS, MOST_HEAPS = 96, 5, 64  # a handle each, less its process
+_PAIRS = HEAPS + HEAP_WORDS * MOST_HEAPS
+_PAIR_WORDS = 24  # three lines a peer: SENT to it, headers of what is sent, RECEIVED from it
 
 # After the words: why this rank gave up, then the calls that signatures stand for.
 TEXT_NBYTES, TEXTS, REASON_NBYTES = 256, 128, 1024

@@ -133,6 +133,7 @@ def test_cross_memory_reads_and_writes():
     assert memory.raw == b"x123456789"
     assert probe(own, ctypes.addressof(memory), b"x123456789")
     assert not probe(own, ctypes.addressof(memory), b"0123456789")
+    assert memory.raw == b"x123456789", "a process that is not the peer is not written to"
     assert not probe(own, 8, b"0123456789")
 
 

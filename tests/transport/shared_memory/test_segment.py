@@ -39,7 +39,33 @@ def test_memory_that_is_viewed_outlives_its_segment():
 
 def test_a_peer_that_is_gone():
     with pytest.raises(ResourceError, match=r"process 999999999 cannot be opened .* be alive"):
-        Segment.attach(Handle(999_999_999, 3, 4096))
+        Segment.attach(Handle(999_999_999, 3, 4096, 1, 1, 1))
+
+
+def test_a_file_that_is_not_the_segment_is_not_mapped(tmp_path):
+    own, other = Segment.create(4096), Segment.create(4096)
+    mine, others = own.handle, other.handle
+    forged = [
+        mine._replace(descriptor=others.descriptor),
+        mine._replace(nonce=mine.nonce ^ 1),
+        mine._replace(inode=mine.inode + 1),
+        mine._replace(device=mine.device + 1),
+        mine._replace(pid=os.getppid()),
+    ]
+    reading, writing = os.pipe()
+    with (tmp_path / "file").open("w+b") as file:
+        file.write(b"x" * 8192)
+        file.flush()
+        forged += [mine._replace(descriptor=d) for d in (reading, writing, file.fileno())]
+        for handle in forged:
+            with pytest.raises(ResourceError, match=r"PID namespace"):
+                Segment.attach(handle)
+        assert (tmp_path / "file").read_bytes() == b"x" * 8192
+    for descriptor in (reading, writing):
+        os.close(descriptor)
+    for segment in (own, other):
+        assert not np.frombuffer(segment.memory, np.uint8).any()
+        segment.close()
 
 
 _IN_SMALL_SHM = """

@@ -18,8 +18,11 @@ _MOST_BLOCKS = 1024
 
 
 def adds_once(schedule: Schedule) -> bool:
-    """Whether one launch adds up all contributions, in an accumulator that is wide enough for averages."""
-    return schedule.size <= MAX_SOURCES and schedule.algorithm in ("one_shot", "two_shot", "direct")
+    """Whether the launch that adds up all contributions divides too, so that no sum leaves its accumulator.
+
+    The sums of ``two_shot`` travel before they are divided.
+    """
+    return schedule.size <= MAX_SOURCES and schedule.algorithm in ("one_shot", "direct")
 
 
 class AveragedPlan:

@@ -108,8 +108,7 @@ class Communicator(Caller):
         self.profiler = Profiler(rank, size, self.allgather_object, self.barrier)
         self._ring = self.profiler.ring if config.profile else None
         self._name = name
-        long_s = min(config.explain_wait_s, config.timeout_s / 2)
-        waits = None if store is None else Waits(store, name, long_s)
+        waits = None if store is None else Waits(store, name, config.explain_wait_s, config.timeout_s)
         self._context = TransportContext(rank, size, self.hosts, exchange, store, config, waits)
         self._host = open_host_executor(self._context, self._ring)
         self._device: DeviceExecutor | None = None

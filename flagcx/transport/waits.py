@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -36,6 +37,7 @@ class Waits:
         store: The communicator's part of the store.
         name: What the communicator is called in messages.
         after_s: When a wait is long, in seconds.
+        timeout_s: When it ends in an error, in seconds.
 
     Attributes:
         name: What the communicator is called in messages.
@@ -43,8 +45,10 @@ class Waits:
         calls: For each kind of array, what returns how many calls of all ranks this rank has made.
     """
 
-    def __init__(self, store: Store, name: str, after_s: float) -> None:
+    def __init__(self, store: Store, name: str, after_s: float, timeout_s: float = math.inf) -> None:
         self.name, self.after_s, self.rank, self.size = name, after_s, store.rank, store.size
+        self._note_s = min(_NOTE * after_s, timeout_s / 2)
+        self._grace_s = min(after_s, timeout_s) - self._note_s + _MARGIN_S
         whole, self._ranks = store.in_job()
         self._store, self._notes = store, whole.scoped("waits/", self._ranks)
         self._me = self._ranks[self.rank]
@@ -53,7 +57,8 @@ class Waits:
 
     def due_s(self, kind: str) -> float:
         """The length of a wait at which to look into it next, in seconds."""
-        return self.after_s * (self._looks.get(kind) or _NOTE)
+        looks = self._looks.get(kind)
+        return self.after_s * looks if looks else self._note_s
 
     def look(self, kind: str, call: str, peer: int | None, waited_s: float, late: bool = False) -> str:
         """Explains a wait that is long, now and then.
@@ -79,7 +84,7 @@ class Waits:
             self._compare_kinds()
             chain = "" if peer is None else self._chain(self._ranks[peer])
         except MismatchError:
-            time.sleep((1 - _NOTE) * self.after_s + _MARGIN_S)  # the others find it too before this rank ends
+            time.sleep(self._grace_s)  # the others find it too, before this rank ends
             raise
         except FlagcxError:
             return ""  # the store is closed, or a rank died: whoever waits finds out by itself

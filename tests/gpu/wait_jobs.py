@@ -80,7 +80,7 @@ def late() -> tuple[list[str], str]:
 
 
 def captured_on_one_rank() -> str:
-    """Rank 0 replays a graph of one call, rank 1 makes the calls; then both make others, and rank 1 is late."""
+    """Rank 0 replays a graph of one call, rank 1 makes the calls; then both make another one."""
     import cupy
 
     comm = fc.init(timeout_s=60.0, explain_wait_s=WAIT_S / 2)

@@ -123,3 +123,12 @@ def test_who_joins_for_gpus_learns_that_another_rank_calls_with_numpy(stores):
     late(host, "allreduce of 4 float32", 1)
     with pytest.raises(MismatchError, match="rank 0 with NumPy arrays"):
         gpu.join_gpus(20.0)
+
+
+def test_who_joins_for_gpus_does_not_wait_for_a_rank_that_has_left(stores):
+    waits, second, _ = worlds(stores)
+    second._store.set("gpu/1", b"1")
+    stores[2].close()
+    begin = time.monotonic()
+    waits.join_gpus(20.0)  # the exchange after it says who has left
+    assert time.monotonic() - begin < 3.0

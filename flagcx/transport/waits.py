@@ -58,7 +58,10 @@ class Waits:
     def due_s(self, kind: str) -> float:
         """The length of a wait at which to look into it next, in seconds."""
         looks = self._looks.get(kind)
-        return self.after_s * looks if looks else self._note_s
+        if not looks:
+            return self._note_s
+        # Every look at GPUs brings messages of all ranks; a rank that comes later looks by itself.
+        return self.after_s * (looks if kind == ON_HOST else 1 << looks - 1)
 
     def look(self, kind: str, call: str, peer: int | None, waited_s: float, late: bool = False) -> str:
         """Explains a wait that is long, now and then.
@@ -81,14 +84,16 @@ class Waits:
         looks = self._looks[kind] = self._looks.get(kind, 0) + 1
         try:
             self._leave(kind, call, peer)
-            self._compare_kinds()
-            chain = "" if peer is None else self._chain(self._ranks[peer])
+            if looks == 1:
+                self._notes.add(kind, 1)
+            self._compare_kinds(kind, call)
+            chain = self._chain(self._ranks[peer]) if peer is not None and (looks == 2 or late) else ""
         except MismatchError:
             time.sleep(self._grace_s)  # the others find it too, before this rank ends
             raise
         except FlagcxError:
             return ""  # the store is closed, or a rank died: whoever waits finds out by itself
-        if looks == 2 and chain and not late:
+        if chain and not late:
             logger.warning(
                 "%s has waited %.3g s for %s in %s of communicator %s%s",
                 *(self._name(self._me), waited_s, self._name(self._ranks[peer or 0]), call, self.name, chain),
@@ -136,7 +141,7 @@ class Waits:
         return True
 
     def _leave(self, kind: str, call: str, peer: int | None) -> None:
-        counts = [self.calls[kind]() for kind in _KINDS]
+        counts = {one: count() for one, count in self.calls.items()}
         target = None if peer is None else self._ranks[peer]
         note = {"communicator": self.name, "call": call, "for": target, "counts": counts}
         self._notes.set(f"{self._me}/{kind}", json.dumps(note).encode())
@@ -148,23 +153,23 @@ class Waits:
             return None
         return note
 
-    def _compare_kinds(self) -> None:
-        """Raises if this rank has made a call of one kind in place of which another one made the other."""
-        mine = [self.calls[kind]() for kind in _KINDS]
+    def _compare_kinds(self, kind: str, call: str) -> None:
+        """Raises if another rank waits in a call of the other kind, before it has come to this rank's."""
+        other = ON_GPU if kind == ON_HOST else ON_HOST
+        if not self._notes.add(other, 0):
+            return
+        made, not_yet = self.calls[kind](), self.calls[other]()
         for peer, rank in enumerate(self._ranks):
-            for kind in _KINDS if rank != self._me else ():
-                note = self._read(rank, kind)
-                if note is None or note["communicator"] != self.name:
-                    continue
-                ahead = [own > theirs for own, theirs in zip(mine, note["counts"], strict=True)]
-                behind = [own < theirs for own, theirs in zip(mine, note["counts"], strict=True)]
-                if True in ahead and True in behind:
-                    raise MismatchError(
-                        f"ranks disagree: rank {self.rank} calls with {_KINDS[ahead.index(True)]}, and "
-                        f"rank {peer} with {_KINDS[behind.index(True)]} (it is in {note['call']}); every "
-                        f"rank must make the same calls in the same order, with arrays of the same kind",
-                        peer=peer,
-                    )
+            note = self._read(rank, other) if rank != self._me else None
+            if note is None or note["communicator"] != self.name:
+                continue
+            if made > note["counts"][kind] and not_yet < note["counts"][other]:
+                raise MismatchError(
+                    f"ranks disagree: rank {self.rank} calls with {kind} ({call}), and rank {peer} with "
+                    f"{other} ({note['call']}); every rank must make the same calls in the same order, with "
+                    f"arrays of the same kind",
+                    peer=peer,
+                )
 
     def _chain(self, rank: int) -> str:
         """For whom the rank that is waited for waits, and so on."""

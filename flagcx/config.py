@@ -50,6 +50,7 @@ class Config:
             are if empty. See ``flagcx.transport.registry``.
         throttle: A slow link to imitate between ranks of one host, for trials: GB/s, and optionally a comma
             and the latency in us, such as "0.0125,50"; no limit if empty.
+        explain_wait_s: How long a rank waits for a peer, in seconds, before it looks into why and says so.
         debug: "check" compares every call between ranks before it runs; "" does not.
     """
 
@@ -67,10 +68,11 @@ class Config:
     deterministic: bool = False
     transport: str = ""
     throttle: str = ""
+    explain_wait_s: float = 5.0
     debug: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("timeout_s", "init_timeout_s"):
+        for name in ("timeout_s", "init_timeout_s", "explain_wait_s"):
             if not getattr(self, name) > 0:
                 raise ArgumentError(f"{name} must be above 0 seconds, got {getattr(self, name)!r}")
         if self.slot_nbytes < 4096 or self.slot_nbytes % 4096:

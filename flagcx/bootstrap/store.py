@@ -126,6 +126,10 @@ class Store:
         """
         return _View(self, _text(prefix), tuple(range(self.size)) if ranks is None else tuple(ranks))
 
+    def in_job(self) -> tuple[Store, tuple[int, ...]]:
+        """The store that this one is a view of, and each rank's number in it."""
+        return self, tuple(range(self.size))
+
     def close(self) -> None:
         """Leaves the store in good order."""
 
@@ -228,6 +232,10 @@ class _View(Store):
         except PeerDiedError as error:
             if error.peer in self._ranks:
                 raise PeerDiedError(str(error), peer=self._ranks.index(error.peer)) from None
+
+    def in_job(self) -> tuple[Store, tuple[int, ...]]:
+        whole, ranks = self._parent.in_job()
+        return whole, tuple(ranks[rank] for rank in self._ranks)
 
     def _submit(self, request: StoreRequest) -> StoreAnswer:
         group = range(self.size) if request.group is None else request.group

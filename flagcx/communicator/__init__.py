@@ -24,6 +24,7 @@ from flagcx.fusion.group import Group
 from flagcx.profiler import Profiler
 from flagcx.selection.online_tuning import write_back
 from flagcx.transport.base import TransportContext
+from flagcx.transport.waits import Waits
 
 if TYPE_CHECKING:
     from flagcx.bootstrap.store import Store
@@ -56,6 +57,7 @@ class Communicator(Caller):
         hosts: The host of each rank.
         config: Settings.
         store: The ranks' part of the store, with which those join that have arrays on GPUs.
+        name: What the communicator is called in messages.
 
     Attributes:
         rank: This rank, from 0.
@@ -100,11 +102,14 @@ class Communicator(Caller):
         hosts: Sequence[str],
         config: Config,
         store: Store | None = None,
+        name: str = "world",
     ) -> None:
         self.rank, self.size, self.hosts, self.config = rank, size, tuple(hosts), config
         self.profiler = Profiler(rank, size, self.allgather_object, self.barrier)
         self._ring = self.profiler.ring if config.profile else None
-        self._context = TransportContext(rank, size, self.hosts, exchange, store, config)
+        self._name = name
+        waits = None if store is None else Waits(store, name, config.explain_wait_s, config.timeout_s)
+        self._context = TransportContext(rank, size, self.hosts, exchange, store, config, waits)
         self._host = open_host_executor(self._context, self._ring)
         self._device: DeviceExecutor | None = None
         self._store, self._splits = store, 0
@@ -198,7 +203,8 @@ class Communicator(Caller):
             return None
         hosts = [self.hosts[q] for q in ranks]
         store = None if self._store is None else self._store.scoped(f"{self._splits}.{ranks[0]}/", ranks)
-        child = Communicator(ranks.index(self.rank), len(ranks), exchange, hosts, self.config, store)
+        name = f"split {self._splits} of {self._name}"
+        child = Communicator(ranks.index(self.rank), len(ranks), exchange, hosts, self.config, store, name)
         self._children.add(child)
         return child
 

@@ -87,7 +87,8 @@ class DeviceExecutor(Executor):
         if choice.algorithm != Algorithm.NATIVE:
             return super()._make(collective, counts, dtype, op, root, in_place, choice, part_of)
         schedule = native_schedule(collective, self.size, root)
-        return self.transport.compile(Call(schedule, self.rank, counts, dtype, op, in_place))
+        call = Call(schedule, self.rank, counts, dtype, op, in_place, part_of=part_of)
+        return self.transport.compile(call)
 
     def start(self, plan: Plan, sendbuf: Any, recvbuf: Any, value: Any, what: str) -> DeviceWork:
         """Enqueues a plan on the communicator's own stream.

@@ -109,6 +109,9 @@ def open_device_executor(context: TransportContext, ring: RecordBuffer | None) -
     if store is None:
         raise CommunicatorError("this communicator was made without a store, which arrays on GPUs need")
 
+    if context.waits is not None:
+        context.waits.join_gpus(config.init_timeout_s)
+
     def exchange(mine: bytes) -> list[bytes]:
         return store.exchange("device", mine, config.init_timeout_s)
 

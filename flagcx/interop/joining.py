@@ -120,7 +120,7 @@ def _join(values: _Values, hosts: list[str], config: Config) -> GroupCommunicato
         def exchange(value: bytes) -> list[bytes]:
             return own.exchange("communicator", value, limit)
 
-        comm = Communicator(rank, size, exchange, hosts, config, own.scoped("group/"))
+        comm = Communicator(rank, size, exchange, hosts, config, own.scoped("group/"), "process group")
         undo.pop_all()
     return GroupCommunicator(comm, own, server)
 

@@ -44,6 +44,7 @@ from flagcx.dtypes import DType, ReduceOp
 from flagcx.errors import ArgumentError
 from flagcx.schedule.collectives import COLLECTIVES, ChunkLayout, Counts, chunk_layout
 from flagcx.schedule.model import Program, Schedule
+from flagcx.transport.waits import Waits
 
 HOST, DEVICE = "host", "device"
 """The kinds of array that a transport may carry: NumPy arrays, or arrays on GPUs."""
@@ -189,6 +190,7 @@ class TransportContext:
         exchange: Sends bytes to all ranks and returns every rank's, in rank order.
         store: The ranks' part of the store, or None where the communicator has none.
         config: Settings.
+        waits: What explains long waits, or None where there is no store.
     """
 
     rank: int
@@ -197,6 +199,7 @@ class TransportContext:
     exchange: Callable[[bytes], list[bytes]]
     store: Store | None
     config: Config
+    waits: Waits | None = None
 
 
 class Transport(ABC):

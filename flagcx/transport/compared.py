@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flagcx.bootstrap.store import Store
@@ -33,19 +34,33 @@ class Compared:
             PeerTimeoutError: A rank makes no call. Named.
         """
         told = self._store.exchange("nccl/check", self._own.encode(), self._timeout_s)
-        check_alike([t.decode() for t in told])
+        check_alike({rank: call.decode() for rank, call in enumerate(told)})
         self._plan.run(sendbuf, recvbuf)
 
 
-def check_alike(told: list[str]) -> None:
-    """Raises MismatchError that names every rank's call, unless all are alike."""
-    counts = Counter(told)
+def check_alike(told: Mapping[int, str]) -> None:
+    """Raises MismatchError that names the call of each rank of ``told``, unless all are alike."""
+    counts = Counter(told.values())
     if len(counts) == 1:
         return
     usual = counts.most_common(1)[0][0]
-    odd = next(rank for rank, what in enumerate(told) if what != usual)
-    lines = "\n".join(f"  rank {rank}: {what}" for rank, what in enumerate(told))
+    odd = next(rank for rank, what in told.items() if what != usual)
+    lines = "\n".join(f"  rank {rank}: {what}" for rank, what in told.items())
     raise MismatchError(
         f"the ranks call different operations, first rank {odd}; all must make the same call:\n{lines}",
         peer=odd,
     )
+
+
+def compare_last(told: Mapping[int, Sequence[tuple[int, str]]]) -> None:
+    """Compares the last calls of ranks.
+
+    Args:
+        told: For each rank the number and the words of its last calls.
+
+    Raises:
+        MismatchError: They differ in a call that all of them still know. The first one is named.
+    """
+    calls = {rank: dict(few) for rank, few in told.items()}
+    for number in sorted(set.intersection(*(set(few) for few in calls.values()))):
+        check_alike({rank: few[number] for rank, few in calls.items()})

@@ -20,6 +20,7 @@ from flagcx.kernels.cuda import PER_THREAD, THREAD_LOCAL, capture_mode, is_captu
 _NOT_READY = 600
 _SPIN_S = 100e-6
 _SLEEP_S = 200e-6
+_RECENT = 64
 
 
 class StreamOrder:
@@ -30,6 +31,8 @@ class StreamOrder:
         rank: This rank, for messages.
         issued: Operations enqueued so far.
         what: The last operation; its ``str()`` describes it.
+        calls: Calls of all ranks so far.
+        captured: Whether a stream was being captured, so that graphs of the caller may replay calls.
         inside: Whether a thread is inside a call into NCCL.
         failure: The error that ended the communicator, or None.
         reported: Whether a caller got that error, or no operation was unfinished, so that none has to.
@@ -41,6 +44,9 @@ class StreamOrder:
         self._current = cupy.cuda.get_current_stream
         self.issued, self.inside = 0, False
         self.what: object = "nothing yet"
+        self.calls, self.captured = 0, False
+        self._recent: deque[tuple[int, Any]] = deque(maxlen=_RECENT)
+        self._remember = self._recent.append
         self.failure: FlagcxError | None = None
         self.reported = False
         self._last: Any = None
@@ -52,8 +58,12 @@ class StreamOrder:
         self._kept: deque[tuple[Any, tuple]] = deque()
         self._keeping = threading.Lock()
 
-    def enter(self, what: object) -> Any:
+    def enter(self, what: object, shared: bool = True) -> Any:
         """Begins an operation on the current stream, and returns that stream.
+
+        Args:
+            what: The operation: a ``Call``, where all ranks take part.
+            shared: Whether all ranks take part.
 
         Raises:
             FlagcxError: The communicator failed before, or the current device is not its own.
@@ -71,7 +81,15 @@ class StreamOrder:
             self._follow(stream)
         self.issued += 1
         self.what = what
+        if shared:
+            number = self.calls
+            self._remember((number, what))
+            self.calls = number + 1
         return stream
+
+    def last_calls(self) -> list[tuple[int, str]]:
+        """The last calls of all ranks that this one has made: their numbers, and words equal on all ranks."""
+        return [(number, call.describe()) for number, call in list(self._recent)]
 
     def leave(self, stream: Any) -> None:
         """Ends what ``enter`` began, after the operation has been enqueued."""
@@ -82,7 +100,10 @@ class StreamOrder:
 
     def is_capturing(self, stream: Any) -> bool:
         """Whether the stream is being captured into a graph."""
-        return is_capturing(self._runtime, stream)
+        capturing = is_capturing(self._runtime, stream)
+        if capturing:
+            self.captured = True
+        return capturing
 
     def event(self) -> Any:
         """A new event without time stamps."""

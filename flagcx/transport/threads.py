@@ -26,6 +26,7 @@ from flagcx.errors import AbortedError, ArgumentError, MismatchError, PeerDiedEr
 from flagcx.transport.average import averaging
 from flagcx.transport.base import Call, Plan, TransportContext
 from flagcx.transport.steps import HostTransport, Messages, MessageSteps
+from flagcx.transport.waits import ON_HOST
 
 _EAGER_NBYTES = 64 << 10
 _MOST_EAGER = 256
@@ -109,9 +110,11 @@ class ThreadsTransport(HostTransport):
 
     def __init__(self, context: TransportContext) -> None:
         self.rank, self.size = context.rank, context.size
-        self._timeout_s = context.config.timeout_s
+        self._timeout_s, self._waits = context.config.timeout_s, context.waits
         self._room = _enter_room(context)
-        self.progress = self._counts = _Counts()
+        self.progress = counts = self._counts = _Counts()
+        if context.waits is not None:
+            context.waits.calls[ON_HOST] = lambda: counts.sequence
         own = thread_rank.get()
         if own is not None:
             own.on_failure.append(lambda reason: self.abort(reason, self.rank))
@@ -181,15 +184,21 @@ class ThreadsTransport(HostTransport):
         Raises:
             CommunicationError: A rank ended, gave up or came too late.
         """
-        room, start = self._room, time.monotonic()
+        room, start, waits = self._room, time.monotonic(), self._waits
         begun = perf_counter_ns()
         room.waiting.add(self.rank)
         while not ready():
             self._examine(peer, words)
-            left = start + self._timeout_s - time.monotonic()
-            if left <= 0:
-                self._give_up_waiting(peer, words)
-            room.wakes[self.rank].wait(left)
+            waited_s, why = time.monotonic() - start, ""
+            late = waited_s >= self._timeout_s
+            if waits is not None:
+                why = waits.look(ON_HOST, _name(words), peer, waited_s, late)
+            if late:
+                self._give_up_waiting(peer, words, why)
+            left = self._timeout_s - waited_s
+            room.wakes[self.rank].wait(left if waits is None else min(left, waits.after_s / 5))
+        if waits is not None:
+            waits.end(ON_HOST)
         room.waiting.discard(self.rank)  # not after an error: a rank that gives up is not the one at fault
         self._counts.waited_ns += perf_counter_ns() - begun
 
@@ -208,13 +217,13 @@ class ThreadsTransport(HostTransport):
                     peer=q,
                 )
 
-    def _give_up_waiting(self, peer: int, words: str) -> NoReturn:
+    def _give_up_waiting(self, peer: int, words: str, why: str) -> NoReturn:
         """Names the ranks that keep the rest waiting: those that do not wait themselves."""
         suspects = [q for q in range(self.size) if q not in self._room.waiting] if words else []
         names = ", ".join(f"rank {q}" for q in suspects) or f"rank {peer}"
         raise PeerTimeoutError(
             f"{names} did not take part within {self._timeout_s:g} s (rank {self.rank} waits for rank {peer} "
-            f"in {_name(words)}); it is computing, or stuck elsewhere. A longer time-out: "
+            f"in {_name(words)}{why}); it is computing, or stuck elsewhere. A longer time-out: "
             f"fc.init(timeout_s=...) or FLAGCX_TIMEOUT_S",
             peer=suspects[0] if suspects else peer,
         )

@@ -1,9 +1,12 @@
 """Watches the operations that a rank has enqueued on its GPU, so that none can hang without an error.
 
-A thread of each rank publishes the rank's progress in the store and looks for three things: a rank that died,
-a rank that gave up, and an operation of its own that is not done within the time-out. It then ends the
-communicator with an error that names every rank's last operation, and aborts NCCL's operations, which frees
-the streams that wait for them.
+A thread of each rank publishes the rank's progress in the store and looks for four things: a rank that died,
+a rank that gave up, an operation of its own that is not done within the time-out, and ranks that call
+different things. It then ends the communicator with an error that names every rank's last operation, and
+aborts NCCL's operations, which frees the streams that wait for them.
+
+Nothing is compared while calls go on. A rank whose operation takes long asks all ranks for their last calls,
+and the threads of the others answer, whatever the ranks do.
 """
 
 from __future__ import annotations
@@ -12,18 +15,31 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from flagcx.bootstrap.store import Store
-from flagcx.errors import AbortedError, CommunicationError, FlagcxError, PeerDiedError, PeerTimeoutError
+from flagcx.errors import (
+    AbortedError,
+    CommunicationError,
+    FlagcxError,
+    MismatchError,
+    PeerDiedError,
+    PeerTimeoutError,
+)
+from flagcx.transport.compared import compare_last
 from flagcx.transport.stream_order import StreamOrder
+from flagcx.transport.waits import ON_GPU, Waits
 
 logger = logging.getLogger("flagcx")
 
 _TICK_S = 0.25
 _PUBLISH_S = 1.0
 _ABORT_LIMIT_S = 3.0
+_ANSWER_S = 1.0
+_END_S = 0.5
+_ASK = 1 << 32  # added to the counter of failures, so that one look at it tells of both
+_FINAL = 1 << 30  # the number of a question that the calls of a rank that closes answer
 
 
 class Watched(Protocol):
@@ -48,6 +64,7 @@ class Watchdog:
         store: The communicator's part of the store.
         timeout_s: How long an operation may take after it is enqueued, in seconds.
         leave: Ends the process; called if a thread of the rank is still inside NCCL after the abort.
+        waits: What explains long waits, if they are explained.
     """
 
     def __init__(
@@ -57,9 +74,14 @@ class Watchdog:
         store: Store,
         timeout_s: float,
         leave: Callable[[str], None],
+        waits: Waits | None = None,
     ) -> None:
         self._order, self._watched, self._store = order, watched, store
-        self._timeout_s, self._leave = timeout_s, leave
+        self._timeout_s, self._leave, self._waits = timeout_s, leave, waits
+        self._asked, self._ended = 0, False
+        self._since: float | None = None
+        if waits is not None:
+            waits.calls[ON_GPU] = lambda: order.calls
         self._tick_s = min(_TICK_S, timeout_s / 8)
         self._stop = threading.Event()
         self._published = (0.0, -1)
@@ -93,12 +115,88 @@ class Watchdog:
         fault = self._watched.fault()
         if fault is not None:
             return fault
-        if self._store.add("nccl/failures", 0):
-            here = f"rank {self._store.rank} was in {self._order.what}"
-            return AbortedError(f"another rank gave up: {self._reason()}; {here}")
+        asked, failures = divmod(self._store.add("nccl/failures", 0), _ASK)
+        if failures:
+            return self._reason()
+        if asked != self._asked:
+            self._answer(asked)
         if since is not None and time.monotonic() - since > self._timeout_s:
             return self._late()
+        return self._explain(since)
+
+    # -- what the ranks called lately -------------------------------------------------------------
+
+    def _answer(self, question: int) -> None:
+        """Lets the other ranks see this rank's last calls."""
+        self._asked = question
+        answer = (
+            _FINAL if self._ended else question,
+            self._order.captured,
+            self._order.calls,
+            self._order.last_calls(),
+        )
+        self._store.set(f"nccl/calls/{self._store.rank}", json.dumps(answer).encode())
+
+    def _answers(self, question: int, limit_s: float) -> dict[int, tuple[bool, int, list[tuple[int, str]]]]:
+        """The last calls of the ranks that answer in time: whether they capture, how many, and which."""
+        end, answers = time.monotonic() + limit_s, {}
+        for rank in range(self._store.size):
+            while rank not in answers:
+                left = end - time.monotonic()
+                try:
+                    told = json.loads(
+                        self._store.get(f"nccl/calls/{rank}", min(max(left, 0.0), self._tick_s))
+                    )
+                    if told[0] >= question:
+                        answers[rank] = told[1], told[2], [(number, words) for number, words in told[3]]
+                        break
+                except PeerTimeoutError:
+                    pass
+                if left <= 0:
+                    break
+                time.sleep(self._tick_s / 8)
+        return answers
+
+    def _explain(self, since: float | None) -> CommunicationError | None:
+        """Looks into an operation that takes long: the error of ranks that call different things, or None."""
+        waits, now = self._waits, time.monotonic()
+        if waits is None:
+            return None
+        if since is None or since != self._since:
+            waits.end(ON_GPU)
+            self._since = since
+            return None
+        if now - since < waits.due_s(ON_GPU):
+            return None
+        question = self._store.add("nccl/failures", _ASK) // _ASK
+        self._answer(question)
+        answers = self._answers(question, _ANSWER_S)
+        made = {rank: answers[rank][1] if rank in answers else -1 for rank in range(self._store.size)}
+        behind = min(made, key=lambda rank: made[rank])
+        try:
+            _compare(answers)
+            peer = behind if made[behind] < made[self._store.rank] else None
+            waits.look(ON_GPU, str(self._order.what), peer, now - since)
+        except MismatchError as error:
+            return error
         return None
+
+    def check_end(self) -> None:
+        """Compares the last calls with those of the ranks that have closed, or do within half a second.
+
+        Raises:
+            MismatchError: They differ.
+        """
+        if not self._order.calls:
+            return
+        self._ended = True
+        try:
+            self._answer(self._asked)
+            answers = self._answers(_FINAL, _END_S)
+        except FlagcxError:
+            return  # The job is ending.
+        alike = {rank: told for rank, told in answers.items() if told[1] == self._order.calls}
+        _compare(alike)  # after other numbers of calls a difference may come from a graph of the caller
 
     def _publish_progress(self) -> None:
         at, issued = self._published
@@ -136,11 +234,17 @@ class Watchdog:
             return 0, ""
         return issued, what
 
-    def _reason(self) -> str:
+    def _reason(self) -> CommunicationError:
+        """The error of a rank that gave up, as this rank tells it."""
         try:
-            return self._store.get("nccl/reason", 0.5).decode()
+            disagree, peer, text = json.loads(self._store.get("nccl/reason", 0.5))
         except FlagcxError:
-            return "it gave no reason"
+            disagree, peer, text = False, None, "it gave no reason"
+        if disagree:
+            return MismatchError(text, peer=peer)
+        return AbortedError(
+            f"another rank gave up: {text.splitlines()[0]}; rank {self._store.rank} was in {self._order.what}"
+        )
 
     def _give_up(self, error: CommunicationError) -> None:
         self._watched.fail(error)
@@ -158,7 +262,14 @@ class Watchdog:
     def publish(self, error: CommunicationError) -> None:
         """Lets the other ranks know that this one gave up."""
         try:
-            self._store.set("nccl/reason", str(error).splitlines()[0].encode())
+            reason = isinstance(error, MismatchError), error.peer, str(error)
+            self._store.set("nccl/reason", json.dumps(reason).encode())
             self._store.add("nccl/failures", 1)
         except FlagcxError:
             logger.debug("the store is closed; the other ranks find out by themselves")
+
+
+def _compare(answers: Mapping[int, tuple[bool, int, list[tuple[int, str]]]]) -> None:
+    """Compares what ranks called lately, unless only some of them capture, whose graphs replay calls."""
+    if len({captured for captured, _, _ in answers.values()}) == 1:
+        compare_last({rank: calls for rank, (_, _, calls) in answers.items()})

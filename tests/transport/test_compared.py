@@ -29,7 +29,7 @@ def test_a_difference_shows_in_the_signature(other):
 def test_the_rank_that_differs_is_named():
     told = ["allreduce of 10", "allreduce of 10", "allreduce of 11"]
     with pytest.raises(MismatchError, match="first rank 2") as caught:
-        check_alike(told)
+        check_alike(dict(enumerate(told)))
     assert caught.value.peer == 2
     assert "rank 2: allreduce of 11" in str(caught.value)
 

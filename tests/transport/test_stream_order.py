@@ -223,3 +223,23 @@ def test_a_closed_lane_keeps_no_stream_alive(fake, order):
     order.close()
     gc.collect()
     assert stream() is None
+
+
+def test_the_last_calls_of_all_ranks_have_numbers_and_words(order):
+    def call(number: int) -> SimpleNamespace:
+        return SimpleNamespace(describe=lambda: f"call {number}")
+
+    assert order.last_calls() == []
+    for number in range(70):
+        order.leave(order.enter(call(number)))
+        order.leave(order.enter("send of 3 bytes", shared=False))
+    assert (order.calls, order.issued) == (70, 140)
+    assert order.last_calls() == [(number, f"call {number}") for number in range(6, 70)]
+
+
+def test_a_capture_is_remembered(fake, order):
+    operation(order)
+    assert not order.captured
+    fake.streams[200].capturing, fake.stream = True, fake.streams[200]
+    operation(order)
+    assert order.captured

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 
@@ -9,7 +10,15 @@ import pytest
 
 from flagcx.bootstrap.remote_store import RemoteStore
 from flagcx.bootstrap.store_server import StoreServer
-from flagcx.errors import AbortedError, CommunicationError, FlagcxError, PeerDiedError, PeerTimeoutError
+from flagcx.errors import (
+    AbortedError,
+    CommunicationError,
+    FlagcxError,
+    MismatchError,
+    PeerDiedError,
+    PeerTimeoutError,
+)
+from flagcx.transport.waits import Waits
 from flagcx.transport.watchdog import Watchdog
 
 
@@ -18,11 +27,15 @@ class Fake:
 
     def __init__(self, what: str, issued: int) -> None:
         self.what, self.issued = what, issued
+        self.calls, self.captured, self.texts = issued, False, [what]
         self.since: float | None = None
         self.inside = False
         self.error: FlagcxError | None = None
         self.given_up: CommunicationError | None = None
         self.failed, self.aborted = threading.Event(), threading.Event()
+
+    def last_calls(self) -> list[tuple[int, str]]:
+        return list(enumerate(self.texts, self.calls - len(self.texts)))
 
     def pending_since(self) -> float | None:
         return self.since
@@ -48,9 +61,16 @@ def stores():
             store.close()
 
 
-def watch(stores, *fakes, timeout_s=0.4, left=None):
+def watch(stores, *fakes, timeout_s=0.4, left=None, explain_s=None):
     leave = (lambda reason: None) if left is None else left.append
-    return [Watchdog(f, f, s, timeout_s, leave) for f, s in zip(fakes, stores, strict=True)]
+    waits = [Waits(store, "world", explain_s) if explain_s else None for store in stores]
+    return [Watchdog(f, f, s, timeout_s, leave, w) for f, s, w in zip(fakes, stores, waits, strict=True)]
+
+
+def calling(*texts: str, waits: bool = False) -> Fake:
+    fake = Fake(texts[-1], len(texts))
+    fake.texts, fake.since = list(texts), time.monotonic() if waits else None
+    return fake
 
 
 def test_a_late_operation_names_what_every_rank_does_and_who_is_behind(stores):
@@ -118,5 +138,80 @@ def test_a_wait_that_was_given_up_on_the_gpu_ends_the_communicator(stores):
     assert late.error is late.given_up
     assert isinstance(peer.error, AbortedError)
     assert "seen on the GPU" in str(peer.error)
+    for dog in dogs:
+        dog.close()
+
+
+def test_calls_that_differ_are_told_on_every_rank_though_one_alone_waits(stores):
+    waiting = calling("allreduce of 100 float32", "barrier", waits=True)
+    other = calling("allreduce of 101 float32")
+    dogs = watch(stores, waiting, other, timeout_s=60.0, explain_s=0.3)
+    for fake in (waiting, other):
+        assert fake.failed.wait(5)
+        assert isinstance(fake.error, MismatchError)
+        assert fake.error.peer == 1
+        for line in ("rank 0: allreduce of 100 float32", "rank 1: allreduce of 101 float32"):
+            assert line in str(fake.error)
+        assert fake.aborted.wait(5)
+    for dog in dogs:
+        dog.close()
+
+
+def test_a_rank_that_is_only_late_is_no_error_and_warned_of_once(stores, caplog):
+    waiting, late = calling("a", "b", "allreduce of 4 int8", waits=True), calling("a", "b")
+    with caplog.at_level(logging.WARNING, "flagcx"):
+        dogs = watch(stores, waiting, late, timeout_s=60.0, explain_s=0.3)
+        assert not waiting.failed.wait(1.5)
+    (record,) = caplog.records
+    assert "for rank 1 in allreduce of 4 int8 of communicator world" in record.getMessage()
+    late.texts, late.calls = ["a", "b", "allreduce of 5 int8"], 3
+    assert waiting.failed.wait(5)
+    assert isinstance(waiting.error, MismatchError)
+    for dog in dogs:
+        dog.close()
+
+
+def test_graphs_of_one_rank_alone_keep_calls_from_being_compared(stores):
+    waiting, capturing = calling("a", "b", waits=True), calling("a", "c")
+    capturing.captured = True
+    dogs = watch(stores, waiting, capturing, timeout_s=60.0, explain_s=0.2)
+    assert not waiting.failed.wait(1.0)
+    for dog in dogs:
+        dog.close()
+
+
+@pytest.mark.parametrize("second_s", [0.0, 0.2])
+def test_a_close_compares_what_has_ended(stores, second_s):
+    fakes = calling("a", "allreduce of 3 int8"), calling("a", "allreduce of 4 int8")
+    dogs = watch(stores, *fakes, timeout_s=60.0, explain_s=5.0)
+    told: list[BaseException | None] = [None, None]
+
+    def end(rank: int) -> None:
+        time.sleep(rank * second_s)
+        try:
+            dogs[rank].check_end()
+        except MismatchError as error:
+            told[rank] = error
+
+    threads = [threading.Thread(target=end, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(5)
+    for error in told:
+        assert isinstance(error, MismatchError)
+        assert "rank 0: allreduce of 3 int8\n  rank 1: allreduce of 4 int8" in str(error)
+    for dog in dogs:
+        dog.close()
+
+
+def test_a_close_waits_for_no_rank_and_finds_nothing_in_equal_calls(stores):
+    fakes = calling("a", "b"), calling("a", "b")
+    dogs = watch(stores, *fakes, timeout_s=60.0, explain_s=5.0)
+    begin = time.monotonic()
+    dogs[0].check_end()
+    assert time.monotonic() - begin < 1.5
+    dogs[1].check_end()
+    assert time.monotonic() - begin < 2.5
     for dog in dogs:
         dog.close()

@@ -48,6 +48,7 @@ from flagcx.transport.nccl.plans import URGENT, NativePlan, SchedulePlan, Scratc
 from flagcx.transport.nccl.steps import device_program
 from flagcx.transport.peer_memory import PeerPlan, connect, protocols_in
 from flagcx.transport.stream_order import StreamOrder
+from flagcx.transport.waits import Waits
 from flagcx.transport.watchdog import Watchdog
 
 logger = logging.getLogger("flagcx")
@@ -63,6 +64,7 @@ class NcclTransport(DeviceTransport):
     Args:
         store: The communicator's part of the store; its ranks are the transport's.
         config: The settings; this uses ``timeout_s``, ``init_timeout_s`` and ``share_gpu``.
+        waits: What explains long waits, if they are explained.
 
     Raises:
         MissingDependencyError: CuPy, NCCL, a driver or a GPU is missing.
@@ -78,7 +80,7 @@ class NcclTransport(DeviceTransport):
 
     name = "nccl"
 
-    def __init__(self, store: Store, config: Config) -> None:
+    def __init__(self, store: Store, config: Config, waits: Waits | None = None) -> None:
         self._cupy = cupy = load_cupy()
         # One rank may capture a call that another one enqueues plainly. NCCL would register buffers only in
         # the graph, and the ranks would no longer match.
@@ -92,9 +94,8 @@ class NcclTransport(DeviceTransport):
         self.identities = [DeviceIdentity.unpack(i) for i in store.exchange("nccl/devices", own, limit)]
         check_devices(self.identities, config.share_gpu)
         self._prepare_sharing()
-        own = make_unique_id(cupy) if self.rank == 0 else b""
-        unique_id = store.exchange("nccl/id", own, limit)[0]
-        self._communicator = NcclCommunicator(cupy, self.rank, self.size, unique_id, limit)
+        ids = store.exchange("nccl/id", make_unique_id(cupy) if self.rank == 0 else b"", limit)
+        self._communicator = NcclCommunicator(cupy, self.rank, self.size, ids[0], limit)
         self.array_class = cupy.ndarray
         self._kernels = FusedKernels(cupy, self.device)
         self._order = StreamOrder(cupy, self.device, self.rank)
@@ -105,13 +106,13 @@ class NcclTransport(DeviceTransport):
         self._closed = self._aborted = False
         self._watchdog: Watchdog | None = None
         if self.size > 1:
-            self._watchdog = Watchdog(self._order, self, store, config.timeout_s, _leave)
+            self._watchdog = Watchdog(self._order, self, store, config.timeout_s, _leave, waits)
 
     @classmethod
     def open(cls, context: TransportContext) -> NcclTransport:
         """Makes the transport from the context's store and settings."""
         assert context.store is not None
-        return cls(context.store, context.config)
+        return cls(context.store, context.config, context.waits)
 
     def _prepare_sharing(self) -> None:
         """Prepares NCCL's settings for ranks that share a GPU, before NCCL reads them."""
@@ -222,10 +223,7 @@ class NcclTransport(DeviceTransport):
         return self._order.keep(self._side, plan, sendbuf, recvbuf)
 
     def beside(self, plan: Plan) -> Plan:
-        """The plan to run while a computation runs too, to which it leaves most of the GPU.
-
-        All ranks must run it, or all ``plan``.
-        """
+        """The plan, which leaves most of the GPU to a computation; all ranks run it, or all ``plan``."""
         return self.peers.beside(plan) if self.peers is not None and isinstance(plan, PeerPlan) else plan
 
     def order(self, before: Any, after: Any) -> None:
@@ -263,7 +261,7 @@ class NcclTransport(DeviceTransport):
         messages = [(True, 0, address(a, self._order), a.nbytes, peer) for a, peer in sends]
         messages += [(False, 0, address(a, self._order), a.nbytes, peer) for a, peer in receives]
         sized = [m for m in messages if m[3]]
-        stream = self._order.enter(f"send and receive of {sum(m[3] for m in messages)} bytes")
+        stream = self._order.enter(f"send and receive of {sum(m[3] for m in messages)} bytes", shared=False)
         if sized:
             self._guarded(lambda: self._communicator.group(sized, (0, 0, 0, 0), stream.ptr))
         self._order.leave(stream)
@@ -325,10 +323,8 @@ class NcclTransport(DeviceTransport):
         return None if self.peers is None else self.peers.fault()
 
     def fail(self, error: FlagcxError) -> None:
-        """Ends the communicator with an error, which every later call and every wait on the host raises.
-
-        ``close`` raises it too, if no other call has and an operation may be unfinished.
-        """
+        """Ends the communicator with an error, which every later call and every wait on the host raises;
+        ``close`` too, if no other call has and an operation may be unfinished."""
         if self._order.failure is None:
             self._order.reported = self._order.pending_since() is None and self.fault() is None
             self._order.failure = error
@@ -350,6 +346,11 @@ class NcclTransport(DeviceTransport):
             CommunicationError: A rank died, gave up or did not come in time.
         """
         self._order.drain(math.inf if self._watchdog is not None else self._config.timeout_s)
+
+    def check_end(self) -> None:
+        """Compares the last calls with those of the ranks that close too; see ``Transport.check_end``."""
+        if self._watchdog is not None and self._order.failure is None:
+            self._watchdog.check_end()
 
     def close(self) -> None:
         """Waits for all operations and gives everything back, on all ranks together.

@@ -71,6 +71,7 @@ class SharedMemoryTransport(HostTransport):
         self.rank, self.size = context.rank, context.size
         self._arena = arena = Arena(self.rank, self.size, context.exchange, context.config)
         self.cross_memory, self.progress = arena.cross_memory, arena.signals
+        arena.signals.explain(context.waits)
         self._compiling = threading.Lock()
         self._kinds: dict[np.dtype, int] = {}
 

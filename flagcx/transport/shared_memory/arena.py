@@ -144,7 +144,7 @@ class Arena:
         for words in signals.others:
             if not words[READY]:
                 ready = partial(_is_ready, words)
-                signals.wait_for(words, ready, self.config.init_timeout_s, True)
+                signals.wait_for(words, ready, self.config.init_timeout_s, "send or receive")
         return all(words[READY] == 2 for words in signals.words)
 
     def view(self, rank: int, offset: int, count: int, dtype: np.dtype) -> np.ndarray:

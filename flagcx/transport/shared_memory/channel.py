@@ -133,7 +133,8 @@ def _pause(arena: Arena, waiting: list[_Sending | _Receiving], point_to_point: b
             signals.waited_ns += now() - start
             return
     words = signals.words[waiting[0].peer]
-    signals.wait_for(words, ready, point_to_point=point_to_point)
+    what = "send" if isinstance(waiting[0], _Sending) else "receive"
+    signals.wait_for(words, ready, point_to_point=what if point_to_point else "")
     signals.waited_ns += now() - start
 
 

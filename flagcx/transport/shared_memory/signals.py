@@ -27,6 +27,7 @@ from flagcx.transport.shared_memory.words import (
     SHARED_BIT,
     WAITING_FOR,
 )
+from flagcx.transport.waits import ON_HOST, Waits
 
 _SPINS = 50
 _LOOK_NS = 40  # about; reading the clock would take longer than most of the short waits
@@ -37,6 +38,7 @@ _YIELDS = 32
 _PATIENCE_NS = 2_000_000
 _EXAMINE_NS = 5_000_000
 _STALE_NS = 500_000_000
+_SLOW_NS = 6_000_000_000
 _SHORTEST_SLEEP_S = 20e-6
 _LONGEST_SLEEP_S = 1e-3
 
@@ -68,6 +70,7 @@ class Signals:
         self._busy_spins = range(_SPINS_CROWDED if crowded else _SPINS)
         self.background = False
         self.log = CallLog(rank, self.words, [memoryview(s.memory) for s in segments])
+        self._waits: Waits | None = None
         self._poll = select.poll()
         self._descriptors: dict[int, int] = {}
         for q, segment in enumerate(segments):
@@ -84,6 +87,12 @@ class Signals:
         self._background = background
         self.spins = _SPINS_BACKGROUND if background else self._busy_spins
         self._give_way = range(0) if background else _GIVE_WAY
+
+    def explain(self, waits: Waits | None) -> None:
+        """From now on long waits are explained."""
+        self._waits = waits
+        if waits is not None:
+            waits.calls[ON_HOST] = lambda: self.sequence
 
     def _watch(self, peer: int, pid: int) -> None:
         if not hasattr(os, "pidfd_open"):
@@ -105,6 +114,8 @@ class Signals:
         for descriptor in self._descriptors:
             os.close(descriptor)
         self._descriptors.clear()
+        if self._waits is not None:
+            self._waits.end(ON_HOST)
         self.own = None  # type: ignore[assignment]
         self.words, self.others = [], []
         self.log.close()
@@ -157,7 +168,7 @@ class Signals:
         words: memoryview,
         ready: Callable[[], bool],
         timeout_s: float | None = None,
-        point_to_point=False,
+        point_to_point: str = "",
     ) -> None:
         """Waits, with patience, until ``ready()``.
 
@@ -165,7 +176,7 @@ class Signals:
             words: The words of the peer that is waited for.
             ready: Whether the wait is over.
             timeout_s: Deadline in seconds from now; the communicator's by default.
-            point_to_point: Whether only the two ranks take part, so that the log says nothing.
+            point_to_point: "send" or "receive" if only the two ranks take part, so that the log says nothing.
 
         Raises:
             CommunicationError: A rank died, left, gave up, called something else or is late.
@@ -186,6 +197,8 @@ class Signals:
             if self._background or now - start > _PATIENCE_NS:
                 yields = range(1)
                 time.sleep(min(max((now - start) / 16e9, _SHORTEST_SLEEP_S), _LONGEST_SLEEP_S))
+        if self._waits is not None:
+            self._waits.end(ON_HOST)
         self.own[WAITING_FOR] = 0  # not after an error: a rank that gives up is not the one at fault
 
     def blame(self, peer: int, point_to_point: bool) -> None:
@@ -195,7 +208,8 @@ class Signals:
             peer: The rank whose message came to nothing.
             point_to_point: Whether only the two ranks take part.
         """
-        self._examine(peer, lambda: False, False, point_to_point, 0.0)
+        what = "send or receive" if point_to_point else ""
+        self._examine(peer, lambda: False, False, what, 0.0)
 
     @staticmethod
     def _looked(ready: Callable[[], bool], yields: range) -> bool:
@@ -206,10 +220,10 @@ class Signals:
         return False
 
     def _examine(
-        self, peer: int, ready: Callable[[], bool], late: bool, point_to_point: bool, waited_s: float
+        self, peer: int, ready: Callable[[], bool], late: bool, point_to_point: str, waited_s: float
     ) -> None:
         dead = self._dead()
-        call = " in a send or receive" if point_to_point else self.log.last_call(self.sequence)
+        call = f" in a {point_to_point}" if point_to_point else self.log.last_call(self.sequence)
         if ready():
             return
         if dead:
@@ -223,11 +237,17 @@ class Signals:
             self.log.compare(self.sequence)
         self._examine_aborted()
         self._examine_closed(peer, point_to_point, call)
+        suspects = self._suspects(peer, point_to_point) if late else []
+        why = ""
+        if self._waits is not None and (late or waited_s >= self._waits.due_s(ON_HOST)):
+            # While the store is slow, this rank does not seem to stand still.
+            self.own[HEARTBEAT] = time.monotonic_ns() + _SLOW_NS
+            why = self._waits.look(ON_HOST, call.removeprefix(" in "), peer, waited_s, late)
+            self.own[HEARTBEAT] = time.monotonic_ns()
         if late:
-            suspects = self._suspects(peer, point_to_point)
             raise PeerTimeoutError(
                 f"{_names(suspects)} did not take part within {waited_s:.1f} s (rank {self.rank} waits for "
-                f"rank {peer}{call}); it is stopped, computing, or stuck elsewhere. A longer time-out: "
+                f"rank {peer}{call}{why}); it is stopped, computing, or stuck elsewhere. A longer time-out: "
                 f"fc.init(timeout_s=...) or FLAGCX_TIMEOUT_S",
                 peer=suspects[0],
             )
@@ -237,7 +257,7 @@ class Signals:
         ended = [self._descriptors[d] for d, _ in self._poll.poll(0)] if self._descriptors else []
         return [q for q in ended if not self.words[q][ABORTED] and not self.words[q][CLOSED]]
 
-    def _examine_closed(self, peer: int, point_to_point: bool, call: str) -> None:
+    def _examine_closed(self, peer: int, point_to_point: str, call: str) -> None:
         for q, words in enumerate(self.words):
             closed = words[CLOSED]
             if not closed or (point_to_point and q != peer):
@@ -257,7 +277,7 @@ class Signals:
                     peer=words[ABORTED] - 2 if words[ABORTED] > 1 else q,
                 )
 
-    def _suspects(self, peer: int, point_to_point: bool) -> list[int]:
+    def _suspects(self, peer: int, point_to_point: str) -> list[int]:
         """The ranks that keep the rest waiting: those that do not wait themselves, or stand still."""
         if point_to_point:
             return [peer]

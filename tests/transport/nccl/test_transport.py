@@ -121,3 +121,11 @@ def test_a_stream_waits_for_another_unless_one_is_captured_alone(fake, transport
     second.capturing = True
     transport.order(first, second)
     assert len(second.waited) == 2
+
+
+def test_calls_are_compared_at_the_end_unless_the_communicator_failed(transport):
+    transport.check_end()
+    assert transport.below.asked == ["check_end"]
+    transport.fail(PeerDiedError("rank 0 died", peer=0))
+    transport.check_end()
+    assert transport.below.asked == ["check_end"]

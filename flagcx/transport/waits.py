@@ -1,0 +1,191 @@
+"""Says why a rank waits: ranks that have waited long leave notes for each other in the store.
+
+A rank that has waited nearly ``Config.explain_wait_s`` notes which call of which communicator it is in, and
+for which rank it waits. After that time it follows the notes of the others from rank to rank, and warns once.
+The notes count the calls of both kinds too: so two ranks find that one of them calls with NumPy arrays, and
+the other one with arrays on GPUs. Short waits cost nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flagcx.bootstrap.store import Store
+from flagcx.errors import FlagcxError, MismatchError, PeerTimeoutError
+
+logger = logging.getLogger("flagcx")
+
+ON_HOST, ON_GPU = "NumPy arrays", "arrays on GPUs"
+_KINDS = ON_HOST, ON_GPU
+_NOTE = 0.8
+"""The part of ``after_s`` after which a note is left, so that notes are there when they are looked for."""
+_POLL_S = 0.25
+_MARGIN_S = 0.5
+
+Note = Mapping[str, Any]
+
+
+class Waits:
+    """The long waits of one rank in one communicator.
+
+    Args:
+        store: The communicator's part of the store.
+        name: What the communicator is called in messages.
+        after_s: When a wait is long, in seconds.
+        timeout_s: When it ends in an error, in seconds.
+
+    Attributes:
+        name: What the communicator is called in messages.
+        after_s: When a wait is long, in seconds.
+        calls: For each kind of array, what returns how many calls of all ranks this rank has made.
+    """
+
+    def __init__(self, store: Store, name: str, after_s: float, timeout_s: float = math.inf) -> None:
+        self.name, self.after_s, self.rank, self.size = name, after_s, store.rank, store.size
+        self._note_s = min(_NOTE * after_s, timeout_s / 2)
+        self._grace_s = min(after_s, timeout_s) - self._note_s + _MARGIN_S
+        whole, self._ranks = store.in_job()
+        self._store, self._notes = store, whole.scoped("waits/", self._ranks)
+        self._me = self._ranks[self.rank]
+        self.calls: dict[str, Callable[[], int]] = dict.fromkeys(_KINDS, int)
+        self._looks: dict[str, int] = {}
+
+    def due_s(self, kind: str) -> float:
+        """The length of a wait at which to look into it next, in seconds."""
+        looks = self._looks.get(kind)
+        if not looks:
+            return self._note_s
+        # Every look at GPUs brings messages of all ranks; a rank that comes later looks by itself.
+        return self.after_s * (looks if kind == ON_HOST else 1 << looks - 1)
+
+    def look(self, kind: str, call: str, peer: int | None, waited_s: float, late: bool = False) -> str:
+        """Explains a wait that is long, now and then.
+
+        Args:
+            kind: The arrays of the call: ``ON_HOST`` or ``ON_GPU``.
+            call: The call, in words.
+            peer: The rank that is waited for; None where all ranks have come to the call.
+            waited_s: How long this rank has waited so far, in seconds.
+            late: Whether the wait is about to end in an error, which the explanation shall complete.
+
+        Returns:
+            Who waits for whom, after a semicolon; empty where nothing is said now.
+
+        Raises:
+            MismatchError: A rank calls with arrays of the other kind.
+        """
+        if not late and waited_s < self.due_s(kind):
+            return ""
+        looks = self._looks[kind] = self._looks.get(kind, 0) + 1
+        try:
+            self._leave(kind, call, peer)
+            if looks == 1:
+                self._notes.add(kind, 1)
+            self._compare_kinds(kind, call)
+            chain = self._chain(self._ranks[peer]) if peer is not None and (looks == 2 or late) else ""
+        except MismatchError:
+            time.sleep(self._grace_s)  # the others find it too, before this rank ends
+            raise
+        except FlagcxError:
+            return ""  # the store is closed, or a rank died: whoever waits finds out by itself
+        if chain and not late:
+            logger.warning(
+                "%s has waited %.3g s for %s in %s of communicator %s%s",
+                *(self._name(self._me), waited_s, self._name(self._ranks[peer or 0]), call, self.name, chain),
+            )
+        return chain
+
+    def end(self, kind: str) -> None:
+        """Takes the note of a wait back that is over."""
+        if self._looks.pop(kind, 0):
+            try:
+                self._notes.delete(f"{self._me}/{kind}")
+            except FlagcxError:
+                logger.debug("the store is closed, and the note of a wait with it")
+
+    def join_gpus(self, limit_s: float) -> None:
+        """Waits until every rank has come to its first call with an array on a GPU.
+
+        The other exchanges of that call keep the store from this rank's other threads, so they come later.
+
+        Raises:
+            MismatchError: A rank calls with NumPy arrays instead.
+            PeerTimeoutError: A rank did not come within ``limit_s``.
+        """
+        self.calls[ON_GPU] = lambda: 1
+        start, call = time.monotonic(), "the first call with arrays on GPUs"
+        self._store.set(f"gpu/{self.rank}", b"1")
+        for peer in range(self.size):
+            while not self._has_come(peer, min(_POLL_S, limit_s, self.after_s)):
+                waited_s = time.monotonic() - start
+                late = waited_s > limit_s
+                chain = self.look(ON_GPU, call, peer, waited_s, late)
+                if late:
+                    raise PeerTimeoutError(
+                        f"rank {peer} did not come to {call} within {limit_s:g} s{chain}; every rank must "
+                        f"make the same calls (FLAGCX_INIT_TIMEOUT_S sets the time-out)",
+                        peer=peer,
+                    )
+        self.end(ON_GPU)
+
+    def _has_come(self, peer: int, limit_s: float) -> bool:
+        try:
+            self._store.get(f"gpu/{peer}", limit_s)
+        except PeerTimeoutError as late:
+            return late.peer is not None  # a rank has left, which the next exchange says
+        return True
+
+    def _leave(self, kind: str, call: str, peer: int | None) -> None:
+        counts = {one: count() for one, count in self.calls.items()}
+        target = None if peer is None else self._ranks[peer]
+        note = {"communicator": self.name, "call": call, "for": target, "counts": counts}
+        self._notes.set(f"{self._me}/{kind}", json.dumps(note).encode())
+
+    def _read(self, rank: int, kind: str) -> Note | None:
+        try:
+            note: Note = json.loads(self._notes.get(f"{rank}/{kind}", 0.0))
+        except PeerTimeoutError:
+            return None
+        return note
+
+    def _compare_kinds(self, kind: str, call: str) -> None:
+        """Raises if another rank waits in a call of the other kind, before it has come to this rank's."""
+        other = ON_GPU if kind == ON_HOST else ON_HOST
+        if not self._notes.add(other, 0):
+            return
+        made, not_yet = self.calls[kind](), self.calls[other]()
+        for peer, rank in enumerate(self._ranks):
+            note = self._read(rank, other) if rank != self._me else None
+            if note is None or note["communicator"] != self.name:
+                continue
+            if made > note["counts"][kind] and not_yet < note["counts"][other]:
+                raise MismatchError(
+                    f"ranks disagree: rank {self.rank} calls with {kind} ({call}), and rank {peer} with "
+                    f"{other} ({note['call']}); every rank must make the same calls in the same order, with "
+                    f"arrays of the same kind",
+                    peer=peer,
+                )
+
+    def _chain(self, rank: int) -> str:
+        """For whom the rank that is waited for waits, and so on."""
+        seen, text = [self._me], ""
+        while rank not in seen:
+            seen.append(rank)
+            note = next((n for kind in _KINDS if (n := self._read(rank, kind)) is not None), None)
+            if note is None:
+                return f"{text}; {self._name(rank)} itself waits for no rank"
+            text += f"; {self._name(rank)} waits"
+            if note["for"] is None:
+                return f"{text} in {note['call']} of communicator {note['communicator']}"
+            text += f" for {self._name(note['for'])} in {note['call']} of communicator {note['communicator']}"
+            rank = note["for"]
+        return f"{text}, so none of them can go on"
+
+    def _name(self, rank: int) -> str:
+        alike = rank < self.size and tuple(self._ranks) == tuple(range(self.size))
+        return f"rank {rank}" if alike else f"rank {rank} of the job"

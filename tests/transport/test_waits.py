@@ -1,0 +1,136 @@
+"""What ranks say about long waits: notes in a real store, without arrays."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+import pytest
+
+from flagcx.bootstrap.remote_store import RemoteStore
+from flagcx.bootstrap.store_server import StoreServer
+from flagcx.errors import MismatchError, PeerTimeoutError
+from flagcx.transport.waits import ON_GPU, ON_HOST, Waits
+
+AFTER_S = 0.3
+
+
+@pytest.fixture
+def stores():
+    with StoreServer(3) as server:
+        server.start()
+        made = [RemoteStore(server.address, server.authkey, r, 3) for r in range(3)]
+        yield made
+        for store in made:
+            store.close()
+
+
+def worlds(stores) -> list[Waits]:
+    return [Waits(store.scoped("world/"), "world", AFTER_S) for store in stores]
+
+
+def late(waits: Waits, call: str, peer: int | None, kind: str = ON_HOST) -> str:
+    return waits.look(kind, call, peer, 9.0, late=True)
+
+
+def test_short_waits_ask_nothing(stores):
+    (waits, *_) = worlds(stores)
+    stores[0].close()
+    assert waits.look(ON_HOST, "barrier", 1, 0.2) == ""
+    waits.end(ON_HOST)
+
+
+def test_the_notes_lead_from_rank_to_rank_and_across_communicators(stores):
+    first, second, _ = worlds(stores)
+    child = Waits(stores[2].scoped("world/").scoped("1.1/", [1, 2]), "split 1 of world", AFTER_S)
+    assert late(second, "a receive", 2) == "; rank 2 itself waits for no rank"
+    said = late(child, "barrier", 0)
+    assert said.startswith(
+        "; rank 1 of the job waits for rank 2 of the job in a receive of communicator world"
+    )
+    assert said.endswith(", so none of them can go on"), "rank 0 of the child is rank 1 of the job"
+    said = late(first, "allreduce", 1)
+    assert "rank 1 waits for rank 2 in a receive of communicator world; rank 2 waits for rank 1 in" in said
+    assert "communicator split 1 of world" in said
+    second.end(ON_HOST)
+    assert late(first, "allreduce", 1) == "; rank 1 itself waits for no rank"
+
+
+def test_a_long_wait_warns_once(stores, caplog):
+    (waits, *_) = worlds(stores)
+    with caplog.at_level(logging.WARNING, "flagcx"):
+        for waited_s in (0.1, 0.25, 0.31, 0.4, 0.62, 0.95):
+            waits.look(ON_HOST, "allreduce of 4 float32", 2, waited_s)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "rank 0 has waited 0.31 s for rank 2 in allreduce of 4 float32 of communicator world; "
+        "rank 2 itself waits for no rank"
+    )
+
+
+def test_calls_of_the_two_kinds_in_one_place_are_a_mismatch_for_both(stores):
+    host, gpu, other = worlds(stores)
+    host.calls[ON_HOST] = other.calls[ON_HOST] = lambda: 1
+    gpu.calls[ON_GPU] = lambda: 1
+    late(other, "allreduce", 0)
+    assert late(host, "allreduce of 4 float32", 1) == "; rank 1 itself waits for no rank"
+    with pytest.raises(
+        MismatchError, match=r"rank 1 calls with arrays on GPUs \(allreduce\), and rank 0 with NumPy arrays"
+    ) as found:
+        late(gpu, "allreduce", 0, ON_GPU)
+    assert found.value.peer == 0
+    with pytest.raises(
+        MismatchError, match=r"rank 0 calls with NumPy arrays .*, and rank 1 with arrays on GPUs"
+    ):
+        late(host, "allreduce of 4 float32", 1)
+
+
+def test_a_rank_that_is_ahead_in_both_kinds_only_waits(stores):
+    host, gpu, _ = worlds(stores)
+    host.calls.update({ON_HOST: lambda: 2, ON_GPU: lambda: 5})
+    gpu.calls.update({ON_HOST: lambda: 1, ON_GPU: lambda: 5})
+    late(gpu, "allreduce", None, ON_GPU)
+    assert late(host, "barrier", 1) == "; rank 1 waits in allreduce of communicator world"
+
+
+def test_ranks_join_for_gpus_though_one_is_late(stores):
+    def come(waits: Waits, after_s: float) -> None:
+        time.sleep(after_s)
+        waits.join_gpus(20.0)
+
+    threads = [
+        threading.Thread(target=come, args=(w, s)) for w, s in zip(worlds(stores), (0, 0, 0.5), strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def test_a_rank_that_never_joins_for_gpus_is_named(stores):
+    (waits, second, _) = worlds(stores)
+    second._store.set("gpu/1", b"1")
+    with pytest.raises(
+        PeerTimeoutError, match="rank 2 did not come to the first call with arrays on GPUs"
+    ) as e:
+        waits.join_gpus(0.5)
+    assert e.value.peer == 2
+
+
+def test_who_joins_for_gpus_learns_that_another_rank_calls_with_numpy(stores):
+    host, gpu, _ = worlds(stores)
+    host.calls[ON_HOST] = lambda: 1
+    late(host, "allreduce of 4 float32", 1)
+    with pytest.raises(MismatchError, match="rank 0 with NumPy arrays"):
+        gpu.join_gpus(20.0)
+
+
+def test_who_joins_for_gpus_does_not_wait_for_a_rank_that_has_left(stores):
+    waits, second, _ = worlds(stores)
+    second._store.set("gpu/1", b"1")
+    stores[2].close()
+    begin = time.monotonic()
+    waits.join_gpus(20.0)  # the exchange after it says who has left
+    assert time.monotonic() - begin < 3.0

@@ -21,7 +21,7 @@ from flagcx.arguments import check_rank, on_device, untangle
 from flagcx.communicator.buffers import buffers_of, v_buffers_of
 from flagcx.config import Config
 from flagcx.dtypes import Op, dtype_of, resolve_op
-from flagcx.errors import ArgumentError
+from flagcx.errors import ArgumentError, CommunicationError
 from flagcx.executor.host import Executor
 from flagcx.executor.open import open_device_executor
 from flagcx.executor.staging import stage
@@ -251,7 +251,11 @@ class Caller:
         """The executor for arrays on GPUs; the first call with one, which all ranks make, joins the ranks."""
         if self._device is None:
             self._host.check()
-            self._device = open_device_executor(self._context, self._ring)
+            try:
+                self._device = open_device_executor(self._context, self._ring)
+            except CommunicationError as error:
+                self._host.broke(error)
+                raise
             if self._group is not None:
                 self._device.hold()
         return self._device

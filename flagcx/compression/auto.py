@@ -119,7 +119,7 @@ def coded_us(nbytes: int, link: LinkProfile, ratio: float, speed_gb_per_s: float
 def _sparse_below(nbytes: int, link: LinkProfile, rival_us: float) -> float:
     """The density at which a sparse all-reduce takes as long as its rival: both are linear in it."""
     n = link.ranks
-    if n == 1:
+    if n == 1 or not nbytes:
         return 0.0
     fixed = SPARSE_STEPS * link.latency_us + nbytes / _SCAN_GB_PER_S / 1e3 * link.crowd
     # Two words for each element that isn't zero, to its owner; and at worst those of all ranks back.

@@ -53,7 +53,7 @@ class Work:
         try:
             value = self._future.result(timeout_s)
         except BaseException as error:
-            if isinstance(error, FutureTimeout) and not self._future.done():
+            if timeout_s is not None and isinstance(error, FutureTimeout) and not self._future.done():
                 raise PeerTimeoutError(f"{self._what} still runs after {timeout_s} s; wait again") from None
             if self._told is not None and self._future.done():
                 self._told()

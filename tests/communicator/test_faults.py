@@ -358,3 +358,22 @@ tell("sum", comm.allreduce(np.ones(3))[0])
         texts = [process.stdout.read() for process in processes]
     assert codes == [0, 0], texts
     assert all("sum 2.0" in text for text in texts), texts
+
+
+@pytest.mark.parametrize("array", ["np.ones(1 << 18)", "comm.empty(1 << 18, np.float64)"])
+def test_a_rank_that_comes_after_its_peers_gave_up_is_told_so(array):
+    """What it would read is gone then, or is going: that is not what it is told."""
+    body = f"""
+comm = fc.init(timeout_s=0.7)
+x = {array}
+if comm.rank == 1:
+    time.sleep(1.5)
+outcome(lambda: comm.allreduce(x))
+if comm.rank == 0:
+    del x
+    time.sleep(2)
+"""
+    with job(2, body) as processes:
+        told = [outcome_of(line(process)) for process in processes]
+    assert told[0][0] == "PeerTimeoutError", told
+    assert told[1][0] == "AbortedError" and "rank 0 gave up" in told[1][3], told

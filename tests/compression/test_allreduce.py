@@ -293,3 +293,14 @@ def test_arrays_on_a_gpu_that_kernels_cannot_take_are_refused():
     ):
         peers.enter("", arrays[0], arrays[1])
     assert calls == [([], [])]
+
+
+def empty_arrays() -> list[str]:
+    comm = fc.init()
+    for codec in NAMES:
+        assert comm.allreduce(np.ones(0, np.float32), compression=codec).size == 0
+    return comm.allreduce(np.ones(2), compression="fp16").tolist()
+
+
+def test_an_array_of_no_elements_is_left_alone():
+    assert run_ranks(empty_arrays, 2) == [[2.0, 2.0]] * 2

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from flagcx.errors import CommunicationError, ResourceError
 from flagcx.schedule.collectives import cut
 from flagcx.transport.base import Call
 from flagcx.transport.shared_memory.arena import Arena
 from flagcx.transport.shared_memory.heap import SHARED
 from flagcx.transport.shared_memory.reduction import accumulator_dtype, combiner
 from flagcx.transport.shared_memory.two_shot import TwoShotSlots
-from flagcx.transport.shared_memory.words import ABORTED, CALL_LOG_MASK, DONE, LOCATIONS, SHARED_BIT
+from flagcx.transport.shared_memory.words import ABORTED, CALL_LOG_MASK, CLOSED, DONE, LOCATIONS, SHARED_BIT
 
 _MAPPED_PIECE_NBYTES = 256 << 10
 _COPIED_PIECE_NBYTES = 128 << 10  # leaves room in the second-level cache for what is copied in
@@ -117,10 +118,16 @@ class Direct:
         if not (self._cross_memory or all(words[index] & SHARED_BIT for words in signals.others)):
             self._slots.run_entered(sendbuf.reshape(-1), recvbuf.reshape(-1))  # type: ignore[union-attr]
             return
-        if places != binding.places:
-            binding.pieces = self._prepare(sendbuf, recvbuf, places)
-            binding.places = places
-        self._work(binding.pieces)
+        try:
+            if places != binding.places:
+                binding.pieces = self._prepare(sendbuf, recvbuf, places)
+                binding.places = places
+            self._work(binding.pieces)
+        except (CommunicationError, ResourceError):
+            for q, words in enumerate(signals.words):
+                if words[ABORTED] or words[CLOSED]:  # its memory went with it
+                    signals.blame(q, False)
+            raise
         self._leave()
 
     def _locate(self, sendbuf: np.ndarray, recvbuf: np.ndarray) -> _Binding:

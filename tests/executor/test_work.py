@@ -1,0 +1,37 @@
+"""What waiting for started work raises."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import pytest
+
+from flagcx.errors import MismatchError, PeerTimeoutError
+from flagcx.executor.work import Work
+
+
+class Interrupted(Future):
+    """A future in whose wait a signal handler of the caller's raises."""
+
+    def result(self, timeout=None):
+        raise TimeoutError("the caller's own")
+
+
+def test_work_that_still_runs_says_so():
+    with pytest.raises(PeerTimeoutError, match=r"allreduce still runs after 0.01 s; wait again"):
+        Work(Future(), "allreduce").wait(0.01)
+
+
+def test_a_time_out_of_the_callers_own_is_not_taken_for_the_works():
+    with pytest.raises(TimeoutError, match="the caller's own"):
+        Work(Interrupted(), "allreduce").wait()
+
+
+@pytest.mark.parametrize("error", [MismatchError("ranks disagree", peer=1), TimeoutError("inside")])
+def test_an_error_of_the_work_is_raised_and_counts_as_told(error):
+    future: Future = Future()
+    future.set_exception(error)
+    told = []
+    with pytest.raises(type(error), match=str(error)):
+        Work(future, "allreduce", None, lambda: told.append(1)).wait(1.0)
+    assert told == [1]

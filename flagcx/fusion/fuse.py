@@ -245,7 +245,6 @@ class Fusion:
     def __init__(self, executor: Executor, packer: Packer) -> None:
         self.executor, self.packer = executor, packer
         self.bindings = BindingCache() if packer.lasting else None
-        self._compared = not packer.lasting  # plans of GPUs compare nothing
         self._plans: OrderedDict[tuple, Fused] = OrderedDict()
 
     def plan(
@@ -283,9 +282,8 @@ class Fusion:
                 yield _Part(first, last, None, plan)
                 continue
             packing = self.packer.packing(shapes[first:last], dtype.numpy)
-            whole = ""
-            if self._compared:  # messages of as many elements may be made of other arrays
-                whole = f"allreduce of {last - first} arrays of shapes {shapes[first:last]}"
+            # Messages of as many elements may be made of other arrays.
+            whole = f"allreduce of {last - first} arrays of shapes {shapes[first:last]}"
             count = packing.flat.size
             plan = self.executor.find("allreduce", count, dtype, op, None, algorithm, True, whole)
             yield _Part(first, last, packing, plan)

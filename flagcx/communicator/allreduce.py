@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
+from numpy import ndarray
 
 from flagcx.arguments import untangle
 from flagcx.communicator.buffers import buffers_of, check_many
@@ -91,7 +91,7 @@ def allreduce(
     if (
         run is not None
         and not async_op
-        and x.__class__ is np.ndarray
+        and x.__class__ is ndarray
         and x.flags.carray
         and (out is None or is_apart(out, x))
         and executor.turn.acquire(False)

@@ -62,7 +62,7 @@ class OneShot:
         mine, slots = self._slots[turn & 1]
         if sendbuf.ndim != 1:
             sendbuf = sendbuf.reshape(-1)
-        if recvbuf.ndim != 1:
+        if recvbuf is not sendbuf and recvbuf.ndim != 1:
             recvbuf = recvbuf.reshape(-1)
         mine[...] = sendbuf
         if signals.fence:

@@ -18,6 +18,7 @@ from flagcx.dtypes import OPS, DType, ReduceOp, dtype_of, flushes_subnormals, re
 from flagcx.errors import ArgumentError, CommunicationError, CommunicatorError
 from flagcx.executor.float_errors import FloatErrors
 from flagcx.executor.forks import refuse_in_children
+from flagcx.executor.plan_cache import PlanCache, plan_nbytes
 from flagcx.executor.progress_thread import progress_thread
 from flagcx.executor.work import Work
 from flagcx.profiler import OperationInfo, Progress, RecordBuffer, RecordedPlan
@@ -28,7 +29,6 @@ from flagcx.selection.online_tuning import Exploration, Explored, Finding
 from flagcx.selection.selector import Selector
 from flagcx.transport.base import Call, Plan, Transport
 
-_MOST_PLANS = 4096
 _MOST_EXPLORED = 1024
 SAME_MODE = (
     "where every rank adds up for itself, such numbers come out different on ranks that do and ranks that do "
@@ -55,6 +55,7 @@ class Executor:
         selector: What chooses how a call runs.
         quick: Plans of calls that may skip all checks but those of the array itself. Empty whenever a
             call must not go straight through: closed, broken, in a group, or after started work.
+        remember: See ``PlanCache.remember``.
         quietly: Runs a plan; see ``FloatErrors.run``, likewise ``noted``.
         over: Why no further call can be made; empty where one can.
         forked: Whether this is a copy in a forked child of the process that made it.
@@ -70,13 +71,13 @@ class Executor:
     ) -> None:
         self.rank, self.size, self.transport = rank, size, transport
         self.turn = threading.Lock()
-        self._straight: dict[tuple, Any] = {}
-        self.quick = self._straight
+        self._cache = PlanCache()
+        self.quick = self._cache.straight
+        self.remember = self._cache.remember
         self.selector = selector
         self.ring = ring
         self._progress: Progress = transport.progress or Uncounted()
         self._explorations: dict[tuple, Exploration] = {}
-        self._plans: dict[tuple, Plan] = {}
         self._flushes = flushes_subnormals()
         self.over = ""
         self.float_errors = FloatErrors()
@@ -118,14 +119,12 @@ class Executor:
             CommunicatorError: The communicator is closed or broken.
         """
         key = (collective, counts, dtype.code, op, root, algorithm, in_place, part_of)
-        plan = self._plans.get(key)
+        plan = self._cache.plans.get(key)
         if plan is None:
             self.check()
+            self._cache.make_room()
             plan = self._compile(collective, counts, dtype, op, root, algorithm, in_place, part_of)
-            if len(self._plans) >= _MOST_PLANS:
-                self._plans.clear()
-                self._straight.clear()
-            self._plans[key] = plan
+            self._cache.plans[key] = plan
         return plan
 
     def _compile(self, collective, counts, dtype, op, root, algorithm, in_place, part_of) -> Plan:
@@ -168,6 +167,10 @@ class Executor:
         """Builds the schedule of a choice, and compiles it."""
         schedule = choice.build(collective, self.size, root)
         call = Call(schedule, self.rank, counts, dtype, op, in_place, choice.protocol, part_of)
+        return self._compiled(call)
+
+    def _compiled(self, call: Call) -> Plan:
+        self._cache.nbytes += plan_nbytes(call)
         return self.transport.compile(call)
 
     def _describe(self, collective: str, counts: Counts, dtype: DType, choice: Candidate) -> OperationInfo:
@@ -224,12 +227,6 @@ class Executor:
         All ranks must run what this returns, or all the plan that is given.
         """
         return plan
-
-    def remember(self, key: tuple, plan: Any) -> None:
-        """Lets calls with this key go straight to their plan from now on."""
-        if len(self._straight) >= _MOST_PLANS:
-            self._straight.clear()
-        self._straight[key] = plan
 
     def take(self, array: Any, what: str, writable: bool) -> Any:
         """Takes a caller's array without a copy, or raises ``ArrayError``."""
@@ -332,7 +329,7 @@ class Executor:
     def resume(self) -> None:
         """Lets calls that repeat go straight through again."""
         if not (self.over or self._last):
-            self.quick = self._straight
+            self.quick = self._cache.straight
 
     # -- the end ----------------------------------------------------------------------------------
 
@@ -354,8 +351,7 @@ class Executor:
         """Refuses every further call, with ``why`` as the reason."""
         self.over = self.over or why
         self.hold()
-        self._straight.clear()
-        self._plans.clear()
+        self._cache.clear()
 
     def close(self) -> None:
         """Waits for what was started, then gives everything back. A second call does nothing.

@@ -15,7 +15,7 @@ import numpy as np
 from flagcx.algorithms import entries
 from flagcx.algorithms.candidate import Candidate
 from flagcx.dtypes import OPS, DType, ReduceOp, dtype_of, flushes_subnormals, resolve_op
-from flagcx.errors import ArgumentError, CommunicationError, CommunicatorError
+from flagcx.errors import ArgumentError, CommunicationError, CommunicatorError, MismatchError
 from flagcx.executor.float_errors import FloatErrors
 from flagcx.executor.forks import refuse_in_children
 from flagcx.executor.plan_cache import PlanCache, plan_nbytes
@@ -58,6 +58,7 @@ class Executor:
         remember: See ``PlanCache.remember``.
         quietly: Runs a plan; see ``FloatErrors.run``, likewise ``noted``.
         over: Why no further call can be made; empty where one can.
+        blames: Whether a peer is to blame that no further call can be made.
         forked: Whether this is a copy in a forked child of the process that made it.
     """
 
@@ -79,7 +80,7 @@ class Executor:
         self._progress: Progress = transport.progress or Uncounted()
         self._explorations: dict[tuple, Exploration] = {}
         self._flushes = flushes_subnormals()
-        self.over = ""
+        self.over, self.blames = "", False
         self.float_errors = FloatErrors()
         self.quietly, self.noted = self.float_errors.run, self.float_errors.noted
         self._worker: ThreadPoolExecutor | None = None
@@ -344,6 +345,7 @@ class Executor:
         if self.over or isinstance(error, ArgumentError):
             return
         culprit = error.peer if isinstance(error, CommunicationError) else None
+        self.blames = isinstance(error, CommunicationError) and not isinstance(error, MismatchError)
         self.end(f"this communicator cannot be used after {type(error).__name__}: {error}; make a new one")
         self.transport.abort(str(error) or type(error).__name__, culprit)
 

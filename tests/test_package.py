@@ -56,7 +56,7 @@ PUBLIC = [
 
 # From the bottom up; a module may import from its own layer and from those before it.
 LAYERS = [
-    ["errors", "config", "_version"],
+    ["errors", "config", "forks", "_version"],
     ["dtypes", "report"],
     ["schedule"],
     ["algorithms", "topology", "bootstrap", "memory"],

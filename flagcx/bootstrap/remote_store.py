@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from flagcx.bootstrap import wire
-from flagcx.bootstrap.sockets import close_in_forked_child, parse_address, tune
+from flagcx.bootstrap.sockets import parse_address, tune
 from flagcx.bootstrap.store import Store
 from flagcx.bootstrap.store_state import StoreAnswer, StoreRequest
 from flagcx.errors import (
@@ -24,6 +24,7 @@ from flagcx.errors import (
     PeerDiedError,
     PeerTimeoutError,
 )
+from flagcx.forks import abandon_in_children
 
 _MARGIN_S = 5.0
 _MAX_ANSWER_NBYTES = (1 << 31) - 1
@@ -55,12 +56,12 @@ class RemoteStore(Store):
         self._connection = _open(address, timeout_s, rank)
         self._poller = select.poll()
         self._poller.register(self._connection.fileno(), select.POLLIN)
+        abandon_in_children(self)
         try:
             self._greet(authkey, time.monotonic() + timeout_s)
         except BaseException:
             self._drop()
             raise
-        close_in_forked_child(self)
 
     def check(self) -> None:
         # The thread that holds the lock reads the notices too; a poll object serves one thread at a time.
@@ -93,7 +94,7 @@ class RemoteStore(Store):
             self._drop()
 
     def abandon(self) -> None:
-        """Closes the connection without a word: for a forked child, which holds a copy of it."""
+        """Closes the connection: a child's copy would keep it open after its rank was killed."""
         self._lock = threading.Lock()  # The parent's other threads do not exist here to release it.
         self._drop()
 

@@ -1,4 +1,4 @@
-"""The sockets of a store: their addresses as text, their options, and their closing after a fork."""
+"""The sockets of a store: their addresses as text, and their options."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import os
 import secrets
 import socket
 import struct
-import weakref
-from typing import Any
 
 from flagcx.errors import BootstrapError
 
@@ -56,22 +54,6 @@ def tune(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
-
-
-def close_in_forked_child(resource: Any) -> None:
-    """Calls the resource's ``abandon`` in every forked child.
-
-    A child's copy of a socket would keep the connection open after its rank was killed, and the rank would
-    seem alive.
-    """
-    reference = weakref.ref(resource)
-
-    def abandon() -> None:
-        found = reference()
-        if found is not None:
-            found.abandon()
-
-    os.register_at_fork(after_in_child=abandon)
 
 
 def listen(address: str | None) -> socket.socket:

@@ -31,8 +31,9 @@ from typing import Any
 
 from flagcx.bootstrap import wire
 from flagcx.bootstrap.membership import Membership
-from flagcx.bootstrap.sockets import close_in_forked_child, format_address, is_own_user, listen, tune
+from flagcx.bootstrap.sockets import format_address, is_own_user, listen, tune
 from flagcx.bootstrap.store_state import Answers
+from flagcx.forks import abandon_in_children
 
 _MAX_STRANGERS = 256
 
@@ -104,7 +105,7 @@ class StoreServer:
         self._ends_when_idle = False
         self._owner = os.getpid()
         self._thread: threading.Thread | None = None
-        close_in_forked_child(self)
+        abandon_in_children(self)
 
     def start(self) -> StoreServer:
         """Starts the thread. (Connections made before this wait in the listening socket's queue.)"""
@@ -166,7 +167,7 @@ class StoreServer:
             self._thread.join()
 
     def abandon(self) -> None:
-        """Closes all sockets without a word: for a forked child, which holds copies of them."""
+        """Closes all sockets: a child's copies would keep connections open after the server has ended."""
         self._ended = True
         self._release()
 

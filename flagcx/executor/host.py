@@ -17,10 +17,10 @@ from flagcx.algorithms.candidate import Candidate
 from flagcx.dtypes import OPS, DType, ReduceOp, dtype_of, flushes_subnormals, resolve_op
 from flagcx.errors import ArgumentError, CommunicationError, CommunicatorError, MismatchError
 from flagcx.executor.float_errors import FloatErrors
-from flagcx.executor.forks import refuse_in_children
 from flagcx.executor.plan_cache import PlanCache, plan_nbytes
 from flagcx.executor.progress_thread import progress_thread
 from flagcx.executor.work import Work
+from flagcx.forks import abandon_in_children
 from flagcx.profiler import OperationInfo, Progress, RecordBuffer, RecordedPlan
 from flagcx.profiler.records import Uncounted
 from flagcx.schedule.collectives import Counts, largest_block
@@ -34,6 +34,10 @@ SAME_MODE = (
     "where every rank adds up for itself, such numbers come out different on ranks that do and ranks that do "
     "not. Load the same libraries on all ranks (one that was built with -ffast-math sets the mode) before "
     "fc.init(), or set it alike, as torch.set_flush_denormal(False) does"
+)
+FORKED = (
+    "this communicator was made before a fork and cannot be used in the child; start ranks with flagcx run, "
+    "fc.launch or multiprocessing's spawn method, and call fc.init() in each"
 )
 TWO_THREADS = (
     "two threads use one communicator at the same time; give each thread its own, from comm.split(), or let "
@@ -87,8 +91,8 @@ class Executor:
         self._last: Future | None = None
         self._hurried = False
         self._untold: BaseException | None = None  # an error of started work, until some caller has got it
-        self.forked = False
-        refuse_in_children(self)
+        self._closed = self.forked = False
+        abandon_in_children(self)
 
     # -- plans ------------------------------------------------------------------------------------
 
@@ -311,7 +315,13 @@ class Executor:
         self._untold = None
 
     def hurry(self) -> None:
-        """Lets started work have the core, since the caller waits and computes nothing beside it."""
+        """Lets started work have the core, since the caller waits and computes nothing beside it.
+
+        Raises:
+            CommunicatorError: In a forked child, where that work never ends.
+        """
+        if self.forked:
+            raise CommunicatorError(self.over)
         self._hurried = True
         self._progress.background = False
 
@@ -355,6 +365,14 @@ class Executor:
         self.hold()
         self._cache.clear()
 
+    def abandon(self) -> None:
+        """Refuses every call in a forked child; see ``flagcx.forks.Inherited``."""
+        if self._closed:
+            return
+        self.forked, self._last, self.turn = True, None, threading.Lock()
+        self.over = FORKED
+        self.end(FORKED)
+
     def close(self) -> None:
         """Waits for what was started, then gives everything back. A second call does nothing.
 
@@ -368,6 +386,7 @@ class Executor:
         if self._worker is not None:
             self._worker.shutdown()
             self._worker = None
+        self._closed = True
         self.end("this communicator is closed")
         try:
             if untold is not None:

@@ -16,6 +16,7 @@ import numpy as np
 
 from flagcx.config import Config
 from flagcx.errors import BootstrapError, PeerDiedError, ResourceError
+from flagcx.forks import abandon_in_children
 from flagcx.transport.scratch import Scratch
 from flagcx.transport.shared_memory.cross_memory import CrossMemory, allow_peers, probe
 from flagcx.transport.shared_memory.heap import Heap, PeerHeaps
@@ -168,6 +169,7 @@ class Arena:
         self.done = 0
         self.sent = [0] * size
         self.received = [0] * size
+        abandon_in_children(self)
         self.cross_memory = self._agree_on_cross_memory([card["probe"] for card in cards])
 
     def _exchange_cards(self, own: Segment, exchange) -> list[dict]:
@@ -224,6 +226,11 @@ class Arena:
     def close(self) -> None:
         """Gives everything back. Further calls do nothing."""
         self.signals.close()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Lets go of all memory without a word; see ``flagcx.forks.Inherited``."""
+        self.signals.abandon()
         self.prepared.clear()
         self.heap.close()
         self.peer_heaps.close()

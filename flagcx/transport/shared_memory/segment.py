@@ -13,6 +13,8 @@ import contextlib
 import mmap
 import os
 import secrets
+import weakref
+from collections.abc import Callable
 from typing import NamedTuple
 
 from flagcx.errors import ResourceError
@@ -56,7 +58,10 @@ class Segment:
     def __init__(self, memory: mmap.mmap, handle: Handle, owned: int | None) -> None:
         self.memory = memory
         self.handle = handle
-        self._descriptor = owned
+        self._let_go: Callable[[], object] = lambda: None
+        if owned is not None:  # the descriptor of one that is dropped goes with it, as its mapping does
+            self._let_go = finalizer = weakref.finalize(self, os.close, owned)
+            finalizer.atexit = False
 
     @classmethod
     def create(cls, nbytes: int) -> Segment:
@@ -112,9 +117,7 @@ class Segment:
 
     def close(self) -> None:
         """Gives the segment back. Memory that arrays still view stays until the last of them is gone."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        self._let_go()
         with contextlib.suppress(BufferError):
             self.memory.close()
 

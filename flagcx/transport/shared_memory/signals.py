@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import select
 import time
+import weakref
 from collections.abc import Callable
 from time import perf_counter_ns as now
 
@@ -73,6 +74,8 @@ class Signals:
         self._waits: Waits | None = None
         self._poll = select.poll()
         self._descriptors: dict[int, int] = {}
+        self._let_go = weakref.finalize(self, _close_all, self._descriptors)
+        self._let_go.atexit = False
         for q, segment in enumerate(segments):
             if q != rank:
                 self._watch(q, segment.handle.pid)
@@ -111,14 +114,21 @@ class Signals:
         if not self.words:
             return
         self.own[CLOSED] = self.sequence + 1
-        for descriptor in self._descriptors:
-            os.close(descriptor)
-        self._descriptors.clear()
         if self._waits is not None:
             self._waits.end(ON_HOST)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Lets go of the peers' memory without a word."""
+        self._let_go()
         self.own = None  # type: ignore[assignment]
         self.words, self.others = [], []
         self.log.close()
+
+    def __del__(self) -> None:
+        """A communicator that is dropped makes no further call either."""
+        if getattr(self, "words", None):
+            self.own[CLOSED] = self.sequence + 1
 
     def enter(self, signature: int) -> int:
         """Enters the next collective call into the log. Returns the word that peers must show."""
@@ -297,6 +307,11 @@ class Signals:
             return
         self.log.write_reason(reason)
         self.own[ABORTED] = 1 if culprit is None else culprit + 2
+
+
+def _close_all(descriptors: dict[int, int]) -> None:
+    while descriptors:
+        os.close(descriptors.popitem()[0])
 
 
 def _names(ranks: list[int]) -> str:

@@ -1,0 +1,50 @@
+"""Resources in a forked child: copies of their parent's, which are let go of there without a word to anyone.
+
+A child shares its parent's sockets and shared memory. Whatever it then does (ends in good order, collects
+garbage, closes the communicator), the parent goes on with its job as if there were no child.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from functools import lru_cache
+from typing import Protocol
+
+
+class Inherited(Protocol):
+    """A resource of which a forked child must not use its copy."""
+
+    def abandon(self) -> None:
+        """Lets go of the copy in this child, without a word to peers; every further use is refused.
+
+        Threads of the parent don't exist here, and locks that they held stay locked.
+        """
+
+
+def abandon_in_children(resource: Inherited) -> None:
+    """Calls the resource's ``abandon`` in every child that this process forks while the resource lives."""
+    _resources().add(resource)
+
+
+def keep_in_child(*objects: object) -> None:
+    """Keeps objects from being freed in this child: to free them would be to free what its parent uses."""
+    _kept().extend(objects)
+
+
+@lru_cache(maxsize=1)
+def _resources() -> weakref.WeakSet[Inherited]:
+    """The resources of this process that a child inherits."""
+    resources: weakref.WeakSet[Inherited] = weakref.WeakSet()
+
+    def in_child() -> None:
+        for resource in list(resources):
+            resource.abandon()
+
+    os.register_at_fork(after_in_child=in_child)
+    return resources
+
+
+@lru_cache(maxsize=1)
+def _kept() -> list[object]:
+    return []

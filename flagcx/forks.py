@@ -6,6 +6,7 @@ garbage, closes the communicator), the parent goes on with its job as if there w
 
 from __future__ import annotations
 
+import ctypes
 import os
 import weakref
 from functools import lru_cache
@@ -28,8 +29,9 @@ def abandon_in_children(resource: Inherited) -> None:
 
 
 def keep_in_child(*objects: object) -> None:
-    """Keeps objects from being freed in this child: to free them would be to free what its parent uses."""
-    _kept().extend(objects)
+    """Keeps objects from being freed in this child, even at its end: its parent uses what they stand for."""
+    for one in objects:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))
 
 
 @lru_cache(maxsize=1)
@@ -43,8 +45,3 @@ def _resources() -> weakref.WeakSet[Inherited]:
 
     os.register_at_fork(after_in_child=in_child)
     return resources
-
-
-@lru_cache(maxsize=1)
-def _kept() -> list[object]:
-    return []

@@ -16,6 +16,7 @@ from flagcx.bootstrap.thread_rank import thread_rank
 from flagcx.communicator import Communicator
 from flagcx.config import Config, environment
 from flagcx.errors import ArgumentError, CommunicatorError, FlagcxError
+from flagcx.forks import abandon_in_children
 
 if TYPE_CHECKING:
     from flagcx.topology import Topology
@@ -27,6 +28,10 @@ class _World:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.comm: Communicator | None = None
+
+    def abandon(self) -> None:
+        """Frees the lock in a forked child: the thread that may hold it is not there."""
+        self.lock = threading.Lock()
 
     def close(self) -> None:
         """Closes the communicator, if ``init`` made one."""
@@ -77,6 +82,7 @@ def init(*, enable_topology_detection: bool = True, **settings: Any) -> Communic
 
     Raises:
         BootstrapError: The ranks did not find each other.
+        CommunicatorError: This process is a child that a rank has forked.
         PeerDiedError: A rank died before all had joined.
         ArgumentError: There is no such setting.
 
@@ -91,16 +97,28 @@ def init(*, enable_topology_detection: bool = True, **settings: Any) -> Communic
     settings = {"topology_detection": enable_topology_detection, **settings}
     world = _world()
     with world.lock:
+        _refuse_in_child(world.comm)
         if world.comm is None or world.comm.closed:
             config = Config.from_environment(**settings)
             if world.comm is not None:
                 world.comm.close()
             elif world is _WORLD:
                 atexit.register(world.close_at_exit)
+                abandon_in_children(world)
             world.comm = _join(config)
         else:
             _warn_of_others(settings, world.comm.config)
         return world.comm
+
+
+def _refuse_in_child(comm: Communicator | None) -> None:
+    """Refuses a forked child that would join as the rank that its parent is."""
+    if comm is not None and comm.forked and comm.size > 1:
+        raise CommunicatorError(
+            f"fc.init() was called in a child that rank {comm.rank} of {comm.size} forked, and that is its "
+            f"parent; call it in the parent alone, or fork before and call it in the child alone, or start "
+            f"further ranks with flagcx run or fc.launch"
+        )
 
 
 def _warn_of_others(wanted: dict[str, Any], config: Config) -> None:

@@ -46,15 +46,21 @@ def main(call_file: int, result_file: int, pipe: int) -> None:
     """
     end_with_launcher(pipe)
     outcome: Success | Failure
+    rank = os.getpid()
     try:
-        outcome = Success(_pickle(_call(read_file(call_file))))
+        value = _call(read_file(call_file))
+        if os.getpid() != rank:
+            return  # a child that the function has forked and that returned too
+        outcome = Success(_pickle(value))
     except KeyboardInterrupt:
         raise
     except SystemExit as error:
-        if error.code not in (None, 0):
+        if os.getpid() != rank or error.code not in (None, 0):
             raise
         outcome = Success(_pickle(None))
     except BaseException as error:
+        if os.getpid() != rank:
+            raise
         outcome = _describe(error)
     write_file(result_file, pickle.dumps(outcome))
     if isinstance(outcome, Failure):

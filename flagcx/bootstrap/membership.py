@@ -29,6 +29,11 @@ class Membership:
         self._stays = [0] * size
         self._states: dict[int, StoreState] = {}
 
+    @property
+    def complete(self) -> bool:
+        """Whether all ranks are connected, each for as many times as the others."""
+        return len(self.connected) == self.size and len(set(self._stays)) == 1
+
     def refusal(self, rank: int, size: int) -> str:
         """Why a process that knows the key may not join as this rank; "" if it may."""
         if size != self.size or not 0 <= rank < self.size:

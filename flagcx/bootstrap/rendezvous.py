@@ -22,25 +22,23 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
 import secrets
 import socket
 import stat
-import struct
 import sys
 import tempfile
 import time
-import weakref
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from flagcx.bootstrap.environment import Identity
 from flagcx.bootstrap.remote_store import RefusedError, RemoteStore
-from flagcx.bootstrap.sockets import parse_address
+from flagcx.bootstrap.sockets import distance_from, own_addresses, parse_address
 from flagcx.bootstrap.store import LocalStore, Store, StoreServer
 from flagcx.config import Config
 from flagcx.errors import BootstrapError, MissingDependencyError
@@ -50,7 +48,6 @@ _KEY = "FLAGCX_STORE_KEY"
 _PORTS_TRIED = 16
 _ADDRESSES_TOLD = 64
 _LINGER_S = 1.0
-_SIOCGIFADDR = 0x8915
 
 
 def connect(identity: Identity, config: Config, environ: Mapping[str, str]) -> Store:
@@ -71,21 +68,50 @@ def connect(identity: Identity, config: Config, environ: Mapping[str, str]) -> S
     if identity.size == 1:
         return LocalStore()
     deadline = time.monotonic() + config.init_timeout_s
-    server: StoreServer | None = None
+    job = _job_of(identity, *map(environ.get, (_ADDRESS, _KEY, "MASTER_ADDR", "MASTER_PORT")))
     if identity.launcher == "flagcx":
         search = _announced(environ)
     elif identity.rank == 0:
-        server, search = _host(identity, environ)
+        search = _host(identity, environ, job)
     else:
         search = _search(identity, environ)
     try:
-        store = _join(identity, search, deadline)
+        job.store = _join(identity, search, deadline)
     except BaseException:
-        if server is not None:
-            server.close()
+        if job.server is not None:
+            job.server.close()
         raise
-    atexit.register(_end, weakref.ref(store), None if server is None else weakref.ref(server))
-    return store
+    return job.store
+
+
+class _Job:
+    """This process's part in a job, whose world may be closed and made again.
+
+    Attributes:
+        server: The store's server, if this process runs it. It stays until the process ends: a rank may come
+            back to it while another has yet to leave.
+        store: Its latest end of the store.
+    """
+
+    def __init__(self) -> None:
+        self.server: StoreServer | None = None
+        self.store: RemoteStore | None = None
+        atexit.register(self.end)
+
+    def end(self) -> None:
+        """Leaves as the process ends, and for a moment serves on the ranks that are not done yet."""
+        if self.store is not None:
+            leave(self.store)
+        if self.server is not None:
+            self.server.close_when_idle()
+            self.server.join(_LINGER_S)
+            self.server.close()
+
+
+@cache
+def _job_of(identity: Identity, *told: str | None) -> _Job:
+    """The job of a place, by what this process was told about where the store is."""
+    return _Job()
 
 
 class _Place(NamedTuple):
@@ -155,21 +181,29 @@ def _key(environ: Mapping[str, str], job: str = "") -> bytes:
     return hashlib.sha256(b"flagcx store key\0" + job.encode()).digest()
 
 
-def _host(identity: Identity, environ: Mapping[str, str]) -> tuple[StoreServer, Search]:
-    """Rank 0's part where it runs the store: starts it and lets the other ranks find it."""
-    if _ADDRESS in environ:
-        server = _serve(identity, environ[_ADDRESS], _key(environ, environ[_ADDRESS]))
-    elif identity.local_size == identity.size:
-        server = _serve_by_file(_file(identity, environ), identity)
-    elif identity.launcher == "torchrun":
-        server = _serve_at_master(identity, environ)
-    else:
-        server = _serve(identity, "0.0.0.0:0", secrets.token_bytes(32))
+def _host(identity: Identity, environ: Mapping[str, str], job: _Job) -> Search:
+    """Rank 0's part where it runs the store: starts it, unless it runs, and lets the other ranks find it."""
+    if job.server is None or job.server.ended:
+        job.server = _start(identity, environ)
+    server = job.server
+    if _ADDRESS not in environ and identity.local_size == identity.size:
+        _show_by_file(server, _file(identity, environ))
+    elif _ADDRESS not in environ and identity.launcher != "torchrun":
         port = server.address.rpartition(":")[2]
-        addresses = [f"tcp:{address}:{port}" for address in _own_addresses()[:_ADDRESSES_TOLD]]
+        addresses = [f"tcp:{address}:{port}" for address in own_addresses()[:_ADDRESSES_TOLD]]
         _broadcast(identity, {"addresses": addresses, "key": server.authkey.hex()})
     own = server.address.replace("tcp:0.0.0.0:", "tcp:127.0.0.1:")
-    return server, _fixed(_Place(own, server.authkey))
+    return _fixed(_Place(own, server.authkey))
+
+
+def _start(identity: Identity, environ: Mapping[str, str]) -> StoreServer:
+    if _ADDRESS in environ:
+        return _serve(identity, environ[_ADDRESS], _key(environ, environ[_ADDRESS]))
+    if identity.local_size == identity.size:
+        return _serve(identity, None, None)
+    if identity.launcher == "torchrun":
+        return _serve_at_master(identity, environ)
+    return _serve(identity, "0.0.0.0:0", secrets.token_bytes(32))
 
 
 def _search(identity: Identity, environ: Mapping[str, str]) -> Search:
@@ -183,12 +217,12 @@ def _search(identity: Identity, environ: Mapping[str, str]) -> Search:
         key = _key(environ, identity.job)
         return _fixed(*(_Place(address, key) for address in _master_addresses(environ)))
     message = _broadcast(identity, None)
-    nearest = sorted(message["addresses"], key=_distance(_own_addresses()))
+    nearest = sorted(message["addresses"], key=distance_from(own_addresses()))
     return _fixed(*(_Place(address, bytes.fromhex(message["key"])) for address in nearest))
 
 
-def _serve(identity: Identity, address: str | None, authkey: bytes | None, **options: Any) -> StoreServer:
-    return StoreServer(identity.size, address, authkey, host="rank 0", host_rank=0, **options).start()
+def _serve(identity: Identity, address: str | None, authkey: bytes | None) -> StoreServer:
+    return StoreServer(identity.size, address, authkey, host="rank 0", host_rank=0).start()
 
 
 def leave(store: Store) -> None:
@@ -204,35 +238,27 @@ def leave(store: Store) -> None:
         store.abort(f"it raised {type(error).__name__}: {str(error)[:500]}")
 
 
-def _end(store: weakref.ref[RemoteStore], server: weakref.ref[StoreServer] | None) -> None:
-    """Called when the process ends: leaves, and for a moment serves on the ranks that are not done yet."""
-    found = store()
-    if found is not None:
-        leave(found)
-    running = None if server is None else server()
-    if running is not None:
-        running.close_when_idle()
-        running.join(_LINGER_S)
-        running.close()
-
-
 # One host: a file.
 
 
-def _serve_by_file(path: Path, identity: Identity) -> StoreServer:
+def _show_by_file(server: StoreServer, path: Path) -> None:
+    """Leaves a file for the other ranks, until all of them have come or this process ends."""
+    owner = os.getpid()
+
     def remove() -> None:
-        with contextlib.suppress(OSError):
-            path.unlink()
+        atexit.unregister(remove)
+        if os.getpid() == owner:  # not as a forked child ends
+            with contextlib.suppress(OSError):
+                path.unlink()
 
     _remove_stale_files(path.parent)
-    server = _serve(identity, None, None, on_complete=remove)
+    server.when_complete(remove)
     atexit.register(remove)
     try:
         _write_file(path, {"address": server.address, "key": server.authkey.hex()})
     except BaseException:
         server.close()
         raise
-    return server
 
 
 def _file(identity: Identity, environ: Mapping[str, str]) -> Path:
@@ -356,27 +382,3 @@ def _broadcast(identity: Identity, message: dict | None) -> dict:
     buffer = bytearray(content.ljust(4096))
     world.Bcast([buffer, MPI.BYTE], root=0)
     return json.loads(buffer)
-
-
-def _own_addresses() -> list[str]:
-    """This host's IPv4 addresses, one for each interface, the loopback last."""
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):
-                reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
-                found.append(socket.inet_ntoa(reply[20:24]))
-    return sorted(found, key=lambda address: address.startswith("127."))
-
-
-def _distance(own: list[str]) -> Callable[[str], int]:
-    """A sort key for addresses: the more leading bits one shares with one of ``own``, the nearer it is."""
-
-    def number(address: str) -> int:
-        return int.from_bytes(socket.inet_aton(address), "big")
-
-    def distance(address: str) -> int:
-        host = number(address.split(":")[1])
-        return min(((host ^ number(mine)).bit_length() for mine in own), default=32)
-
-    return distance

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import secrets
 import socket
 import struct
+from collections.abc import Callable
 
 from flagcx.errors import BootstrapError
 
 _CREDENTIALS = struct.Struct("3i")
+_SIOCGIFADDR = 0x8915
 
 
 def parse_address(address: str) -> tuple[socket.AddressFamily, str | tuple[str, int]]:
@@ -92,3 +96,27 @@ def is_own_user(connection: socket.socket) -> bool:
         return True
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return _CREDENTIALS.unpack(raw)[1] == os.getuid()
+
+
+def own_addresses() -> list[str]:
+    """This host's IPv4 addresses, one for each interface, the loopback last."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
+                found.append(socket.inet_ntoa(reply[20:24]))
+    return sorted(found, key=lambda address: address.startswith("127."))
+
+
+def distance_from(own: list[str]) -> Callable[[str], int]:
+    """A sort key for addresses: the more leading bits one shares with one of ``own``, the nearer it is."""
+
+    def number(address: str) -> int:
+        return int.from_bytes(socket.inet_aton(address), "big")
+
+    def distance(address: str) -> int:
+        host = number(address.split(":")[1])
+        return min(((host ^ number(mine)).bit_length() for mine in own), default=32)
+
+    return distance

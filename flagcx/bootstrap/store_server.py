@@ -66,7 +66,6 @@ class StoreServer:
         host: What runs this server, as messages name it when it is gone: "rank 0", "the launcher".
         host_rank: The rank whose process runs this server, or None if no rank's does.
         handshake_s: How long a stranger has to show the key, in seconds.
-        on_complete: Called once, from the server's thread, when all ranks have connected.
 
     Attributes:
         address: Where it listens, as ``RemoteStore`` takes it.
@@ -86,13 +85,12 @@ class StoreServer:
         host: str = "the launcher",
         host_rank: int | None = None,
         handshake_s: float = 5.0,
-        on_complete: Callable[[], None] | None = None,
     ) -> None:
         self.size = size
         self.authkey = secrets.token_bytes(32) if authkey is None else authkey
         self._host = {"host": host, "host_rank": host_rank}
         self._handshake_s = handshake_s
-        self._on_complete = on_complete
+        self._on_complete: Callable[[], None] | None = None
         self._listener = listen(address)
         self.address = format_address(self._listener)
         self._selector = selectors.DefaultSelector()
@@ -140,6 +138,19 @@ class StoreServer:
         self._call(settled.set)
         if self._thread is not None and self._thread.is_alive():
             settled.wait(timeout_s)
+
+    def when_complete(self, call: Callable[[], None]) -> None:
+        """Has a function called once, from the server's thread, when all ranks have come (again)."""
+
+        def tell() -> None:
+            self._on_complete = call
+
+        self._call(tell)
+
+    @property
+    def ended(self) -> bool:
+        """Whether it serves no longer."""
+        return self._ended
 
     def close_when_idle(self) -> None:
         """Has the server end by itself as soon as no rank is connected any more."""
@@ -293,7 +304,7 @@ class StoreServer:
         self._send(peer, wire.proof(self.authkey, "server", peer.nonce, client_nonce, answer) + answer)
         if error:
             self._drop(peer)
-        elif len(self._members.connected) == self.size and self._on_complete is not None:
+        elif self._members.complete and self._on_complete is not None:
             on_complete, self._on_complete = self._on_complete, None
             on_complete()
 

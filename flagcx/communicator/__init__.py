@@ -258,7 +258,7 @@ class Communicator(Caller):
             CommunicationError: Operations on GPUs that were enqueued last may not have been done, or an
                 operation that was started failed, and no call or ``wait`` has said so yet.
         """
-        if self._host.forked:
+        if self.forked:
             return  # what is open belongs to the parent
         with contextlib.ExitStack() as last:  # whatever fails, the rest is closed
             while self._at_close:
@@ -293,6 +293,11 @@ class Communicator(Caller):
         """Whether a peer is to blame that this communicator, or a split of it, cannot be used any more."""
         on_gpus = self._device is not None and self._device.blames
         return self._host.blames or on_gpus or any(child.blames for child in self._children)
+
+    @property
+    def forked(self) -> bool:
+        """Whether this is a copy in a child that was forked, where no call can be made."""
+        return self._host.forked
 
     def __enter__(self) -> Communicator:
         return self

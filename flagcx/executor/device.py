@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import Any
+from typing import Any, NoReturn
 
 from flagcx.algorithms.candidate import Candidate
 from flagcx.algorithms.catalogue import Algorithm
 from flagcx.errors import ArrayError, CommunicatorError
-from flagcx.executor.host import TWO_THREADS, Executor
+from flagcx.executor.host import FORKED, TWO_THREADS, Executor
 from flagcx.executor.work import Work
+from flagcx.forks import keep_in_child
 from flagcx.profiler import RecordBuffer, RecordedPlan
 from flagcx.selection.device_rules import DeviceRules
 from flagcx.selection.selector import Selector
@@ -107,6 +108,17 @@ class DeviceExecutor(Executor):
         finally:
             self._exit()
         return DeviceWork(self.transport, event, value, what)
+
+    def abandon(self) -> None:
+        """Refuses every call in a forked child, where nothing of the GPU can be used, and nothing freed."""
+        keep_in_child(self.transport, self._cache.plans.copy())
+        super().abandon()
+        self._enter, self._exit = self.turn.acquire, self.turn.release
+        self.transport.follow = self.transport.wait = _refuse_in_child  # type: ignore[assignment, method-assign]
+
+
+def _refuse_in_child(*_: object) -> NoReturn:
+    raise CommunicatorError(FORKED)
 
 
 class DeviceWork(Work):

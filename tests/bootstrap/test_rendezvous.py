@@ -19,6 +19,7 @@ import pytest
 from flagcx.bootstrap import rendezvous
 from flagcx.bootstrap.environment import identify
 from flagcx.bootstrap.rendezvous import connect, private_directory
+from flagcx.bootstrap.sockets import distance_from, own_addresses
 from flagcx.bootstrap.store import LocalStore, StoreServer
 from flagcx.config import Config
 from flagcx.errors import BootstrapError, MissingDependencyError
@@ -118,6 +119,35 @@ signal.pause()
             assert [line(one), line(one), line(zero)] == ["connected", "met", "met"]
             assert files(directory) == []
     assert not is_listened_on(address)
+
+
+AGAIN = """
+import threading
+kept = []
+for turn in range(12):
+    store = start()
+    found = store.exchange("turn", b"%d" % turn, 20)
+    if set(found) != {b"%d" % turn}:
+        tell("met", found)
+    if store.rank == turn % 3:
+        time.sleep(0.02)  # leaves late, and the others are back before it
+    kept.append((len(os.listdir("/proc/self/fd")), threading.active_count()))
+    store.close()
+store = start()
+tell(max(kept[:3]) == max(kept[-3:]), kept)  # others may have left already
+store.exchange("end", b"", 20)
+store.close()
+"""
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_ranks_that_meet_again_and_again_keep_nothing_of_the_times_before(directory, job, fixed):
+    changes = {"FLAGCX_STORE_ADDRESS": f"127.0.0.1:{free_port()}"} if fixed else {}
+    environs = [mpirun_environment(rank, 3, job, directory, **changes) for rank in range(3)]
+    with spawned(AGAIN, *environs) as ranks:
+        told = [rest(rank) for rank in ranks]
+    assert all(text.startswith("True") for text in told), told
+    assert files(directory) == []
 
 
 def test_the_file_of_a_dead_job_of_the_same_name_is_not_taken_for_ours(directory, job):
@@ -356,12 +386,12 @@ def test_mpirun_over_several_hosts_without_mpi4py_says_what_to_install(directory
 
 def test_nearer_addresses_are_tried_first():
     told = ["tcp:172.17.0.1:5", "tcp:127.0.0.1:5", "tcp:10.1.2.9:5"]
-    nearest = sorted(told, key=rendezvous._distance(["10.1.2.3", "192.168.1.1"]))
+    nearest = sorted(told, key=distance_from(["10.1.2.3", "192.168.1.1"]))
     assert nearest[0] == "tcp:10.1.2.9:5"
 
 
 def test_own_addresses_end_with_the_loopback():
-    addresses = rendezvous._own_addresses()
+    addresses = own_addresses()
     assert addresses[-1].startswith("127.")
 
 

@@ -253,6 +253,7 @@ class Caller:
             self._host.check()
             try:
                 self._device = open_device_executor(self._context, self._ring)
+                self._device.partner, self._host.partner = self._host, self._device
             except CommunicationError as error:
                 self._host.broke(error)
                 raise

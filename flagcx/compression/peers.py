@@ -57,9 +57,8 @@ class Peers:
         Raises:
             ArrayError: A caller's array has an address that kernels cannot take.
         """
-        if not self.on_device:
-            self._what = what
-        else:
+        self._what = what
+        if self.on_device:
             check_alignment(arrays[0].dtype.alignment, *(array.data.ptr for array in arrays))
             self._executor.transport.transfer([], [])
 

@@ -57,6 +57,7 @@ class Executor:
             call must not go straight through: closed, broken, in a group, or after started work.
         quietly: Runs a plan; see ``FloatErrors.run``, likewise ``noted``.
         over: Why no further call can be made; empty where one can.
+        partner: The executor of the same communicator for the other kind of array, which ends with this one.
         forked: Whether this is a copy in a forked child of the process that made it.
     """
 
@@ -85,6 +86,7 @@ class Executor:
         self._last: Future | None = None
         self._hurried = False
         self._untold: BaseException | None = None  # an error of started work, until some caller has got it
+        self.partner: Executor | None = None
         self.forked = False
         refuse_in_children(self)
 
@@ -349,6 +351,8 @@ class Executor:
         culprit = error.peer if isinstance(error, CommunicationError) else None
         self.end(f"this communicator cannot be used after {type(error).__name__}: {error}; make a new one")
         self.transport.abort(str(error) or type(error).__name__, culprit)
+        if self.partner is not None:
+            self.partner.broke(error)
 
     def end(self, why: str) -> None:
         """Refuses every further call, with ``why`` as the reason."""

@@ -36,6 +36,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any, ClassVar, Protocol
 
 from flagcx.bootstrap.store import Store
@@ -48,6 +49,11 @@ from flagcx.transport.waits import Waits
 
 HOST, DEVICE = "host", "device"
 """The kinds of array that a transport may carry: NumPy arrays, or arrays on GPUs."""
+
+
+def signature_of(text: str) -> int:
+    """A number of 64 bits that stands for a text, in every process."""
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +101,10 @@ class Call:
         protocol = f", {self.protocol}" if self.protocol else ""
         part_of = f", in {self.part_of}" if self.part_of else ""
         return f"{words} ({schedule.algorithm}, {schedule.chunks} chunks{protocol}){part_of}"
+
+    def signature(self) -> int:
+        """A number of 64 bits, not 0, that stands for ``describe()``."""
+        return signature_of(self.describe()) or 1
 
     def program(self) -> Program:
         """This rank's program."""

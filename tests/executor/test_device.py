@@ -214,3 +214,15 @@ def test_two_threads_at_once_are_refused(executor):
     plan = executor.find("allreduce", 10, dtype_of("float32"), OPS["sum"])
     with executor.turn, pytest.raises(CommunicatorError, match="two threads use one communicator"):
         executor.run(plan, "x", "x")
+
+
+def test_an_error_ends_the_calls_with_both_kinds_of_array(executor):
+    other = DeviceExecutor(FakeTransport())
+    executor.partner, other.partner = other, executor
+    other.transport.error = ValueError("no such kernel")
+    plan = other.find("allreduce", 10, dtype_of("float32"), OPS["sum"])
+    with pytest.raises(ValueError, match="no such kernel"):
+        other.run(plan, "x", "x")
+    assert executor.transport.aborted == other.transport.aborted == ["no such kernel"]
+    with pytest.raises(CommunicatorError, match="no such kernel"):
+        executor.find("allreduce", 10, dtype_of("float32"), OPS["sum"])

@@ -231,10 +231,25 @@ def test_the_last_calls_of_all_ranks_have_numbers_and_words(order):
 
     assert order.last_calls() == []
     for number in range(70):
-        order.leave(order.enter(call(number)))
-        order.leave(order.enter("send of 3 bytes", shared=False))
+        order.leave(order.enter(call(number), number + 1))
+        order.leave(order.enter("send of 3 bytes"))
     assert (order.calls, order.issued) == (70, 140)
     assert order.last_calls() == [(number, f"call {number}") for number in range(6, 70)]
+
+
+def test_a_mark_stands_for_all_calls_and_their_order(order):
+    def after(*signatures: int) -> tuple[int, int]:
+        order.mark = 0, 0
+        for signature in signatures:
+            order.leave(order.enter("a call", signature))
+        return order.mark
+
+    assert after(5, 6, 7) == after(5, 6, 7) != after(6, 5, 7)
+    assert after(5, 6)[1] != after(5, 6, 6)[1] and after() == (0, 0)
+    order.marks.clear()
+    last = after(*range(1, 2500))
+    assert [number for number, _ in order.marks] == [1024, 2048]
+    assert after(*range(2, 2501)) != last and order.marks[0] != order.marks[2]
 
 
 def test_a_capture_is_remembered(fake, order):
@@ -243,3 +258,26 @@ def test_a_capture_is_remembered(fake, order):
     fake.streams[200].capturing, fake.stream = True, fake.streams[200]
     operation(order)
     assert order.captured
+
+
+def test_a_look_while_a_call_is_enqueued_does_not_take_it_for_done(order):
+    operation(order)
+    order._marker[0].done = True
+    stream = order.enter("allreduce")
+    assert order.pending_since() is None, "the first is done, the second not yet enqueued"
+    if order._marker is not None:
+        order._marker[0].done = True  # an event that came before it on the stream
+    order.leave(stream)
+    order.pending_since()
+    assert order.pending_since() is not None
+
+
+def test_a_thread_inside_nccl_is_pending(order):
+    begin = time.monotonic()
+    order.enter("scatter")
+    order.inside = True
+    since = order.pending_since()
+    assert since is not None and since >= begin
+    assert order.pending_since() == since
+    order.inside = False
+    assert order.pending_since() is None

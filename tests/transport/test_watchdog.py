@@ -28,11 +28,17 @@ class Fake:
     def __init__(self, what: str, issued: int) -> None:
         self.what, self.issued = what, issued
         self.calls, self.captured, self.texts = issued, False, [what]
+        self.marks: list[tuple[int, int]] = []
+        self.trail = 7
         self.since: float | None = None
         self.inside = False
         self.error: FlagcxError | None = None
         self.given_up: CommunicationError | None = None
         self.failed, self.aborted = threading.Event(), threading.Event()
+
+    @property
+    def mark(self) -> tuple[int, int]:
+        return self.calls, self.trail
 
     def last_calls(self) -> list[tuple[int, str]]:
         return list(enumerate(self.texts, self.calls - len(self.texts)))
@@ -213,5 +219,54 @@ def test_a_close_waits_for_no_rank_and_finds_nothing_in_equal_calls(stores):
     assert time.monotonic() - begin < 1.5
     dogs[1].check_end()
     assert time.monotonic() - begin < 2.5
+    for dog in dogs:
+        dog.close()
+
+
+def marked(*marks: tuple[int, int]) -> Fake:
+    fake = calling("allreduce of 3 int8")
+    fake.calls, fake.trail, fake.marks = marks[-1][0] + 5, marks[-1][1], list(marks)
+    return fake
+
+
+def test_calls_that_differed_long_ago_are_told_while_all_ranks_go_on(stores):
+    fakes = marked((1024, 5), (2048, 6)), marked((1024, 5), (2048, 7), (3072, 8))
+    dogs = watch(stores, *fakes, timeout_s=60.0)
+    for fake in fakes:
+        assert fake.failed.wait(5)
+        assert isinstance(fake.error, MismatchError)
+        assert "between their calls 1,024 and 2,048" in str(fake.error)
+    for dog in dogs:
+        dog.close()
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_marks_that_agree_or_cannot_be_compared_are_no_mismatch(stores, captured):
+    fakes = marked((1024, 5), (2048, 6)), marked((1024, 5), (2048, 7 if captured else 6), (3072, 8))
+    fakes[1].captured = captured
+    dogs = watch(stores, *fakes, timeout_s=60.0)
+    assert not fakes[0].failed.wait(1.5)
+    for dog in dogs:
+        dog.close()
+    assert all(fake.error is None for fake in fakes)
+
+
+def test_a_close_finds_calls_that_differed_long_ago(stores):
+    fakes = calling("a", "b"), calling("a", "b")
+    fakes[1].trail += 1
+    dogs = watch(stores, *fakes, timeout_s=60.0)
+    told: list[str] = []
+
+    def end(rank: int) -> None:
+        with pytest.raises(MismatchError) as error:
+            dogs[rank].check_end()
+        told.append(str(error.value))
+
+    threads = [threading.Thread(target=end, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(5)
+    assert len(told) == 2 and all("between their calls 0 and 2" in text for text in told)
     for dog in dogs:
         dog.close()

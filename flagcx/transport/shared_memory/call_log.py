@@ -8,9 +8,9 @@ operation, root, algorithm and the operation that the call is a step of; its tex
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from hashlib import blake2b
 
 from flagcx.errors import MismatchError
+from flagcx.transport.base import signature_of
 from flagcx.transport.shared_memory.words import (
     CALL_LOG_DEPTH,
     CALL_LOG_MASK,
@@ -51,7 +51,7 @@ class CallLog:
 
     def kind(self, text: str) -> int:
         """Leaves ``text`` for peers to read, and returns the signature that stands for it."""
-        signature = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") & _SIGNATURE
+        signature = signature_of(text) & _SIGNATURE
         record = signature.to_bytes(_SIGNATURE_NBYTES, "little") + text.encode()[:_MOST_TEXT_NBYTES]
         self._write(self._text_at(self._texts % TEXTS), record, TEXT_NBYTES)
         self._texts += 1

@@ -50,6 +50,8 @@ class Config:
             are if empty. See ``flagcx.transport.registry``.
         throttle: A slow link to imitate between ranks of one host, for trials: GB/s, and optionally a comma
             and the latency in us, such as "0.0125,50"; no limit if empty.
+        kill_after_s: How long ranks that ``flagcx run`` or ``fc.launch`` tells to end (SIGTERM, Ctrl-C) have
+            before they are killed, in seconds: time for a checkpoint.
         explain_wait_s: How long a rank waits for a peer, in seconds, before it looks into why and says so.
         debug: "check" compares every call between ranks before it runs; "" does not.
     """
@@ -68,6 +70,7 @@ class Config:
     deterministic: bool = False
     transport: str = ""
     throttle: str = ""
+    kill_after_s: float = 10.0
     explain_wait_s: float = 5.0
     debug: str = ""
 
@@ -75,6 +78,8 @@ class Config:
         for name in ("timeout_s", "init_timeout_s", "explain_wait_s"):
             if not getattr(self, name) > 0:
                 raise ArgumentError(f"{name} must be above 0 seconds, got {getattr(self, name)!r}")
+        if not self.kill_after_s >= 0:
+            raise ArgumentError(f"kill_after_s must be from 0 seconds up, got {self.kill_after_s!r}")
         if self.slot_nbytes < 4096 or self.slot_nbytes % 4096:
             raise ArgumentError(f"slot_nbytes must be a multiple of 4096 bytes, got {self.slot_nbytes!r}")
         if self.debug not in ("", "check"):

@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import warnings
+import weakref
 from dataclasses import fields, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -186,4 +187,6 @@ def _join(config: Config) -> Communicator:
         raise
     if thread is None:
         comm.at_close(lambda: leave(store))
+        opened = weakref.ref(comm)
+        store.blames = lambda: (found := opened()) is not None and found.blames
     return comm

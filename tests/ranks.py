@@ -21,8 +21,8 @@ import cloudpickle
 
 import flagcx as fc
 from flagcx import world
+from flagcx._launch.job import job_environment
 from flagcx._launch.no_aslr import without_aslr
-from flagcx._launch.ranks import job_environment
 from flagcx.bootstrap.store import StoreServer
 from flagcx.errors import AbortedError, CommunicationError, PeerDiedError, PeerTimeoutError
 

@@ -1,10 +1,12 @@
-"""The exception of a rank, as its launcher reports it."""
+"""How a rank failed, as its launcher reports it: the exception that it raised, the end of its process."""
 
 from __future__ import annotations
 
 import re
+import signal
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flagcx.errors import LaunchError
@@ -12,6 +14,30 @@ from flagcx.errors import LaunchError
 _CONSEQUENCE = re.compile(
     r"^flagcx\.errors\.(PeerDied|PeerTimeout|Aborted|Communication)Error\b", re.MULTILINE
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """How a rank's process ended.
+
+    Attributes:
+        rank: The rank.
+        code: Its exit code; negative: the signal that ended it.
+        after_signal: Whether the launcher had told it to end.
+    """
+
+    rank: int
+    code: int
+    after_signal: bool
+
+    def describe(self) -> str:
+        """The exit in words: "exit code 3" or "killed by SIGKILL"."""
+        if self.code >= 0:
+            return f"exit code {self.code}"
+        try:
+            return f"killed by {signal.Signals(-self.code).name}"
+        except ValueError:
+            return f"killed by signal {-self.code}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +77,12 @@ class Failure:
         """The error of ``fc.launch`` that blames this rank."""
         text = f"rank {rank} raised {self.kind}: {self.message}\n\n{self.traceback}"
         return LaunchError(text, rank=rank, exit_code=1, traceback=self.traceback)
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Ranks as the subject of a sentence: "rank 1 was" or "ranks 0, 1 were"."""
+    names = ", ".join(map(str, ranks))
+    return f"rank {names} was" if len(ranks) == 1 else f"ranks {names} were"
 
 
 def is_consequence(traceback: str) -> bool:

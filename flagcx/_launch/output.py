@@ -8,15 +8,20 @@ another rank is put above the bar.
 
 from __future__ import annotations
 
+import logging
+import re
 import subprocess
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+logger = logging.getLogger("flagcx")
+
 _TAIL_LINES = 400
 _SHOW_AGAIN_S = 1.0
 _LONGEST_LINE_NBYTES = 1 << 16
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _ERASE_LINE = b"\r\x1b[K"
 _TRACEBACK = "Traceback (most recent call last):"
 _CHAIN = ("direct cause of the following exception", "another exception occurred")
@@ -98,6 +103,10 @@ class RankOutput:
         """A rank's stdin, stdout and stderr, as ``subprocess.Popen`` takes them."""
         return {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
 
+    def say(self, text: str) -> None:
+        """Writes a message of the launcher's own."""
+        logger.warning("%s", text)
+
     def receive(self, rank: int, stream: int, data: bytes) -> None:
         """Takes the next bytes of a rank's stream."""
         self._lines[rank, stream].feed(data)
@@ -137,8 +146,12 @@ class Tail:
 
     def __init__(self) -> None:
         self._lines: deque[str] = deque(maxlen=_TAIL_LINES)
-        splitter = Lines(b"", lambda line: self._lines.append(line.decode(errors="replace").rstrip("\n")))
+        splitter = Lines(b"", self._keep)
         self.feed, self.finish = splitter.feed, splitter.finish
+
+    def _keep(self, line: bytes) -> None:
+        # Python colours its tracebacks on a terminal.
+        self._lines.append(_COLOUR.sub("", line.decode(errors="replace").rstrip("\n")))
 
     def traceback(self) -> str:
         """The last traceback, with those of the exceptions that led to it; "" if there is none."""

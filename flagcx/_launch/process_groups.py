@@ -1,6 +1,7 @@
 """Process groups: each rank leads one, to which the processes that it starts belong too.
 
-``end_with_launcher`` ends a group when the launcher dies, ``sweep`` ends what ended ranks left running.
+``end_with_launcher`` ends a group when the launcher dies, ``sweep`` ends what ended ranks left running,
+``reporting_children`` has the kernel keep how a rank ended until the launcher asks.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import fcntl
 import os
 import select
 import signal
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 _SETTLE_S = 0.3
@@ -44,6 +46,31 @@ def sweep(groups: Sequence[int]) -> None:
         while remaining and time.monotonic() < deadline:
             time.sleep(_LOOK_AGAIN_S)
             remaining = [group for group in remaining if has_members(group)]
+
+
+@contextlib.contextmanager
+def reporting_children() -> Iterator[None]:
+    """In its block exit codes are kept, also where the program that started this one ignores SIGCHLD.
+
+    Without it a rank that failed would seem to have ended well, and so would what the ranks start.
+    """
+    ignored = signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
+    if not ignored or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a child process is stopped by a signal, such as SIGSTOP."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        return False
 
 
 def has_members(group: int) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import selectors
 import signal
 import subprocess
@@ -14,17 +13,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flagcx._launch.failure import is_consequence
+from flagcx._launch.failure import Exit, is_consequence, name_ranks
+from flagcx._launch.job import job_environment
 from flagcx._launch.no_aslr import without_aslr
 from flagcx._launch.output import RankOutput, Tail
-from flagcx._launch.process_groups import end_with_launcher, sweep
+from flagcx._launch.process_groups import end_with_launcher, is_stopped, reporting_children, sweep
 from flagcx.bootstrap.store_server import StoreServer
+from flagcx.config import Config
 from flagcx.errors import LaunchError
 
 _GRACE_S = 3.0
-_KILL_AFTER_S = 2.0
 _POLL_S = 0.02
-_THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+_LOOK_FOR_STOPPED_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,36 +44,13 @@ class Command:
     guards_itself: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Exit:
-    """How a rank's process ended.
-
-    Attributes:
-        rank: The rank.
-        code: Its exit code; negative: the signal that ended it.
-        after_signal: Whether the launcher had told it to end.
-    """
-
-    rank: int
-    code: int
-    after_signal: bool
-
-    def describe(self) -> str:
-        """The exit in words: "exit code 3" or "killed by SIGKILL"."""
-        if self.code >= 0:
-            return f"exit code {self.code}"
-        try:
-            return f"killed by {signal.Signals(-self.code).name}"
-        except ValueError:
-            return f"killed by signal {-self.code}"
-
-
 class Ranks:
     """The processes of all ranks of a job. A context manager: on leaving it, every process has ended.
 
     Args:
         commands: How to start each rank.
-        environ: The environment of all.
+        environ: The environment of all. Its ``FLAGCX_KILL_AFTER_S`` says how long ranks that are told to
+            end have until they are killed.
         output: Where their output goes.
         grace_s: How long the other ranks may go on after one has failed, in seconds: enough for them to
             notice and to report it.
@@ -102,6 +79,10 @@ class Ranks:
         self._guards: list[int] = []
         self._pidfds: list[int | None] = []
         self._open: dict[int, tuple[int, int]] = {}
+        self._kill_after_s = Config.from_environment(environ).kill_after_s
+        self._settings = contextlib.ExitStack()
+        self._stopped_since: float | None = None
+        self._woken: set[int] = set()
         self.exits: dict[int, Exit] = {}
         self._signalled: set[int] = set()
         self._planned: list[tuple[float, int]] = []
@@ -112,6 +93,7 @@ class Ranks:
         Raises:
             LaunchError: The system cannot start another process.
         """
+        self._settings.enter_context(reporting_children())
         environ = dict(self._environ) | job_environment(self._environ, self.size)
         if self.size > 1:
             self._server = StoreServer(self.size)
@@ -138,6 +120,8 @@ class Ranks:
                 deadline, late = None, self.running()
                 self._plan(signal.SIGTERM, 0.0)
         self._drain()
+        if self._server is not None:
+            self._server.settle()
         return late
 
     def end(self, number: int = signal.SIGTERM) -> None:
@@ -149,11 +133,16 @@ class Ranks:
         """The ranks whose processes have not ended."""
         return tuple(rank for rank in range(len(self._processes)) if rank not in self.exits)
 
-    def signal_rank(self, rank: int, number: int) -> None:
-        """Sends a signal to a rank that still runs, and to the processes that it started."""
+    def signal_rank(self, rank: int, number: int, children: bool = True) -> None:
+        """Sends a signal to a rank that still runs, and to the processes that it started if ``children``."""
         if rank in self.running():
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._processes[rank].pid, number)
+                (os.killpg if children else os.kill)(self._processes[rank].pid, number)
+
+    def signal_all(self, number: int, children: bool = True) -> None:
+        """Sends a signal to all ranks that still run; see ``signal_rank``."""
+        for rank in self.running():
+            self.signal_rank(rank, number, children)
 
     def read_from(self, rank: int, stream: int, descriptor: int) -> None:
         """Takes a descriptor's bytes as a rank's output until it ends, then closes it."""
@@ -163,8 +152,7 @@ class Ranks:
 
     def close(self) -> None:
         """Kills the ranks that still run, and closes everything."""
-        for rank in self.running():
-            self.signal_rank(rank, signal.SIGKILL)
+        self.signal_all(signal.SIGKILL)
         for process in self._processes:
             process.wait()
         sweep([process.pid for process in self._processes])
@@ -178,6 +166,7 @@ class Ranks:
         self._guards.clear()
         self._pidfds.clear()
         self.selector.close()
+        self._settings.close()
 
     def __enter__(self) -> Ranks:
         return self
@@ -257,15 +246,43 @@ class Ranks:
                 self._reap(rank)
         while self._planned and self._planned[0][0] <= time.monotonic():
             _, number = self._planned.pop(0)
-            for rank in self.running():
-                self._signalled.add(rank)
-                self.signal_rank(rank, number)
+            self._signalled.update(self.running())
+            self.signal_all(number)
+            self.signal_all(signal.SIGCONT)  # A stopped process would not heed it.
+        if self._may_be_stopped():
+            self._wake_stopped(time.monotonic())
 
     def _patience(self, deadline: float | None) -> float | None:
         moments = [moment for moment, _ in self._planned[:1]] + ([] if deadline is None else [deadline])
         if None in self._pidfds:
             moments.append(time.monotonic() + _POLL_S)
+        if self._may_be_stopped():
+            moments.append(time.monotonic() + _LOOK_FOR_STOPPED_S)
         return max(0.0, min(moments) - time.monotonic()) if moments else None
+
+    def _may_be_stopped(self) -> bool:
+        """Whether a rank that stands still would be noticed by no other rank."""
+        return bool(self.exits) and not self._planned and len(self.exits) < len(self._processes)
+
+    def _wake_stopped(self, now: float) -> None:
+        """Wakes ranks that are stopped (SIGSTOP) when all others have ended; ends those that stop again."""
+        running = self.running()
+        if not all(is_stopped(self._processes[rank].pid) for rank in running):
+            self._stopped_since = None
+            return
+        if self._stopped_since is None:
+            self._stopped_since = now
+        if now - self._stopped_since >= self._kill_after_s:
+            again = self._woken.intersection(running)
+            self._woken.update(running)
+            self._output.say(
+                f"{name_ranks(running)} stopped by a signal, and all other ranks have ended; "
+                f"{'ended' if again else 'continued'}"
+            )
+            self._stopped_since = None
+            if again:
+                self._plan(signal.SIGTERM, 0.0)
+            self.signal_all(signal.SIGCONT)
 
     def _reap(self, rank: int) -> None:
         code = self._processes[rank].poll()
@@ -283,7 +300,7 @@ class Ranks:
     def _plan(self, number: int, after_s: float) -> None:
         """Plans a signal to all ranks, then SIGKILL to those that ignore it."""
         moment = time.monotonic() + after_s
-        self._planned = [(moment, number), (moment + _KILL_AFTER_S, signal.SIGKILL)]
+        self._planned = [(moment, number), (moment + self._kill_after_s, signal.SIGKILL)]
 
     def first_failure(self) -> Exit | None:
         """The exit to blame, if any: the first whose rank failed by itself and blames no other rank."""
@@ -291,23 +308,13 @@ class Ranks:
         own = [ended for ended in failed if not ended.after_signal]
         # A rank that was told to end may have failed before, and still have been writing its traceback.
         told = [ended for ended in failed if ended.after_signal and self.tails[ended.rank].traceback()]
-        causes = [ended for ended in own + told if not is_consequence(self.tails[ended.rank].traceback())]
+        blaming = set() if self._server is None else self._server.blaming
+        causes = [
+            ended
+            for ended in own + told
+            if ended.rank not in blaming and not is_consequence(self.tails[ended.rank].traceback())
+        ]
         return next(iter(causes + own + failed), None)
-
-
-def job_environment(environ: Mapping[str, str], size: int) -> dict[str, str]:
-    """The variables for all ranks of a new job of ``size`` ranks; those set in ``environ`` win."""
-    values = {
-        "FLAGCX_SIZE": str(size),
-        "FLAGCX_LOCAL_SIZE": str(size),
-        "FLAGCX_JOB": f"flagcx-{secrets.token_hex(8)}",
-        "PYTHONUNBUFFERED": environ.get("PYTHONUNBUFFERED", "1"),
-    }
-    if size > 1 and not any(name in environ for name in _THREAD_VARIABLES):
-        # Every rank's BLAS would otherwise take all cores for itself.
-        threads = str(max(1, len(os.sched_getaffinity(0)) // size))
-        values |= dict.fromkeys(_THREAD_VARIABLES, threads)
-    return values
 
 
 def _open_pidfd(pid: int) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import logging
 import os
 import pickle
 import signal
@@ -12,11 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flagcx._launch.failure import Failure
+from flagcx._launch.failure import Failure, name_ranks
 from flagcx._launch.output import RankOutput
 from flagcx._launch.rank_main import PickledCall, Success, read_file, write_file
 from flagcx._launch.ranks import Command, Ranks
 from flagcx.errors import ArgumentError, LaunchError
+
+logger = logging.getLogger("flagcx")
 
 
 def call_on_ranks(
@@ -49,8 +52,7 @@ def call_on_ranks(
         outcomes = [_read_outcome(result_file) for result_file in result_files]
     if late:
         raise LaunchError(
-            f"rank {', '.join(map(str, late))} did not end within {timeout_s:g} s and was killed; "
-            f"allow more by timeout_s",
+            f"{name_ranks(late)} ended: not done within {timeout_s:g} s; allow more by timeout_s",
             rank=late[0],
             traceback=ranks.tails[late[0]].last_words(),
         )
@@ -81,12 +83,19 @@ def _check(ranks: Ranks, outcomes: Sequence[Success | Failure | None]) -> None:
 def _writer(stream: int) -> Callable[[bytes], None]:
     """Writes lines to this program's own sys.stdout or sys.stderr, as a notebook shows them."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    lost = False
 
     def write(line: bytes) -> None:
+        nonlocal lost
         target = sys.stdout if stream == 1 else sys.stderr
         if target is not None:
-            target.write(decoder.decode(line))
-            target.flush()
+            try:
+                target.write(decoder.decode(line))
+                target.flush()
+            except (OSError, ValueError) as error:  # A full disk, a reader that has ended, a closed stream.
+                if not lost:
+                    logger.warning("the ranks go on, but output of theirs is lost: %s", error)
+                lost = True
 
     return write
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from flagcx._launch.failure import Failure
+from flagcx._launch.failure import Failure, name_ranks
 from flagcx.bootstrap.remote_store import RemoteStore
 from flagcx.bootstrap.store_server import StoreServer
 from flagcx.bootstrap.thread_rank import ThreadRank, thread_rank
@@ -40,10 +40,9 @@ def call_in_threads(
             for thread in threads:
                 thread.stop()
     if late:
-        names = ", ".join(str(thread.rank.rank) for thread in late)
         raise LaunchError(
-            f"rank {names} did not end within {timeout_s:g} s; its thread ends with its next call of flagcx; "
-            f"allow more by timeout_s",
+            f"{name_ranks([thread.rank.rank for thread in late])} given up: not done within {timeout_s:g} s; "
+            f"each ends with its next call of flagcx; allow more by timeout_s",
             rank=late[0].rank.rank,
         )
     raised = [(thread.failure, thread) for thread in threads if thread.failure is not None]

@@ -78,12 +78,12 @@ class RemoteStore(Store):
             raise self._broken
 
     def close(self) -> None:
-        self._close_with({"kind": "leave"})
+        self._close_with({"kind": "leave", "blames": self.blames()})
 
     def abort(self, reason: str) -> None:
         self._close_with({"kind": "abort", "detail": reason})
 
-    def _close_with(self, message: dict[str, str]) -> None:
+    def _close_with(self, message: dict[str, Any]) -> None:
         with self._lock:
             if self._connection.closed:
                 return

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NoReturn
 
@@ -39,10 +39,12 @@ class Store:
     Attributes:
         rank: This rank.
         size: How many ranks share the store.
+        blames: Whether a peer's failure is why this rank will leave, so that its launcher blames the peer.
     """
 
     rank: int
     size: int
+    blames: Callable[[], bool] = staticmethod(lambda: False)
 
     def set(self, key: str, value: bytes) -> None:
         """Sets a key, and wakes the ranks that wait for it.

@@ -70,6 +70,7 @@ class StoreServer:
     Attributes:
         address: Where it listens, as ``RemoteStore`` takes it.
         authkey: The key.
+        blaming: The ranks that left because a peer had failed.
 
     Raises:
         BootstrapError: The address cannot be listened on.
@@ -98,6 +99,7 @@ class StoreServer:
         self._calls: deque[Callable[[], object]] = deque()
         self._peers: dict[_Peer, None] = {}
         self._members = Membership(size)
+        self.blaming: set[int] = set()
         self._ended = False
         self._ends_when_idle = False
         self._owner = os.getpid()
@@ -130,6 +132,13 @@ class StoreServer:
                 self._deliver(self._members.finish(rank))
 
         self._call(tell)
+
+    def settle(self, timeout_s: float = 5.0) -> None:
+        """Waits until what ranks have sent so far is dealt with, at most ``timeout_s`` seconds."""
+        settled = threading.Event()
+        self._call(settled.set)
+        if self._thread is not None and self._thread.is_alive():
+            settled.wait(timeout_s)
 
     def close_when_idle(self) -> None:
         """Has the server end by itself as soon as no rank is connected any more."""
@@ -278,6 +287,7 @@ class StoreServer:
             peer.rank, peer.joined = header["rank"], True
             peer.reader.limit = wire.MAX_MESSAGE_NBYTES
             self._members.join(peer.rank, header["pid"])
+            self.blaming.discard(peer.rank)
         answer = wire.pack({"error": error} if error else {"ok": True, **self._host})
         self._send(peer, wire.proof(self.authkey, "server", peer.nonce, client_nonce, answer) + answer)
         if error:
@@ -292,6 +302,8 @@ class StoreServer:
             raise wire.MalformedError("a request after it had left")
         if header.get("kind") == "leave":
             peer.joined = False
+            if header.get("blames") is True:
+                self.blaming.add(peer.rank)
             self._deliver(self._members.leave(peer.rank))
         elif header.get("kind") == "abort":
             self._drop(peer, str(header.get("detail")))

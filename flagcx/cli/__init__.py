@@ -25,7 +25,7 @@ def main() -> None:
         application(sys.argv[1] if len(sys.argv) > 1 else "")()
     except FlagcxError as error:
         print(f"flagcx: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
+        raise SystemExit(2) from None
 
 
 def application(asked: str = "") -> typer.Typer:

@@ -288,6 +288,12 @@ class Communicator(Caller):
         """Whether no further call can be made: closed, or broken by an error."""
         return bool(self._host.over)
 
+    @property
+    def blames(self) -> bool:
+        """Whether a peer is to blame that this communicator, or a split of it, cannot be used any more."""
+        on_gpus = self._device is not None and self._device.blames
+        return self._host.blames or on_gpus or any(child.blames for child in self._children)
+
     def __enter__(self) -> Communicator:
         return self
 

@@ -5,31 +5,25 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from flagcx.compression.auto import AutoReduce, Decision, LinkProfile
+from flagcx.compression.auto import AutoReduce, Decision, LinkProfile, named
 from flagcx.compression.catalogue import Auto, codec_of
-from flagcx.compression.codec import FixedRate
 from flagcx.compression.feedback import Feedback
 from flagcx.compression.link import measure_link, measure_speed
 from flagcx.compression.peers import CodecReduce, Peers
-from flagcx.compression.powersgd import PowerReduce, PowerSGD
+from flagcx.compression.reduces import reduce_of
 from flagcx.compression.slot import Slot
-from flagcx.compression.sparse_reduce import RandomKReduce, SparseReduce, TopKReduce
-from flagcx.compression.topk import RandomK, Sparse, TopK
-from flagcx.compression.two_step import TwoStep
+from flagcx.compression.topk import Sparse
 from flagcx.dtypes import DType, Op, ReduceOp, dtype_of, resolve_op
 from flagcx.errors import ArrayError, OperationError
 from flagcx.executor.host import Executor
 from flagcx.profiler import OperationInfo, RecordedPlan
+from flagcx.profiler.records import Uncounted
 
 _MOST_PLANS = 256
-_REDUCES: MappingProxyType[type, Any] = MappingProxyType(
-    {TopK: TopKReduce, RandomK: RandomKReduce, Sparse: SparseReduce, PowerSGD: PowerReduce}
-)
 
 
 class Compressor:
@@ -86,13 +80,12 @@ class Compressor:
 
     def _reduce(self, codec: Any, slot: Slot, count: int, factor: float) -> CodecReduce:
         if not isinstance(codec, Auto):
-            kind = TwoStep if isinstance(codec, FixedRate) else _REDUCES[type(codec)]
-            return kind(self.peers, codec, count, factor, slot)
-        allowed = [codec_of(one) for one in codec.allowed]
+            return reduce_of(self.peers, codec, count, factor, slot)
+        by_name = {one.name: one for one in map(codec_of, codec.allowed)}
         make = partial(self._reduce, slot=slot, count=count, factor=factor)
-        by_name, speed = {c.name: c for c in allowed}, partial(measure_speed, device=self.peers.on_device)
+        alike = self.peers.on_device, self.peers.size, slot.keeps, count
         common = self.peers, codec, count, factor, slot
-        return AutoReduce(*common, by_name, self._measured_link, speed, make)
+        return AutoReduce(*common, by_name, self._measured_link, lambda one: measure_speed(one, *alike), make)
 
     def _measured_link(self) -> LinkProfile:
         """The link between the ranks; measured once, by all of them together."""
@@ -122,6 +115,9 @@ class CompressedPlan:
         dtype: The element type of the caller's arrays.
         what: The all-reduce in words. The ranks' messages are compared by it, since two codecs may encode
             an array in as many bytes.
+
+    Attributes:
+        sent_nbytes: Bytes that this rank sent in the last run.
     """
 
     def __init__(
@@ -136,14 +132,16 @@ class CompressedPlan:
         what: str,
     ) -> None:
         self._peers, self._slot, self._codec, self._reduce = peers, slot, codec, reduce
-        self._what = what
+        self._what, self._count, self._itemsize = what, count, dtype.numpy.itemsize
+        self.sent_nbytes = 0
         single = dtype.numpy == np.float32 or (dtype.numpy == np.float64 and isinstance(codec, Sparse))
         self._wide = not single
         self._call: Callable[[Any, Any], object] = self._run
-        progress = executor.transport.progress
-        if executor.ring is not None and progress is not None:
-            nbytes, transport = count * dtype.numpy.itemsize, executor.transport.name
+        self._ring = executor.ring
+        if executor.ring is not None:
+            nbytes, transport = count * self._itemsize, executor.transport.name
             info = OperationInfo("allreduce", nbytes, dtype.name, "compressed", 1, codec.name, transport)
+            progress = executor.transport.progress or Uncounted()
             self._call = RecordedPlan(
                 FunctionPlan(self._run), info, executor.ring, progress, shared=False
             ).run
@@ -151,8 +149,11 @@ class CompressedPlan:
     def run(self, sendbuf: Any, recvbuf: Any) -> None:
         """Runs the all-reduce once."""
         self._call(sendbuf, recvbuf)
+        if self._ring is not None:
+            self._ring.mark_sent(self.sent_nbytes)
 
     def _run(self, sendbuf: Any, recvbuf: Any) -> None:
+        before = self._peers.sent_nbytes
         self._peers.enter(self._what, sendbuf, recvbuf)
         x, y = sendbuf.reshape(-1), recvbuf.reshape(-1)
         if self._wide:
@@ -164,12 +165,13 @@ class CompressedPlan:
         else:
             self._slot.begin(x)
             self._reduce.run(x, y)
+        self.sent_nbytes = self._peers.sent_nbytes - before
 
     def explain(self) -> Decision:
         """The codec of the plan, and the reason; all ranks must call it."""
         if isinstance(self._reduce, AutoReduce):
             return self._reduce.settle()
-        return Decision(self._codec.name, f"{self._codec.name}: named by the caller")
+        return named(self._codec, self._count, self._peers.size, self._itemsize, self.sent_nbytes)
 
 
 class FunctionPlan:

@@ -1,5 +1,7 @@
 """Whether compression pays, and which: by the link's speed, the codecs' speed, and how dense a gradient is.
 
+A codec's speed is that of the device that does the work, with error feedback where there is some.
+
 On a fast link coding takes longer than sending plain numbers, and the answer is no. A lossy codec is chosen
 only if the caller allows it.
 """
@@ -12,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flagcx.arguments import format_nbytes
-from flagcx.compression.catalogue import Auto
+from flagcx.compression.catalogue import Auto, is_steady
 from flagcx.compression.peers import CodecReduce, Peers
 from flagcx.compression.select import density_of
 from flagcx.compression.slot import Slot
@@ -21,6 +23,8 @@ from flagcx.compression.topk import Sparse
 DENSE = "dense"
 SPARSE_STEPS = 8
 """Steps of a sparse all-reduce."""
+ELEMENT_WORDS = 1.5
+"""Words of a sparse all-reduce for an element: its number, and the gap to the one before in half of one."""
 _log = logging.getLogger("flagcx.compression")
 _GAIN = 0.9  # a codec's time must be below this share of its rival's
 _SCAN_GB_PER_S = 6.0
@@ -57,12 +61,14 @@ class Decision:
         reason: The reason, in a sentence.
         predicted_us: Time of each candidate, in us.
         sparse_below: Density below which an array is sent as a sparse one, losslessly; 0 for never.
+        sent_nbytes: Bytes that a rank sends with each candidate; those of sparse arrays depend on the data.
     """
 
     chosen: str
     reason: str
     predicted_us: Mapping[str, float] = field(default_factory=dict)
     sparse_below: float = 0.0
+    sent_nbytes: Mapping[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return self.reason
@@ -75,13 +81,16 @@ def decide(
     speeds_gb_per_s: Mapping[str, float],
     itemsize: int = 4,
 ) -> Decision:
-    """Chooses the codec with the least predicted time.
+    """Chooses the codec with the least predicted time; of equally fast ones that which sends least.
+
+    A codec with which trainings diverge at the step size that they have is left out (``is_steady``).
 
     Args:
         count: Elements.
         link: The link between the ranks.
         codecs: The lossy codecs that are allowed, by name.
-        speeds_gb_per_s: For each of them, the bytes of float32 in a second that a core codes and decodes.
+        speeds_gb_per_s: For each of them, the bytes of float32 in a second that the device where the arrays
+            are codes and decodes, with error feedback if there is any.
         itemsize: Bytes of an element.
 
     Example:
@@ -89,15 +98,51 @@ def decide(
         >>> decide(1 << 24, slow, {}, {}).chosen
         'dense'
     """
-    nbytes = itemsize * count
-    dense = dense_us(nbytes, link)
-    times = {DENSE: dense}
-    for name, codec in codecs.items():
-        times[name] = coded_us(nbytes, link, codec.ratio(count, link.ranks), speeds_gb_per_s[name])
-    best = min(times, key=lambda name: (times[name], name))
-    chosen = best if times[best] < _GAIN * dense else DENSE
-    below = _sparse_below(nbytes, link, times[chosen])
-    return Decision(chosen, _reason(chosen, times, link, nbytes, codecs, below), times, below)
+    n = link.ranks
+    times, sent = {DENSE: dense_us(itemsize * count, link)}, {DENSE: dense_nbytes(itemsize * count, n)}
+    steady = {name: codec for name, codec in codecs.items() if is_steady(codec)}
+    for name, codec in steady.items():  # which code float32, whatever the array has
+        ratio = codec.ratio(count, n)
+        times[name] = coded_us(4 * count, link, ratio, speeds_gb_per_s[name])
+        sent[name] = round(ratio * dense_nbytes(4 * count, n))
+    best = min(times, key=lambda name: (times[name], sent[name], name))
+    chosen = best if times[best] < _GAIN * times[DENSE] else DENSE
+    below = _sparse_below(itemsize * count, link, times[chosen])
+    reason = _reason(chosen, times, link, itemsize * count, steady, below)
+    if n > 1:
+        reason += f"; {_sends(sent[chosen], sent[DENSE])}"
+    for name in sorted(codecs.keys() - steady.keys()):
+        reason += f"; {name} is left out, since trainings diverge with it at the step size of dense gradients"
+    return Decision(chosen, reason, times, below, sent)
+
+
+def named(codec: Any, count: int, ranks: int, itemsize: int, last_nbytes: int = 0) -> Decision:
+    """The decision of a caller who names a codec.
+
+    Args:
+        codec: The codec.
+        count: Elements.
+        ranks: Number of ranks.
+        itemsize: Bytes of an element.
+        last_nbytes: Bytes that this rank sent in the last call, if there was one.
+    """
+    dense = dense_nbytes(itemsize * count, ranks)
+    wide = itemsize if codec.lossless else 4
+    nbytes = round(codec.ratio(count, ranks) * dense_nbytes(wide * count, ranks))
+    reason = f"{codec.name}: named by the caller; {'at most, ' * codec.lossless}{_sends(nbytes, dense)}"
+    if last_nbytes:
+        reason += f"; in the last call it sent {format_nbytes(last_nbytes)}"
+    return Decision(codec.name, reason, sent_nbytes={DENSE: dense, codec.name: nbytes})
+
+
+def _sends(nbytes: int, dense: int) -> str:
+    share = "" if nbytes == dense else f", {nbytes / max(dense, 1):.1%} of the dense {format_nbytes(dense)}"
+    return f"a rank sends {format_nbytes(nbytes)}{share}"
+
+
+def dense_nbytes(nbytes: int, ranks: int) -> int:
+    """Bytes that a rank sends in the dense all-reduce of a message."""
+    return 2 * (ranks - 1) * nbytes // ranks
 
 
 def dense_us(nbytes: int, link: LinkProfile) -> float:
@@ -122,8 +167,8 @@ def _sparse_below(nbytes: int, link: LinkProfile, rival_us: float) -> float:
     if n == 1 or not nbytes:
         return 0.0
     fixed = SPARSE_STEPS * link.latency_us + nbytes / _SCAN_GB_PER_S / 1e3 * link.crowd
-    # Two words for each element that isn't zero, to its owner; and at worst those of all ranks back.
-    full = 2 * (1 + n) * (n - 1) / n * nbytes / link.bandwidth_gb_per_s / 1e3
+    # Each element that isn't zero to its owner; and at worst those of all ranks back.
+    full = ELEMENT_WORDS * (1 + n) * (n - 1) / n * nbytes / link.bandwidth_gb_per_s / 1e3
     gather_us = nbytes / 1e3 * link.crowd  # placing elements one by one: about 1 GB/s
     below = (_GAIN * rival_us - fixed) / (full + gather_us)
     looks = rival_us >= _WORTH_SAMPLING * link.latency_us
@@ -162,7 +207,7 @@ class AutoReduce(CodecReduce[Auto]):
         peers, codec, count, factor, slot: As ``CodecReduce`` takes them.
         codecs: The lossy codecs that are allowed, by name.
         link: Measures the link; called at the first run, by all ranks together.
-        speed: ``speed(codec)``: GB/s of float32 that a core here codes and decodes.
+        speed: ``speed(codec)``: GB/s of float32 that a core or the GPU here codes and decodes.
         make: ``make(codec)``: the all-reduce of a codec over the same slot.
     """
 

@@ -35,11 +35,12 @@ class Peers:
         size: Number of ranks.
         on_device: Whether arrays are on a GPU.
         scratch: Arrays for intermediate results, shared by all compressed calls of the communicator.
+        sent_nbytes: Bytes that this rank has sent in all calls: of an all-reduce 2 (n-1)/n of its array.
     """
 
     def __init__(self, executor: Executor, on_device: bool) -> None:
         self.rank, self.size, self.on_device = executor.rank, executor.size, on_device
-        self.scratch = Scratch()
+        self.scratch, self.sent_nbytes = Scratch(), 0
         self._executor = executor
         self._thread: ThreadPoolExecutor | None = None
         self._bytes = dtype_of(np.uint8)
@@ -64,16 +65,20 @@ class Peers:
 
     def alltoall(self, sendbuf: Any, recvbuf: Any) -> None:
         """Sends block q of ``sendbuf`` (uint8) to rank q; block q of ``recvbuf`` comes from rank q."""
-        self._plan("alltoall", sendbuf.size // self.size, self._bytes).run(sendbuf, recvbuf)
+        block = sendbuf.size // self.size
+        self.sent_nbytes += block * (self.size - 1)
+        self._plan("alltoall", block, self._bytes).run(sendbuf, recvbuf)
 
     def allgather(self, sendbuf: Any, recvbuf: Any) -> None:
         """Fills ``recvbuf`` (uint8) with the ``sendbuf`` of every rank."""
+        self.sent_nbytes += sendbuf.size * (self.size - 1)
         self._plan("allgather", sendbuf.size, self._bytes).run(sendbuf, recvbuf)
 
     def allreduce(self, sendbuf: Any, recvbuf: Any) -> None:
         """Writes the sum over the ranks into ``recvbuf``, which may be ``sendbuf``."""
         dtype = dtype_of(sendbuf.dtype)
         op, in_place = resolve_op("sum", dtype), sendbuf is recvbuf
+        self.sent_nbytes += 2 * (self.size - 1) * sendbuf.nbytes // self.size
         self._plan("allreduce", sendbuf.size, dtype, op, in_place).run(sendbuf, recvbuf)
 
     def _plan(
@@ -84,12 +89,14 @@ class Peers:
     def exchange(self, sends: Sequence[tuple[Any, int]], receives: Sequence[tuple[Any, int]]) -> None:
         """Sends arrays to ranks and receives arrays from ranks, all at once."""
         if sends or receives:
+            self.sent_nbytes += sum(array.nbytes for array, _ in sends)
             self._executor.transport.transfer(sends, receives)
 
     def numbers(self, mine: Sequence[int]) -> np.ndarray:
         """The numbers of all ranks (as many on each), a row for each rank, as int64 on the host."""
         own = np.array(mine, np.int64)
         gathered = np.empty((self.size, own.size), np.int64)
+        self.sent_nbytes += own.nbytes * (self.size - 1)
         plan = self._plan("allgather", own.size, dtype_of(np.int64))
         if not self.on_device:
             plan.run(own, gathered.reshape(-1))

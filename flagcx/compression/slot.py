@@ -120,6 +120,11 @@ class Slot:
             if kept is not None:
                 kept[indices] = 0
 
+    @property
+    def keeps(self) -> bool:
+        """Whether lost parts of a lossy codec are kept for the next call."""
+        return self._keeps
+
     def __repr__(self) -> str:
         count = "nothing yet" if self._count is None else f"{self._count} elements"
         return f"<flagcx.compression.Slot {self.key!r} of {self.codec}, {count}, {self.step} steps>"

@@ -88,7 +88,7 @@ class DeviceExecutor(Executor):
             return super()._make(collective, counts, dtype, op, root, in_place, choice, part_of)
         schedule = native_schedule(collective, self.size, root)
         call = Call(schedule, self.rank, counts, dtype, op, in_place, part_of=part_of)
-        return self.transport.compile(call)
+        return self._compiled(call)
 
     def start(self, plan: Plan, sendbuf: Any, recvbuf: Any, value: Any, what: str) -> DeviceWork:
         """Enqueues a plan on the communicator's own stream.

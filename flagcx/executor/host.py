@@ -15,9 +15,10 @@ import numpy as np
 from flagcx.algorithms import entries
 from flagcx.algorithms.candidate import Candidate
 from flagcx.dtypes import OPS, DType, ReduceOp, dtype_of, flushes_subnormals, resolve_op
-from flagcx.errors import ArgumentError, CommunicationError, CommunicatorError
+from flagcx.errors import ArgumentError, CommunicationError, CommunicatorError, MismatchError
 from flagcx.executor.float_errors import FloatErrors
 from flagcx.executor.forks import refuse_in_children
+from flagcx.executor.plan_cache import PlanCache, plan_nbytes
 from flagcx.executor.progress_thread import progress_thread
 from flagcx.executor.work import Work
 from flagcx.profiler import OperationInfo, Progress, RecordBuffer, RecordedPlan
@@ -28,7 +29,6 @@ from flagcx.selection.online_tuning import Exploration, Explored, Finding
 from flagcx.selection.selector import Selector
 from flagcx.transport.base import Call, Plan, Transport
 
-_MOST_PLANS = 4096
 _MOST_EXPLORED = 1024
 SAME_MODE = (
     "where every rank adds up for itself, such numbers come out different on ranks that do and ranks that do "
@@ -55,9 +55,11 @@ class Executor:
         selector: What chooses how a call runs.
         quick: Plans of calls that may skip all checks but those of the array itself. Empty whenever a
             call must not go straight through: closed, broken, in a group, or after started work.
+        remember: See ``PlanCache.remember``.
         quietly: Runs a plan; see ``FloatErrors.run``, likewise ``noted``.
         over: Why no further call can be made; empty where one can.
         partner: The executor of the same communicator for the other kind of array, which ends with this one.
+        blames: Whether a peer is to blame that no further call can be made.
         forked: Whether this is a copy in a forked child of the process that made it.
     """
 
@@ -71,15 +73,15 @@ class Executor:
     ) -> None:
         self.rank, self.size, self.transport = rank, size, transport
         self.turn = threading.Lock()
-        self._straight: dict[tuple, Any] = {}
-        self.quick = self._straight
+        self._cache = PlanCache()
+        self.quick = self._cache.straight
+        self.remember = self._cache.remember
         self.selector = selector
         self.ring = ring
         self._progress: Progress = transport.progress or Uncounted()
         self._explorations: dict[tuple, Exploration] = {}
-        self._plans: dict[tuple, Plan] = {}
         self._flushes = flushes_subnormals()
-        self.over = ""
+        self.over, self.blames = "", False
         self.float_errors = FloatErrors()
         self.quietly, self.noted = self.float_errors.run, self.float_errors.noted
         self._worker: ThreadPoolExecutor | None = None
@@ -120,14 +122,12 @@ class Executor:
             CommunicatorError: The communicator is closed or broken.
         """
         key = (collective, counts, dtype.code, op, root, algorithm, in_place, part_of)
-        plan = self._plans.get(key)
+        plan = self._cache.plans.get(key)
         if plan is None:
             self.check()
+            self._cache.make_room()
             plan = self._compile(collective, counts, dtype, op, root, algorithm, in_place, part_of)
-            if len(self._plans) >= _MOST_PLANS:
-                self._plans.clear()
-                self._straight.clear()
-            self._plans[key] = plan
+            self._cache.plans[key] = plan
         return plan
 
     def _compile(self, collective, counts, dtype, op, root, algorithm, in_place, part_of) -> Plan:
@@ -170,6 +170,10 @@ class Executor:
         """Builds the schedule of a choice, and compiles it."""
         schedule = choice.build(collective, self.size, root)
         call = Call(schedule, self.rank, counts, dtype, op, in_place, choice.protocol, part_of)
+        return self._compiled(call)
+
+    def _compiled(self, call: Call) -> Plan:
+        self._cache.nbytes += plan_nbytes(call)
         return self.transport.compile(call)
 
     def _describe(self, collective: str, counts: Counts, dtype: DType, choice: Candidate) -> OperationInfo:
@@ -226,12 +230,6 @@ class Executor:
         All ranks must run what this returns, or all the plan that is given.
         """
         return plan
-
-    def remember(self, key: tuple, plan: Any) -> None:
-        """Lets calls with this key go straight to their plan from now on."""
-        if len(self._straight) >= _MOST_PLANS:
-            self._straight.clear()
-        self._straight[key] = plan
 
     def take(self, array: Any, what: str, writable: bool) -> Any:
         """Takes a caller's array without a copy, or raises ``ArrayError``."""
@@ -334,7 +332,7 @@ class Executor:
     def resume(self) -> None:
         """Lets calls that repeat go straight through again."""
         if not (self.over or self._last):
-            self.quick = self._straight
+            self.quick = self._cache.straight
 
     # -- the end ----------------------------------------------------------------------------------
 
@@ -349,6 +347,7 @@ class Executor:
         if self.over or isinstance(error, ArgumentError):
             return
         culprit = error.peer if isinstance(error, CommunicationError) else None
+        self.blames = isinstance(error, CommunicationError) and not isinstance(error, MismatchError)
         self.end(f"this communicator cannot be used after {type(error).__name__}: {error}; make a new one")
         self.transport.abort(str(error) or type(error).__name__, culprit)
         if self.partner is not None:
@@ -358,8 +357,7 @@ class Executor:
         """Refuses every further call, with ``why`` as the reason."""
         self.over = self.over or why
         self.hold()
-        self._straight.clear()
-        self._plans.clear()
+        self._cache.clear()
 
     def close(self) -> None:
         """Waits for what was started, then gives everything back. A second call does nothing.

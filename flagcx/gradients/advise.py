@@ -1,8 +1,9 @@
 """Advice for a training: algorithm, size of buckets and compression, each with the step that it would give.
 
 Every choice is priced by the models that choose at run time: the algorithm's time by ``flagcx.cost.model``,
-codecs by their ratio and speed, and the step by how buckets overlap with the computation
-(``flagcx.gradients.overlap``).
+codecs by the bytes that so many ranks send and by the speed of the device that codes, and the step by how
+buckets overlap with the computation (``flagcx.gradients.overlap``). On hosts a thread codes beside the
+computation; a GPU that codes does not compute meanwhile.
 """
 
 from __future__ import annotations
@@ -12,32 +13,23 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import Any
 
 from flagcx.arguments import format_nbytes
-from flagcx.compression.auto import SPARSE_STEPS, LinkProfile, coded_us
-from flagcx.compression.catalogue import catalogue
+from flagcx.compression.auto import ELEMENT_WORDS, SPARSE_STEPS, coded_us
+from flagcx.compression.catalogue import CodecInfo, catalogue
+from flagcx.compression.powersgd import PowerSGD
 from flagcx.errors import ArgumentError
+from flagcx.gradients.machine import Machine, TimeUs, gpus, hosts
 from flagcx.gradients.overlap import DEVICE_CALL_US, HOST_CALL_US, SIZE_TOLERANCE, best_bucket_nbytes, step_us
 from flagcx.report import Report, Reported
-from flagcx.topology import Topology, cluster, preset
+from flagcx.topology import Topology
 
-if TYPE_CHECKING:
-    from flagcx.algorithms.candidate import Candidate
-    from flagcx.cost.model import Model
-
-#: GB/s of float32 that a GPU codes and decodes: some passes over its memory.
-DEVICE_CODEC_GB_PER_S = 200.0
-#: Speed at which a core of a host moves and adds data through shared memory, and the time of a step there.
-HOST_GB_PER_S, HOST_LATENCY_US = 7.0, 15.0
-_PROBED_NBYTES = tuple(1 << power for power in range(12, 34, 3))
-_MOST_ALGORITHMS = 3
 _GAIN = 0.97
+#: From the least lossy on: bf16 keeps the range that fp16 lacks, and what needs no feedback comes first.
+_GENTLE = ("", "sparse", "bf16", "fp16", "int8", "fp8", "fp8_e5m2", "int4", "powersgd", "topk")
+_GATHERS_GB_PER_S = 1.0  # at which a core places elements one by one
 _COLUMNS = ("choice", "buckets", "of", "sent", "communication", "step", "loses", "")
-
-TimeUs = Callable[[float], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +130,7 @@ def advise(
         step_time: Seconds that a step computes; as long as it communicates if None.
         density: The share of the gradients that isn't zero.
         lossy: Whether the advice may be a lossy codec: True, or the names of codecs. The table lists all the
-            same.
+            same, but for those with which trainings diverge at the step size that they have ("randomk").
         link_gb_per_s: Bandwidth of a rank in each direction, in 10^9 bytes per second, where a network is
             between hosts with NumPy arrays, in place of ``topology``.
         latency_us: Latency of that link.
@@ -157,16 +149,16 @@ def advise(
     _check(model_bytes, ranks, step_time, density, link_gb_per_s, latency_us, topology)
     allowed = _allowed(lossy)
     if topology is None:
-        machine = _hosts(ranks or 2, link_gb_per_s, latency_us)
+        machine = hosts(ranks or 2, link_gb_per_s, latency_us)
     else:
-        machine = _gpus(model_bytes, topology, ranks)
+        machine = gpus(model_bytes, topology, ranks)
     size = machine.link.ranks
     compute_us = machine.times[0][1](model_bytes) if step_time is None else step_time * 1e6
     call_us = DEVICE_CALL_US if machine.on_device else HOST_CALL_US
     option = partial(_option, model_bytes, compute_us, call_us)
-    options = [option(name, "", time) for name, time in machine.times]
+    options = [option(name, time) for name, time in machine.times]
     if size > 1:
-        options += _coded(option, machine, density)
+        options += _coded(option, machine, model_bytes, density)
     options.sort(key=lambda one: (one.step_us, not one.lossless, one.name))
     chosen = _choose(options, allowed)
     title = (
@@ -174,6 +166,8 @@ def advise(
         f"{_time(compute_us)} of computation"
     )
     reason = _reason(options, chosen, compute_us, size)
+    for name in sorted(allowed - _steady().keys()) if lossy is not True else ():
+        reason += f" {name} is left out: trainings diverge with it at the step size of dense gradients."
     return Advice(title, model_bytes, size, compute_us, tuple(options), chosen, reason)
 
 
@@ -217,76 +211,9 @@ def _allowed(lossy: bool | Sequence[str]) -> frozenset[str]:
     return frozenset(lossy)
 
 
-# -- the machine ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Machine:
-    """The link between the ranks, the times of algorithms by bytes (the fastest first), and its name."""
-
-    link: LinkProfile
-    times: list[tuple[str, TimeUs]]
-    on_device: bool
-    where: str
-
-
-def _hosts(size: int, link_gb_per_s: float | None, latency_us: float) -> _Machine:
-    if link_gb_per_s is None:
-        link = LinkProfile(size, HOST_GB_PER_S, HOST_LATENCY_US, 1.0, 1.0, True)
-        where = "of one host, through shared memory"
-    else:
-        link = LinkProfile(size, link_gb_per_s, latency_us, 0.0, 1.0, True)
-        where = f"over a link of {link_gb_per_s:g} GB/s"
-    speed, latency, share = link.bandwidth_gb_per_s, link.latency_us, 2 * (size - 1) / size
-    times: list[tuple[str, TimeUs]] = [
-        ("two_shot", lambda n: 2 * latency * (size > 1) + share * n / speed / 1e3)
-    ]
-    return _Machine(link, times, False, where)
-
-
-def _gpus(model_bytes: int, topology: Topology | str, ranks: int | None) -> _Machine:
-    from flagcx.cost.model import model_of
-
-    machine = preset(topology) if isinstance(topology, str) else topology
-    width = len(machine.gpus)
-    size = ranks or width
-    if size > width:
-        machine = cluster(machine, -(-size // max(width, 1)))
-    times = _algorithms(model_of(machine, size), model_bytes)
-    best = times[0][1]
-    share = 2 * (size - 1) / size
-    slope = (best(model_bytes) - best(1)) / 1e-3
-    bandwidth = share * model_bytes / slope if slope > 0 else 1e6
-    link = LinkProfile(size, max(bandwidth, 1e-6), best(1) / 2, 0.0, 1.0, True)
-    return _Machine(link, times, True, f"on {machine.name}")
-
-
-def _algorithms(model: Model, model_bytes: int) -> list[tuple[str, TimeUs]]:
-    """The best algorithms for buckets and for the whole, with NCCL's own."""
-    from flagcx.cost import nccl as native
-    from flagcx.selection.predicted import compare
-
-    if model.size == 1:
-        return [("none", lambda nbytes: 0.0)]
-    sizes = [nbytes for nbytes in _PROBED_NBYTES if nbytes < model_bytes] + [model_bytes]
-    middle = sizes[len(sizes) // 2]
-    found: dict[str, Candidate] = {}
-    for nbytes in (model_bytes, middle):
-        for one in compare(model, "allreduce", nbytes)[:_MOST_ALGORITHMS]:
-            found.setdefault(one.candidate.name, one.candidate)
-    times = []
-    for name, candidate in found.items():
-        predicted = [model.timing("allreduce", candidate, n).time_us for n in sizes]
-        times.append((name, _between(sizes, predicted)))
-    own = native.nccl_algorithms(model.topology, model.gpus)
-    by_nccl = native.predict_us(own, np.array(sizes, float), native.FITTED, replayed=True)
-    times.append(("native", _between(sizes, list(by_nccl))))
-    return sorted(times, key=lambda one: one[1](model_bytes))
-
-
-def _between(sizes: Sequence[int], times: Sequence[float]) -> TimeUs:
-    """Times on straight lines between those at some sizes."""
-    return lambda nbytes: float(np.interp(nbytes, sizes, times))
+def _steady() -> dict[str, CodecInfo]:
+    """The codecs that a training can take without another step size."""
+    return {name: info for name, info in catalogue().items() if info.steady}
 
 
 # -- options --------------------------------------------------------------------------------------------
@@ -297,66 +224,97 @@ def _option(
     compute_us: float,
     call_us: float,
     algorithm: str,
-    compression: str,
     time_us: TimeUs,
-    ratio: float = 1.0,
+    compression: str = "",
+    coding_us: float = 0.0,
+    ratio: TimeUs = lambda nbytes: 1.0,
     lossless: bool = True,
     feedback: bool = False,
 ) -> Option:
+    """A choice that keeps the GPU from computing for ``coding_us``."""
+
     def called_us(nbytes: float) -> float:
         return time_us(nbytes) + call_us
 
-    bucket = best_bucket_nbytes(model_bytes, called_us, compute_us)
+    bucket = best_bucket_nbytes(model_bytes, called_us, compute_us + coding_us)
     buckets = max(round(model_bytes / bucket), 1)
     communication = buckets * time_us(model_bytes / buckets)
-    step = step_us(model_bytes, bucket, called_us, compute_us)
-    return Option(algorithm, compression, bucket, buckets, communication, step, ratio, lossless, feedback)
+    step = step_us(model_bytes, bucket, called_us, compute_us + coding_us * (buckets - 1) / buckets)
+    sent = ratio(model_bytes / buckets)
+    return Option(algorithm, compression, bucket, buckets, communication, step, sent, lossless, feedback)
 
 
-def _coded(option: Callable[..., Option], machine: _Machine, density: float) -> Iterator[Option]:
+def _coded(
+    option: Callable[..., Option], machine: Machine, model_bytes: int, density: float
+) -> Iterator[Option]:
     """An option for each codec; the sparse one where there are zeros to leave out."""
-    link = machine.link
-    for name, info in catalogue().items():
-        speed = DEVICE_CODEC_GB_PER_S if machine.on_device else info.host_gb_per_s
+    ranks = machine.link.ranks
+    for name, info in _steady().items():
+        coding = _coding(machine, info)
+        facts = name, coding(model_bytes) if machine.on_device else 0.0
         if name != "sparse":
-            time_us = partial(_coded_us, link, info.ratio, speed)
-            yield option("compressed", name, time_us, info.ratio, info.lossless, info.needs_feedback)
+            sent, time_us = partial(_ratio, info, ranks), partial(_coded_us, machine, info, coding)
+            yield option("compressed", time_us, *facts, sent, info.lossless, info.needs_feedback)
         elif density < 1:
-            # An element with its index goes to its owner, and at worst those of all ranks come back.
-            ratio = min(density * (1 + link.ranks), 2.0)
-            yield option("compressed", name, partial(_sparse_us, link, ratio, density, speed), ratio)
+            # An element goes to its owner, and at worst those of all ranks come back.
+            share = min(ELEMENT_WORDS / 2 * (density + min(ranks * density, 1)), 1.0)
+            time_us = partial(_sparse_us, machine, coding, share, density)
+            yield option("compressed", time_us, *facts, lambda nbytes, share=share: share)
 
 
-def _coded_us(link: LinkProfile, ratio: float, speed_gb_per_s: float, nbytes: float) -> float:
-    return coded_us(int(nbytes), link, ratio, speed_gb_per_s)
+def _ratio(info: CodecInfo, ranks: int, nbytes: float) -> float:
+    """Bytes that a rank sends, over those of the dense all-reduce."""
+    return info.codec.ratio(max(int(nbytes) // 4, 1), ranks)
 
 
-def _sparse_us(
-    link: LinkProfile, ratio: float, density: float, speed_gb_per_s: float, nbytes: float
-) -> float:
+def _coding(machine: Machine, info: CodecInfo) -> TimeUs:
+    """The time that a rank's core or GPU codes and decodes."""
+    if machine.on_device:
+        speed, once = info.device_gb_per_s(machine.memory_gb_per_s), info.device_call_us
+    else:
+        speed, once = info.host_gb_per_s, 0.0
+    return lambda nbytes: once + nbytes / speed / 1e3
+
+
+def _coded_us(machine: Machine, info: CodecInfo, coding: TimeUs, nbytes: float) -> float:
+    """Time of a compressed all-reduce: pieces overlap on hosts; a GPU codes and sends in turn."""
+    ratio = _ratio(info, machine.link.ranks, nbytes)
+    if not machine.on_device:
+        return coded_us(int(nbytes), machine.link, ratio, info.host_gb_per_s)
+    if isinstance(info.codec, PowerSGD):  # two dense all-reduces
+        return coding(nbytes) + 2 * machine.times[0][1](nbytes * ratio / 2)
+    return coding(nbytes) + machine.exchange(nbytes * ratio)
+
+
+def _sparse_us(machine: Machine, coding: TimeUs, ratio: float, density: float, nbytes: float) -> float:
     """Time of the lossless sparse all-reduce."""
-    sending = 2 * (link.ranks - 1) / link.ranks * nbytes * ratio / link.bandwidth_gb_per_s / 1e3
-    coding = nbytes * (1 / speed_gb_per_s + density) / 1e3
-    return SPARSE_STEPS * link.latency_us + sending + coding
+    sending = machine.exchange(nbytes * ratio) + (SPARSE_STEPS - 4) * machine.link.latency_us
+    gathering = 0.0 if machine.on_device else density * nbytes / _GATHERS_GB_PER_S / 1e3
+    return sending + coding(nbytes) + gathering
 
 
 def _choose(options: Sequence[Option], allowed: frozenset[str]) -> Option:
     """The least lossy of the fastest that are allowed; one without compression if it is hardly slower."""
     usable = [one for one in options if one.lossless or one.compression in allowed]
-    best, plain = _least_lossy(usable), next(one for one in usable if not one.compression)
+    best, plain = _least_lossy(usable), _plain(usable)
     return best if best.step_us < _GAIN * plain.step_us else plain
 
 
+def _plain(options: Sequence[Option]) -> Option:
+    """The best choice without compression."""
+    return _least_lossy([one for one in options if not one.compression])
+
+
 def _least_lossy(options: Sequence[Option]) -> Option:
-    """Of the choices that are as fast as the first, the one that loses least."""
+    """Of the choices with as short a step as the first, the one that loses least, then communicates least."""
     near = [one for one in options if one.step_us <= SIZE_TOLERANCE * options[0].step_us]
-    return max(near, key=lambda one: (one.lossless, not one.feedback, one.sent_share))
+    return min(near, key=lambda one: (_GENTLE.index(one.compression), one.communication_us))
 
 
 def _reason(options: Sequence[Option], chosen: Option, compute_us: float, ranks: int) -> str:
     if ranks == 1:
         return "One rank: there is nothing to send."
-    plain = next(one for one in options if not one.compression)
+    plain = _plain(options)
     hidden = chosen.step_us <= 1.05 * compute_us
     text = f"{chosen.name} in buckets of {format_nbytes(chosen.bucket_nbytes)}: "
     text += f"a step takes {_time(chosen.step_us)}"

@@ -63,6 +63,7 @@ class Record:
         end_ns: When it ended. On a GPU: when it was enqueued.
         waiting_ns: Time that it waited for peers.
         queued_ns: Time that it waited for other work of this rank before it began.
+        sent_nbytes: Bytes that this rank sent, where they were counted: in compressed calls; else None.
     """
 
     operation: OperationInfo
@@ -71,6 +72,7 @@ class Record:
     end_ns: int
     waiting_ns: int
     queued_ns: int
+    sent_nbytes: int | None = None
 
     @property
     def elapsed_ns(self) -> int:
@@ -102,7 +104,12 @@ class RecordBuffer:
 
     def mark_queued(self, queued_ns: int) -> None:
         """Notes in the last record how long its call waited for its turn."""
-        self._records.append((*self._records.pop()[:5], queued_ns))
+        fields = self._records.pop()
+        self._records.append((*fields[:5], queued_ns, *fields[6:]))
+
+    def mark_sent(self, sent_nbytes: int) -> None:
+        """Notes in the last record how many bytes its call sent."""
+        self._records.append((*self._records.pop()[:6], sent_nbytes))
 
     def clear(self) -> None:
         """Forgets all records."""

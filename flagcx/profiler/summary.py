@@ -14,6 +14,7 @@ from flagcx.report import Report, Reported
 _HEADINGS = (
     "operation",
     "bytes",
+    "sent",
     "algorithm",
     "calls",
     "median us",
@@ -40,6 +41,8 @@ class SummaryRow:
         moving_us: The rest: copies and sums.
         queued_us: Time that runs waited for other work of this rank: the median.
         gb_per_s: Bytes over the median time, in 10^9 bytes per second.
+        sent_nbytes: Bytes that this rank sent in a run, where they were counted: in compressed calls. The
+            median; None elsewhere.
     """
 
     collective: str
@@ -53,6 +56,7 @@ class SummaryRow:
     moving_us: float
     queued_us: float
     gb_per_s: float
+    sent_nbytes: float | None = None
 
     @classmethod
     def of(cls, key: tuple[str, int, str], records: Sequence[Record]) -> SummaryRow:
@@ -60,6 +64,7 @@ class SummaryRow:
         times = sorted(r.elapsed_ns for r in records)
         middle = median(times) / 1e3
         total, waiting = sum(times) / 1e3, sum(r.waiting_ns for r in records) / 1e3
+        sent = [r.sent_nbytes for r in records if r.sent_nbytes is not None]
         return cls(
             *key,
             len(times),
@@ -70,6 +75,7 @@ class SummaryRow:
             total - waiting,
             median(r.queued_ns for r in records) / 1e3,
             key[1] / middle / 1e3 if middle else 0.0,
+            median(sent) if sent else None,
         )
 
     @property
@@ -82,6 +88,7 @@ class SummaryRow:
         return (
             self.collective,
             f"{self.nbytes:,}",
+            "" if self.sent_nbytes is None else f"{self.sent_nbytes:,.0f}",
             self.algorithm,
             f"{self.calls:,}",
             f"{self.median_us:,.1f}",
@@ -121,7 +128,7 @@ class Summary(Reported):
 
     def report(self) -> Report:
         """The figures as a table."""
-        return Report(f"rank {self.rank}", _HEADINGS, [row.cells() for row in self.rows], words=(0, 2))
+        return Report(f"rank {self.rank}", _HEADINGS, [row.cells() for row in self.rows], words=(0, 3))
 
 
 def key_of(record: Record) -> tuple[str, int, str]:

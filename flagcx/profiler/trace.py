@@ -63,6 +63,8 @@ def _events(rank: int, record: Record, origin_ns: int) -> Iterator[dict[str, Any
         "moving_us": record.moving_ns / 1e3,
         "queued_us": record.queued_ns / 1e3,
     }
+    if record.sent_nbytes is not None:
+        details["sent_bytes"] = record.sent_nbytes
 
     def event(thread: int, start_ns: int, elapsed_ns: int) -> dict[str, Any]:
         return {

@@ -16,6 +16,17 @@ from types import MappingProxyType
 _NVLINK_BY_SM = ((100, 40.1), (90, 20.6), (86, 12.0), (70, 20.0), (60, 18.0))
 #: GB/s for each xGMI link and direction, by the least ``gcn`` number that has it.
 _XGMI_BY_GCN = ((0x940, 48.0), (0x90A, 36.0), (0x900, 24.0))
+#: GB/s of a GPU's memory, of the least of its generation, by the least compute capability (times ten).
+_MEMORY_BY_SM = (
+    (120, 1300.0),
+    (100, 8000.0),
+    (90, 3350.0),
+    (86, 700.0),
+    (80, 1555.0),
+    (75, 320.0),
+    (70, 900.0),
+)
+DEFAULT_MEMORY_GB_PER_S = 900.0
 #: Units of width/80 GB/s for each PCIe generation, by its GT/s.
 _PCIE_UNITS_BY_GT = {2.5: 15, 5.0: 30, 8.0: 60, 16.0: 120, 32.0: 240, 64.0: 480}
 
@@ -45,6 +56,13 @@ def nvlink_gb_per_s(sm: int | None) -> float | None:
     if sm is None:
         return None
     return next((speed for least, speed in _NVLINK_BY_SM if sm >= least), None)
+
+
+def memory_gb_per_s(sm: int | None) -> float:
+    """Bandwidth of a GPU's memory, GB/s, by its compute capability times ten; a V100's where unknown."""
+    if sm is None:
+        return DEFAULT_MEMORY_GB_PER_S
+    return next((speed for least, speed in _MEMORY_BY_SM if sm >= least), DEFAULT_MEMORY_GB_PER_S)
 
 
 def xgmi_gb_per_s(gcn: str) -> float | None:

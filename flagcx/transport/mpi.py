@@ -96,7 +96,7 @@ class MpiTransport(HostTransport):
         what = call.describe()
         tag = 2 + zlib.crc32(what.encode()) % (self._most_tags - 2)
         exchange = partial(self._exchange, what=what, tag=tag)
-        return averaging(call, lambda call: MessageSteps(call, exchange, self._watch.enter))
+        return averaging(call, lambda call: MessageSteps(call, self.scratch, exchange, self._watch.enter))
 
     def transfer(self, sends: Messages, receives: Messages) -> None:
         """Sends and receives at once; see ``Transport.transfer``."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.schedule.model import Buffer, Copy, Local, Recv, Send, Span, Step
 from flagcx.transport.average import averaging
 from flagcx.transport.base import HOST, Call, Plan, Transport
+from flagcx.transport.scratch import Scratch
 
 Part = tuple[int, int, int]
 """A buffer by its number, and its elements from start to stop."""
@@ -30,6 +32,11 @@ class HostTransport(Transport):
 
     kind = HOST
     takes_cores = True
+
+    @cached_property
+    def scratch(self) -> Scratch:
+        """The memory that the plans of this transport share."""
+        return Scratch()
 
     def compile(self, call: Call) -> Plan:
         """Compiles ``call``; see ``Transport.compile``.
@@ -45,7 +52,7 @@ class HostTransport(Transport):
 
     def _compile(self, call: Call) -> Plan:
         """Compiles a call whose contributions need no factor: by default, step by step over ``transfer``."""
-        return averaging(call, lambda call: MessageSteps(call, self.transfer))
+        return averaging(call, lambda call: MessageSteps(call, self.scratch, self.transfer))
 
     def take(self, array: Any, what: str, writable: bool) -> np.ndarray:
         """Takes a caller's array. See ``flagcx.arguments.host_array``."""
@@ -99,17 +106,20 @@ class Steps(ABC):
 
     Args:
         call: The call; ``transport.average`` makes one of averages that need a wider dtype.
+        scratch: The memory that plans share.
     """
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, scratch: Scratch) -> None:
         program = call.program()
         self._layout, self._dtype = call.layout(program), call.dtype.numpy
         self._overlay = self._in_place_shift(call)
         self._ufunc: Any = None if call.op is None else call.op.ufunc
         self._divisor = call.schedule.size if call.op is not None and call.op.average else 0
-        self._scratch = np.empty(self._layout.count(Buffer.SCRATCH), self._dtype)
         self._empty = np.empty(0, self._dtype)
         parts = [self._parts(step) for step in program.steps]
+        self._scratch = scratch
+        self._scratch_nbytes = self._scratch_count(parts) * self._dtype.itemsize
+        scratch.reserve(self._scratch_nbytes)
         self._steps = [
             (self._messages(step) if step.sends or step.receives else None, step.local) for step in parts
         ]
@@ -145,6 +155,10 @@ class Steps(ABC):
             return int(Buffer.OUTPUT), start - self._overlay, stop - self._overlay
         return part
 
+    def _scratch_count(self, steps: Sequence[StepParts]) -> int:
+        """Elements of SCRATCH."""
+        return self._layout.count(Buffer.SCRATCH)
+
     def _messages(self, step: StepParts) -> Any:
         """What ``_exchange`` needs to know of a step."""
         return step
@@ -167,7 +181,7 @@ class Steps(ABC):
         arrays = (
             empty if sendbuf is None else sendbuf.reshape(-1),
             empty if recvbuf is None else recvbuf.reshape(-1),
-            self._scratch,
+            self._scratch.memory[: self._scratch_nbytes].view(self._dtype) if self._scratch_nbytes else empty,
         )
         self._enter()
         for messages, local in self._steps:
@@ -188,6 +202,7 @@ class MessageSteps(Steps):
 
     Args:
         call: The call.
+        scratch: The memory that plans share. What is still to be added follows the schedule's SCRATCH there.
         exchange: Sends and receives arrays at once; see ``Transport.transfer``.
         enter: Called when a run begins.
     """
@@ -195,23 +210,27 @@ class MessageSteps(Steps):
     def __init__(
         self,
         call: Call,
+        scratch: Scratch,
         exchange: Callable[[Messages, Messages], object],
         enter: Callable[[], object] = lambda: None,
     ) -> None:
-        super().__init__(call)
+        super().__init__(call, scratch)
         self._send_and_receive, self._begin = exchange, enter
-        added = (sum(b - a for (_, a, b), _, adds in s.receives if adds) for s, _ in self._steps if s)
-        self._arrived = np.empty(max(added, default=0), self._dtype)
+
+    def _scratch_count(self, steps: Sequence[StepParts]) -> int:
+        self._arrivals = super()._scratch_count(steps)
+        added = (sum(b - a for (_, a, b), _, adds in step.receives if adds) for step in steps)
+        return self._arrivals + max(added, default=0)
 
     def _enter(self) -> None:
         self._begin()
 
     def _exchange(self, messages: StepParts, arrays: Sequence[np.ndarray]) -> None:
-        receives, additions, taken = [], [], 0
+        receives, additions, taken = [], [], self._arrivals
         for (buffer, a, b), peer, adds in messages.receives:
             target = data = arrays[buffer][a:b]
             if adds:
-                data, taken = self._arrived[taken : taken + b - a], taken + b - a
+                data, taken = arrays[Buffer.SCRATCH][taken : taken + b - a], taken + b - a
                 additions.append((target, data))
             receives.append((data, peer))
         self._send_and_receive([(arrays[x][a:b], peer) for (x, a, b), peer in messages.sends], receives)

@@ -20,6 +20,7 @@ from flagcx.kernels.cuda import PER_THREAD, THREAD_LOCAL, capture_mode, is_captu
 _NOT_READY = 600
 _SPIN_S = 100e-6
 _SLEEP_S = 200e-6
+_KEPT_S = 1.0
 _RECENT = 64
 _MARK_EVERY = 1024
 _MARKS = 1024
@@ -60,6 +61,8 @@ class StreamOrder:
         self._marker: tuple[Any, int, float] | None = None
         self._enqueued = self._done = 0  # operations that have been left, and that are known to be done
         self._entered = (0, 0.0)
+        self._looking: float | None = None
+        self._one_look = threading.Lock()
         self._kept: deque[tuple[Any, tuple]] = deque()
         self._keeping = threading.Lock()
 
@@ -173,37 +176,60 @@ class StreamOrder:
     def pending_since(self) -> float | None:
         """When the oldest operation that is known to be unfinished was seen first; None if all are done.
 
-        The watchdog calls this, which releases arrays too. An operation gets a marker only after the last
-        marker has been reached, so a busy loop of calls records no events. A thread inside NCCL counts too:
-        NCCL connects ranks in their first call, and waits on the host for a peer that makes another one.
+        A thread inside NCCL counts too: NCCL connects ranks in their first call, and waits on the host for a
+        peer that makes another one. So does a ``look`` that CUDA keeps: it may while another thread copies
+        from the GPU, which may wait for an operation that never ends.
         """
-        inside = None
-        if self.inside:
-            if self._entered[0] != self.issued:
-                self._entered = self.issued, time.monotonic()
-            inside = self._entered[1]
-        with capture_mode(THREAD_LOCAL):  # A caller may be capturing in the mode that restricts all threads.
-            return self._pending_since() or inside
+        marker, looking, now = self._marker, self._looking, time.monotonic()
+        if self.inside and self._entered[0] != self.issued:
+            self._entered = self.issued, now
+        kept = looking is not None and now - looking > _KEPT_S and self._enqueued > self._done
+        times = [
+            marker[2] if marker is not None else None,
+            self._entered[1] if self.inside else None,
+            looking if kept else None,
+        ]
+        return min((at for at in times if at is not None), default=None)
 
-    def _pending_since(self) -> float | None:
+    def look(self) -> None:
+        """Finds out which operations are done, and releases the arrays that were kept for them.
+
+        A thread of the watchdog calls this now and then. An operation gets a marker only after the last
+        marker has been reached, so a busy loop of calls records no events.
+        """
+        with self._one_look:
+            self._looking = time.monotonic()
+            try:
+                with capture_mode(THREAD_LOCAL):  # a caller may capture and restrict all threads
+                    self._look()
+            finally:
+                self._looking = None
+
+    def all_done(self) -> bool:
+        """Whether no operation is unfinished by now."""
+        looker = threading.Thread(target=self.look, name="flagcx-look", daemon=True)
+        looker.start()
+        looker.join(2 * _KEPT_S)
+        return self.pending_since() is None
+
+    def _look(self) -> None:
         self._runtime.setDevice(self.device)
-        marker = self._marker
         try:
             self._release()
-            if marker is not None and self.reached(marker[0]):
-                self._done, self._marker, marker = marker[1], None, None
-            if marker is None and self._enqueued > self._done and self._last is not None:
+            for _ in range(2):  # of operations after the marker's, all may be done too
+                marker = self._marker
+                if marker is not None:
+                    if not self.reached(marker[0]):
+                        return
+                    self._done, self._marker = marker[1], None
+                if self._enqueued == self._done or self._last is None:
+                    return
                 enqueuing = self._last.ptr == PER_THREAD and self._latest is None
                 if enqueuing or self.is_capturing(self._last):
-                    return None
+                    return
                 self._mark(self._last)
-        except self._runtime.CUDARuntimeError:
-            self._done, self._marker, marker = (
-                self._enqueued,
-                None,
-                None,
-            )  # the stream is gone, or was captured
-        return None if marker is None else marker[2]
+        except self._runtime.CUDARuntimeError:  # the stream is gone, or was captured
+            self._done, self._marker = self._enqueued, None
 
     def wait(self, event: Any, timeout_s: float) -> None:
         """Waits on the host until an event is reached.

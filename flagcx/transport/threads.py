@@ -122,7 +122,7 @@ class ThreadsTransport(HostTransport):
     def _compile(self, call: Call) -> Plan:
         words = call.describe()
         exchange, enter = partial(self._exchange, words=words), partial(self._enter, words)
-        return averaging(call, lambda call: MessageSteps(call, exchange, enter))
+        return averaging(call, lambda call: MessageSteps(call, self.scratch, exchange, enter))
 
     def transfer(self, sends: Messages, receives: Messages) -> None:
         """Sends and receives at once; see ``Transport.transfer``."""

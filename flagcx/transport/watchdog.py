@@ -106,13 +106,21 @@ class Watchdog:
         self._stop = threading.Event()
         self._published = (0.0, -1)
         self._thread = threading.Thread(target=self._run, name="flagcx-watchdog", daemon=True)
+        self._looker = threading.Thread(target=self._keep_looking, name="flagcx-looker", daemon=True)
         self._thread.start()
+        self._looker.start()
 
     def close(self) -> None:
         """Stops watching."""
         self._stop.set()
-        if self._thread is not threading.current_thread():
-            self._thread.join(timeout=5.0)
+        for thread in (self._thread, self._looker):
+            if thread is not threading.current_thread():
+                thread.join(timeout=5.0)
+
+    def _keep_looking(self) -> None:
+        """Asks the GPU on a thread of its own, since CUDA may keep it for as long as another thread waits."""
+        while not self._stop.wait(self._tick_s):
+            self._order.look()
 
     def _run(self) -> None:
         while not self._stop.wait(self._tick_s):

@@ -268,6 +268,36 @@ def test_auto_finds_sparse_gradients_by_their_density():
     assert all(plain == "dense" for plain, *_ in done)
 
 
+def tells_what_it_sends(count: int) -> list[tuple[str, int, int, str]]:
+    comm, told = fc.init(), []
+    for name in ("int8", "topk", "powersgd", "sparse"):
+        x = np.where(np.arange(count) % 100 == comm.rank, data(comm.rank, count), np.float32(0))
+        before = comm.explain_compression(x, name)
+        comm.profiler.clear()
+        comm.allreduce(x, compression=name)
+        (row,) = [row for row in comm.profiler.summary().rows if row.algorithm == f"compressed ({name})"]
+        told.append(
+            (name, before.sent_nbytes[name], row.sent_nbytes, comm.explain_compression(x, name).reason)
+        )
+    return told
+
+
+def test_bytes_on_the_wire_are_told_before_and_counted_after():
+    """By hand: int8 a factor for 256 bytes; top-k and sparse 6 bytes for each element, own and of all."""
+    count, n = 1 << 18, 4
+    dense = 2 * (n - 1) * 4 * count // n
+    counted = {}
+    for told in run_ranks(tells_what_it_sends, n, count):
+        for name, predicted, sent, reason in told:
+            counted.setdefault(name, []).append(sent)
+            assert f"{name}: named by the caller" in reason and "in the last call it sent" in reason
+            assert sent <= 1.02 * predicted, (name, predicted, sent)
+    assert np.mean(counted["int8"]) == pytest.approx(0.254 * dense, rel=0.01)
+    elements = count // 100 * (n - 1) / n * (1 + n) * 6  # of each rank to the owners, and of all back
+    assert np.mean(counted["sparse"]) == pytest.approx(elements, rel=0.03)
+    assert np.mean(counted["topk"]) == pytest.approx(elements, rel=0.03)
+
+
 def test_a_slot_forgets_the_plans_of_a_closed_communicator():
     """Whose number in memory a later one may have."""
     slot = fc.compression.Feedback("int8")["x"]

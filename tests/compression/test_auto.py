@@ -7,7 +7,7 @@ import logging
 import numpy as np
 import pytest
 
-from flagcx.compression import Auto, Feedback, LinkProfile, Quantized, catalogue
+from flagcx.compression import Auto, Cast, Feedback, LinkProfile, Quantized, RandomK, TopK, catalogue
 from flagcx.compression.auto import AutoReduce, coded_us, decide, dense_us
 from flagcx.compression.link import measure_speed
 from flagcx.compression.slot import Slot
@@ -115,8 +115,50 @@ def test_a_dense_choice_empties_the_residual():
         assert out.tolist() == [1, 2, 3, 4, 5, 6, 7, 8] and not residual.any()
 
 
-def test_speeds_are_measured():
-    assert measure_speed(Quantized("int8")) > 0.01
+@pytest.mark.parametrize("name", catalogue())
+def test_speeds_are_measured_with_all_that_a_rank_does(name):
+    codec = catalogue()[name].codec
+    plain, fed = measure_speed(codec), measure_speed(codec, feedback=True)
+    assert 0.01 < plain < 200 and 0.01 < fed < 200
+    if isinstance(codec, Quantized):
+        assert fed < 0.95 * plain, "the lost part is added, found and kept"
+        assert measure_speed(codec, ranks=16) < 0.95 * plain, "stripes of all ranks are decoded"
+
+
+def test_all_ranks_send_what_a_decision_says():
+    """Top-k of 1% on 16 ranks sends 1% once, and at most 4% of the sum: 5%, not 3%."""
+    many = LinkProfile(ranks=16, bandwidth_gb_per_s=0.0125, latency_us=100, known=True)
+    codecs = {"topk": TopK(0.01), "int8": Quantized("int8")}
+    decision = decide(1 << 24, many, codecs, {"topk": 1.0, "int8": 1.0})
+    dense = 2 * 15 * (64 << 20) // 16
+    assert decision.sent_nbytes["dense"] == dense
+    assert decision.sent_nbytes["topk"] == pytest.approx(0.05 * dense)
+    assert decision.reason.endswith("; a rank sends 6 MiB, 5.0% of the dense 120 MiB")
+    assert decision.predicted_us["topk"] == pytest.approx(0.05 * dense / 0.0125 / 1e3, rel=0.01)
+
+
+def test_of_equally_fast_codecs_the_one_that_sends_least():
+    """Where coding takes all the time: bf16 would come first by name."""
+    decision = decide(
+        1 << 24, SLOW, {"bf16": Cast("bf16"), "int8": INT8["int8"]}, {"bf16": 0.01, "int8": 0.01}
+    )
+    assert decision.predicted_us["bf16"] == decision.predicted_us["int8"] < decision.predicted_us["dense"]
+    assert decision.chosen == "int8"
+
+
+def test_random_k_is_never_chosen():
+    codecs, speeds = {"randomk": RandomK(), **INT8}, {"randomk": 10.0, "int8": 1.0}
+    decision = decide(1 << 24, SLOW, codecs, speeds)
+    assert decision.chosen == "int8" and "randomk" not in decision.predicted_us
+    assert "randomk is left out, since trainings diverge with it at the step size" in decision.reason
+    assert decide(1 << 24, SLOW, {"randomk": RandomK()}, speeds).chosen == "dense"
+
+
+def test_codecs_code_float32_whatever_the_array_has():
+    """So arrays of float16 gain nothing from 16 bits."""
+    decision = decide(1 << 24, SLOW, {"fp16": Cast("fp16")}, {"fp16": 100.0}, itemsize=2)
+    assert decision.chosen == "dense"
+    assert decision.sent_nbytes["fp16"] == decision.sent_nbytes["dense"]
 
 
 def test_a_setting_that_is_wrong():

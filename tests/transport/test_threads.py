@@ -173,7 +173,7 @@ def test_a_rank_that_is_late_is_named():
         if fc.init().rank == 1:
             stop.wait(30)
 
-    with pytest.raises(fc.LaunchError, match=r"rank 1 did not end within 0\.5 s") as caught:
+    with pytest.raises(fc.LaunchError, match=r"rank 1 was given up: not done within 0\.5 s") as caught:
         fc.launch(job, 2, threads=True, timeout_s=0.5)
     assert caught.value.rank == 1
     stop.set()

@@ -43,6 +43,9 @@ class Fake:
     def last_calls(self) -> list[tuple[int, str]]:
         return list(enumerate(self.texts, self.calls - len(self.texts)))
 
+    def look(self) -> None:
+        pass
+
     def pending_since(self) -> float | None:
         return self.since
 

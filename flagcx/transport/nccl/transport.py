@@ -326,7 +326,7 @@ class NcclTransport(DeviceTransport):
         """Ends the communicator with an error, which every later call and every wait on the host raises;
         ``close`` too, if no other call has and results may be wrong."""
         if self._order.failure is None:
-            done = self._order.pending_since() is None and self.fault() is None
+            done = self._order.all_done() and self.fault() is None
             self._order.failure, self._order.reported = error, done and not isinstance(error, MismatchError)
 
     def abort_enqueued(self) -> None:

@@ -6,14 +6,17 @@ import ctypes
 import json
 import os
 import secrets
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 
 from flagcx.config import Config
 from flagcx.errors import BootstrapError, PeerDiedError, ResourceError
+from flagcx.transport.scratch import Scratch
 from flagcx.transport.shared_memory.cross_memory import CrossMemory, allow_peers, probe
 from flagcx.transport.shared_memory.heap import Heap, PeerHeaps
 from flagcx.transport.shared_memory.segment import ONE_NAMESPACE, Handle, Segment, pid_namespace
@@ -24,6 +27,12 @@ ONE_SHOT_NBYTES = 64 << 10
 STAGES = 4
 PIECE_NBYTES = 64 << 10
 PIECES = 4
+MAPPED_PART_NBYTES = 256 << 10
+COPIED_PART_NBYTES = 128 << 10  # leaves room in the second-level cache for what is copied in
+"""What is added up at a time of arrays that peers map, and of those that are copied in first."""
+_WIDER = 8
+"""How much wider than its dtype a sum is made at most."""
+_MOST_VIEWS = 1 << 15
 _PROBE_NBYTES = 32
 
 
@@ -64,6 +73,49 @@ class Areas:
         return self.pairs + (peer * PIECES + number % PIECES) * PIECE_NBYTES
 
 
+class Preparation(Protocol):
+    """What a plan has prepared for certain arrays, and makes anew where it is gone.
+
+    Attributes:
+        pieces: The parts of the arrays that are worked on one after the other.
+    """
+
+    pieces: list
+
+    def forget(self) -> None:
+        """Lets go of the pieces."""
+
+
+class Prepared:
+    """The latest preparations of all plans together.
+
+    Args:
+        most: How many pieces are kept; those of the latest preparation in any case.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most, self._count = most, 0
+        self._latest: deque[tuple[Preparation, list]] = deque()
+
+    def add(self, one: Preparation) -> None:
+        """Keeps what was prepared just now, and lets go of the oldest where it is too much."""
+        self._latest.append((one, one.pieces))
+        self._count += len(one.pieces)
+        while self._count > self._most and len(self._latest) > 1:
+            self._drop()
+
+    def clear(self) -> None:
+        """Lets go of all."""
+        while self._latest:
+            self._drop()
+
+    def _drop(self) -> None:
+        oldest, pieces = self._latest.popleft()
+        self._count -= len(pieces)
+        if oldest.pieces is pieces:
+            oldest.forget()
+
+
 class Arena:
     """One rank's side of the shared memory of a communicator.
 
@@ -72,6 +124,10 @@ class Arena:
         size: Number of ranks.
         exchange: Sends bytes to all ranks and returns every rank's, in rank order.
         config: Settings.
+
+    Attributes:
+        scratch: Memory of this rank alone that plans share.
+        prepared: What plans have prepared for arrays of the peers.
 
     Raises:
         ResourceError: There is no room for shared memory.
@@ -98,6 +154,12 @@ class Arena:
         self.pids = [card["segment"][0] for card in cards]
         self.signals = Signals(rank, self._segments, config.timeout_s)
         self.memory = [np.frombuffer(s.memory, np.uint8) for s in self._segments]
+        self.scratch = Scratch()
+        longest = max(MAPPED_PART_NBYTES, ONE_SHOT_NBYTES, config.slot_nbytes)
+        # Pages are taken when they are first written, so what no plan uses costs nothing.
+        self._accumulator = np.empty(_WIDER * longest, np.uint8)
+        self._incoming = np.empty((size, COPIED_PART_NBYTES), np.uint8)
+        self.prepared = Prepared(_MOST_VIEWS // size)
         self.heap = Heap(self.signals.own)
         self.peer_heaps = PeerHeaps(self.signals.words, self.pids)
         self.attached = [CrossMemory(pid, q) for q, pid in enumerate(self.pids)]
@@ -151,9 +213,18 @@ class Arena:
         """``count`` elements in the segment of ``rank``, from byte ``offset`` on."""
         return self.memory[rank][offset : offset + count * dtype.itemsize].view(dtype)
 
+    def accumulator(self, count: int, dtype: np.dtype) -> np.ndarray:
+        """``count`` elements in which plans make sums: of a part of the message, or of what a slot holds."""
+        return self._accumulator[: count * dtype.itemsize].view(dtype)
+
+    def incoming(self, rank: int, dtype: np.dtype) -> np.ndarray:
+        """Where parts of a private array of ``rank`` are copied to."""
+        return self._incoming[rank].view(dtype)
+
     def close(self) -> None:
         """Gives everything back. Further calls do nothing."""
         self.signals.close()
+        self.prepared.clear()
         self.heap.close()
         self.peer_heaps.close()
         self.memory = []

@@ -16,14 +16,12 @@ import numpy as np
 from flagcx.errors import CommunicationError, ResourceError
 from flagcx.schedule.collectives import cut
 from flagcx.transport.base import Call
-from flagcx.transport.shared_memory.arena import Arena
+from flagcx.transport.shared_memory.arena import COPIED_PART_NBYTES, MAPPED_PART_NBYTES, Arena
 from flagcx.transport.shared_memory.heap import SHARED
 from flagcx.transport.shared_memory.reduction import accumulator_dtype, combiner
 from flagcx.transport.shared_memory.two_shot import TwoShotSlots
 from flagcx.transport.shared_memory.words import ABORTED, CALL_LOG_MASK, CLOSED, DONE, LOCATIONS, SHARED_BIT
 
-_MAPPED_PIECE_NBYTES = 256 << 10
-_COPIED_PIECE_NBYTES = 128 << 10  # leaves room in the second-level cache for what is copied in
 _STRIPE_ALIGNMENT = 64
 
 
@@ -59,6 +57,10 @@ class _Binding:
         self.places: list[int] = []
         self.pieces: list[_Piece] = []
 
+    def forget(self) -> None:
+        """Lets go of the pieces; the next call with these arrays prepares them anew."""
+        self.places, self.pieces = [], []
+
 
 class Direct:
     """All-reduce in the peers' arrays; through slots where neither way into them is open.
@@ -76,9 +78,9 @@ class Direct:
         self._cross_memory = cross_memory
         self._slots = None if cross_memory else TwoShotSlots(arena, call, signature)
         self._combine = combiner(call.op, call.dtype, arena.size)  # type: ignore[arg-type]
-        piece = min(_MAPPED_PIECE_NBYTES // self._dtype.itemsize, self._count)
-        self._accumulator = np.empty(piece, accumulator_dtype(call.op, call.dtype, arena.size))  # type: ignore[arg-type]
-        self._incoming = [np.empty(piece if cross_memory else 0, self._dtype) for _ in range(arena.size)]
+        part = MAPPED_PART_NBYTES // self._dtype.itemsize
+        self._accumulator = arena.accumulator(part, accumulator_dtype(call.op, call.dtype, arena.size))  # type: ignore[arg-type]
+        self._incoming = [arena.incoming(q, self._dtype) for q in range(arena.size)]
         self._low, self._high = self._stripe()
         self._binding: _Binding | None = None
 
@@ -122,6 +124,7 @@ class Direct:
             if places != binding.places:
                 binding.pieces = self._prepare(sendbuf, recvbuf, places)
                 binding.places = places
+                self._arena.prepared.add(binding)
             self._work(binding.pieces)
         except (CommunicationError, ResourceError):
             for q, words in enumerate(signals.words):
@@ -166,7 +169,7 @@ class Direct:
         inputs[rank] = _unowned(_address(sendbuf), self._count, self._dtype)
         outputs[rank] = _unowned(_address(recvbuf), self._count, self._dtype)
         copied = any(a is None for a in (*inputs, *outputs))
-        piece = (_COPIED_PIECE_NBYTES if copied else _MAPPED_PIECE_NBYTES) // self._dtype.itemsize
+        piece = (COPIED_PART_NBYTES if copied else MAPPED_PART_NBYTES) // self._dtype.itemsize
         return [
             self._prepare_piece(start, min(start + piece, self._high), inputs, outputs, places)
             for start in range(self._low, self._high, piece)

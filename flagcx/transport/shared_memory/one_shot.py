@@ -40,7 +40,7 @@ class OneShot:
         if collective.reduces:
             self._combine = combiner(call.op, call.dtype, arena.size)  # type: ignore[arg-type]
             wide = accumulator_dtype(call.op, call.dtype, arena.size)  # type: ignore[arg-type]
-            self._accumulator = np.empty(count, wide) if wide != dtype else None
+            self._accumulator = arena.accumulator(count, wide) if wide != dtype else None
 
     @staticmethod
     def serves(call: Call, size: int) -> bool:

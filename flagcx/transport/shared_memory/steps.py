@@ -28,7 +28,7 @@ class ChannelSteps(Steps):
         self._attach_nbytes = attach_nbytes
         self._arena, self._signature = arena, signature
         self._kinds = (signature >> SIGNATURE_SHIFT,) * len(Buffer)
-        super().__init__(call)
+        super().__init__(call, arena.scratch)
 
     def _messages(self, step: StepParts) -> Exchange:
         sends = tuple((peer, part) for part, peer in step.sends)

@@ -55,7 +55,7 @@ class TwoShotSlots:
         self._pieces = pieces
         self._combine = combiner(call.op, call.dtype, arena.size)  # type: ignore[arg-type]
         widest = -(-self._piece // arena.size)
-        self._accumulator = np.empty(widest, accumulator_dtype(call.op, call.dtype, arena.size))  # type: ignore[arg-type]
+        self._accumulator = arena.accumulator(widest, accumulator_dtype(call.op, call.dtype, arena.size))  # type: ignore[arg-type]
 
     def _stage(self, stage: int, length: int) -> _Stage:
         arena, areas = self._arena, self._arena.areas

@@ -193,6 +193,22 @@ class Watchdog:
                 time.sleep(self._tick_s / 8)
         return answers
 
+    def _ask(self) -> dict[int, Told]:
+        """What all ranks that answer in time tell of their calls by now."""
+        question = self._store.add("nccl/failures", _ASK) // _ASK
+        self._answer(question)
+        return self._answers(question, _ANSWER_S)
+
+    def difference(self) -> MismatchError | None:
+        """The error of ranks that call different things; None if they do not, or do not answer."""
+        try:
+            _compare(self._ask())
+        except MismatchError as error:
+            return error
+        except FlagcxError:
+            pass  # the job is ending
+        return None
+
     def _compare_with_neighbour(self) -> None:
         """Compares this rank's calls so far with those that the next rank has published.
 
@@ -226,9 +242,7 @@ class Watchdog:
             return
         if now - since < waits.due_s(ON_GPU):
             return
-        question = self._store.add("nccl/failures", _ASK) // _ASK
-        self._answer(question)
-        answers = self._answers(question, _ANSWER_S)
+        answers = self._ask()
         made = {rank: answers[rank].calls if rank in answers else -1 for rank in range(self._store.size)}
         behind = min(made, key=lambda rank: made[rank])
         _compare(answers)

@@ -273,3 +273,14 @@ def test_a_close_finds_calls_that_differed_long_ago(stores):
     assert len(told) == 2 and all("between their calls 0 and 2" in text for text in told)
     for dog in dogs:
         dog.close()
+
+
+def test_the_calls_of_ranks_are_compared_when_nccl_fails(stores):
+    fakes = calling("a", "allreduce of 3 int8"), calling("a", "allreduce of 4 int8")
+    dogs = watch(stores, *fakes, timeout_s=60.0)
+    error = dogs[0].difference()
+    assert isinstance(error, MismatchError) and "rank 1: allreduce of 4 int8" in str(error)
+    fakes[1].texts = fakes[0].texts
+    assert dogs[0].difference() is None
+    for dog in dogs:
+        dog.close()

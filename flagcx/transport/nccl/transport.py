@@ -291,19 +291,18 @@ class NcclTransport(DeviceTransport):
             order.inside = False
 
     def _fault(self, error: BaseException) -> BaseException:
-        """The exception to raise for one that an operation raised while it was enqueued.
-
-        Part of the operation may be under way, so the communicator ends, and the other ranks learn of it.
-        """
+        """The exception to raise for one of an operation that may be half enqueued; ends the communicator."""
         if self._order.failure is not None:
             return self._order.report()
         failure = CommunicationError(
             f"rank {self.rank}: {self._order.what} could not be enqueued: "
             f"{message_of(error) or type(error).__name__}; {hints()}"
         )
+        ours = isinstance(error, (self._cupy.cuda.runtime.CUDARuntimeError, RuntimeError, KeyError))
+        if ours and self._watchdog is not None:  # NCCL fails too where ranks connect for different calls
+            failure = self._watchdog.difference() or failure
         self._give_up(failure)
-        ours = self._cupy.cuda.runtime.CUDARuntimeError, RuntimeError, KeyError
-        return failure if isinstance(error, ours) else error
+        return failure if ours else error
 
     def abort(self, reason: str, culprit: int | None) -> None:
         """Ends the communicator, on all ranks, because of this rank."""

@@ -8,7 +8,8 @@ from typing import Any
 from flagcx.algorithms.candidate import Candidate
 from flagcx.algorithms.catalogue import Algorithm
 from flagcx.errors import ArrayError, CommunicatorError
-from flagcx.executor.host import TWO_THREADS, Executor
+from flagcx.executor.host import Executor
+from flagcx.executor.point_to_point import TWO_THREADS
 from flagcx.executor.work import Work
 from flagcx.profiler import RecordBuffer, RecordedPlan
 from flagcx.selection.device_rules import DeviceRules

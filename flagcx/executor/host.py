@@ -19,6 +19,7 @@ from flagcx.errors import ArgumentError, CommunicationError, CommunicatorError, 
 from flagcx.executor.float_errors import FloatErrors
 from flagcx.executor.forks import refuse_in_children
 from flagcx.executor.plan_cache import PlanCache, plan_nbytes
+from flagcx.executor.point_to_point import TWO_THREADS, PointToPoint
 from flagcx.executor.progress_thread import progress_thread
 from flagcx.executor.work import Work
 from flagcx.profiler import OperationInfo, Progress, RecordBuffer, RecordedPlan
@@ -34,10 +35,6 @@ SAME_MODE = (
     "where every rank adds up for itself, such numbers come out different on ranks that do and ranks that do "
     "not. Load the same libraries on all ranks (one that was built with -ffast-math sets the mode) before "
     "fc.init(), or set it alike, as torch.set_flush_denormal(False) does"
-)
-TWO_THREADS = (
-    "two threads use one communicator at the same time; give each thread its own, from comm.split(), or let "
-    "one thread make all calls"
 )
 
 
@@ -60,6 +57,7 @@ class Executor:
         over: Why no further call can be made; empty where one can.
         partner: The executor of the same communicator for the other kind of array, which ends with this one.
         blames: Whether a peer is to blame that no further call can be made.
+        messages: Sends and receives under way; None where the transport makes them in order.
         forked: Whether this is a copy in a forked child of the process that made it.
     """
 
@@ -90,6 +88,8 @@ class Executor:
         self._untold: BaseException | None = None  # an error of started work, until some caller has got it
         self.partner: Executor | None = None
         self.forked = False
+        messenger = transport.messenger
+        self.messages = None if messenger is None else PointToPoint(messenger, self)
         refuse_in_children(self)
 
     # -- plans ------------------------------------------------------------------------------------
@@ -217,12 +217,15 @@ class Executor:
         plan.run(largest, largest)
         return [int(value) for value in largest]
 
+    def transfer_info(self, nbytes: int) -> OperationInfo:
+        """What records call messages between some of the ranks."""
+        return OperationInfo("transfer", nbytes, "bytes", "direct", 1, "", self.transport.name)
+
     def recorded_transfer(self, plan: Plan, nbytes: int) -> Plan:
         """Wraps messages between some of the ranks, so that they are recorded."""
         if self.ring is None:
             return plan
-        what = OperationInfo("transfer", nbytes, "bytes", "direct", 1, "", self.transport.name)
-        return RecordedPlan(plan, what, self.ring, self._progress, shared=False)
+        return RecordedPlan(plan, self.transfer_info(nbytes), self.ring, self._progress, shared=False)
 
     def beside(self, plan: Plan) -> Plan:
         """The plan for use beside a computation; the same one where there is none for that.
@@ -284,6 +287,8 @@ class Executor:
             Work whose ``wait`` returns ``value``.
         """
         self.check()
+        if self.turn.locked():
+            raise CommunicatorError(TWO_THREADS)
         if self._worker is None:
             self._worker = progress_thread()
 
@@ -292,25 +297,29 @@ class Executor:
             run = partial(plan.run_queued, queued_at_ns=perf_counter_ns())
 
         def call() -> Any:
-            with self.turn:
-                self._progress.background = not self._hurried
-                try:
-                    self._run(run, sendbuf, recvbuf)
-                except BaseException as error:
-                    self._untold = self._untold or error
-                    raise
-                finally:
-                    self._progress.background = False
+            self._progress.background = not self._hurried
+            try:
+                self._run(run, sendbuf, recvbuf)
+            except BaseException as error:
+                self.leave_untold(error)
+                raise
+            finally:
+                self._progress.background = False
             return value
 
         self.hold()
         self._hurried = False
         self._last = self._worker.submit(call)
-        return Work(self._last, what, self.hurry, self._tell, self.float_errors)
+        return Work(self._last, what, self.hurry, self.take_untold, self.float_errors)
 
-    def _tell(self) -> None:
-        """Notes that a caller got the error of started work; those of later work follow from it."""
-        self._untold = None
+    def leave_untold(self, error: BaseException) -> None:
+        """Keeps an error that no caller has got so far; those of later work follow from the first."""
+        self._untold = self._untold or error
+
+    def take_untold(self) -> BaseException | None:
+        """The error that no caller has got so far, which this one gets."""
+        untold, self._untold = self._untold, None
+        return untold
 
     def hurry(self) -> None:
         """Lets started work have the core, since the caller waits and computes nothing beside it."""
@@ -357,6 +366,8 @@ class Executor:
         """Refuses every further call, with ``why`` as the reason."""
         self.over = self.over or why
         self.hold()
+        if self.messages is not None:
+            self.messages.stop(self.forked)
         self._cache.clear()
 
     def close(self) -> None:
@@ -367,7 +378,12 @@ class Executor:
             FlagcxError: Work that was started failed, and nothing has waited for it.
         """
         self.catch_up()
-        untold, self._untold = self._untold, None
+        if self.messages is not None and not self.over:
+            try:
+                self.messages.finish()
+            except CommunicationError as error:
+                self.leave_untold(error)
+        untold = self.take_untold()
         ended = bool(self.over)
         if self._worker is not None:
             self._worker.shutdown()

@@ -111,7 +111,7 @@ class Explored(RecordedPlan):
         progress: What the transport counts.
     """
 
-    __slots__ = ("_at", "_compile", "_describe", "_exploration", "_plans", "_progress", "_run")
+    __slots__ = ("_at", "_compile", "_describe", "_exploration", "_plans", "_progress", "_ring", "_run")
 
     def __init__(
         self,
@@ -138,22 +138,22 @@ class Explored(RecordedPlan):
             plan = self._plans[choice] = made
         return plan
 
-    def run(self, sendbuf: Any, recvbuf: Any) -> None:  # type: ignore[override]
+    def run(self, sendbuf: Any, recvbuf: Any, queued_ns: int = 0) -> None:  # type: ignore[override]
         """Runs the call once, with the candidate in use or on trial."""
         exploration = self._exploration
         exploration.calls += 1
         if exploration.calls >= exploration.due:
-            self._try(sendbuf, recvbuf)
+            self._try(sendbuf, recvbuf, queued_ns)
             return
         if exploration.current is not self._at:
             self._use(exploration.current)
-        self._run(sendbuf, recvbuf)
+        self._run(sendbuf, recvbuf, queued_ns)
 
-    def _try(self, sendbuf: Any, recvbuf: Any) -> None:
+    def _try(self, sendbuf: Any, recvbuf: Any, queued_ns: int) -> None:
         exploration = self._exploration
         plan = self._plan(exploration.candidate())
         start = now()
-        plan.run(sendbuf, recvbuf)
+        plan.run(sendbuf, recvbuf, queued_ns)
         exploration.note(start, now())
 
 

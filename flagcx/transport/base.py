@@ -21,6 +21,8 @@ Contract
                           rank at fault.
 ``transfer(...)``         point to point: only the ranks concerned call it; messages of a pair of ranks arrive
                           in the order in which they are sent.
+``messenger``             where there is one, it carries what users send and receive, so that this waits for
+                          no collective; see ``flagcx.transport.messenger``.
 ``take``, ``result``      check a caller's arrays, without a copy.
 ``empty``                 makes an array that peers reach with the fewest copies.
 ``protocols(...)``        the ways that ``Call.protocol`` may name; the same answer on all ranks.
@@ -45,6 +47,7 @@ from flagcx.dtypes import DType, ReduceOp
 from flagcx.errors import ArgumentError
 from flagcx.schedule.collectives import COLLECTIVES, ChunkLayout, Counts, chunk_layout
 from flagcx.schedule.model import Program, Schedule
+from flagcx.transport.messenger import Messenger
 from flagcx.transport.waits import Waits
 
 HOST, DEVICE = "host", "device"
@@ -226,6 +229,8 @@ class Transport(ABC):
         modelled: Whether ``flagcx.cost.shared_memory`` says how long its calls take.
         link: The speed of the link between ranks where it is known beforehand, else None.
         progress: What it counts, or None if it counts nothing.
+        messenger: What carries sends and receives beside collectives, any number at once; where it is None
+            they go by ``transfer``, one after the other and each after the collectives before it.
     """
 
     name: str
@@ -237,6 +242,7 @@ class Transport(ABC):
     modelled: bool = False
     link: LinkSpeed | None = None
     progress: Progress | None = None
+    messenger: Messenger | None = None
 
     @classmethod
     def open(cls, context: TransportContext) -> Transport:

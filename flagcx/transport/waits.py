@@ -21,7 +21,10 @@ from flagcx.errors import FlagcxError, MismatchError, PeerTimeoutError
 logger = logging.getLogger("flagcx")
 
 ON_HOST, ON_GPU = "NumPy arrays", "arrays on GPUs"
+IN_MESSAGES = "sends and receives"
 _KINDS = ON_HOST, ON_GPU
+_NOTES = *_KINDS, IN_MESSAGES
+"""A rank may wait for a message while a collective that it has started waits too, so each has a note."""
 _NOTE = 0.8
 """The part of ``after_s`` after which a note is left, so that notes are there when they are looked for."""
 _POLL_S = 0.25
@@ -61,13 +64,13 @@ class Waits:
         if not looks:
             return self._note_s
         # Every look at GPUs brings messages of all ranks; a rank that comes later looks by itself.
-        return self.after_s * (looks if kind == ON_HOST else 1 << looks - 1)
+        return self.after_s * (1 << looks - 1 if kind == ON_GPU else looks)
 
     def look(self, kind: str, call: str, peer: int | None, waited_s: float, late: bool = False) -> str:
         """Explains a wait that is long, now and then.
 
         Args:
-            kind: The arrays of the call: ``ON_HOST`` or ``ON_GPU``.
+            kind: The arrays of the call, ``ON_HOST`` or ``ON_GPU``; or ``IN_MESSAGES``.
             call: The call, in words.
             peer: The rank that is waited for; None where all ranks have come to the call.
             waited_s: How long this rank has waited so far, in seconds.
@@ -86,7 +89,8 @@ class Waits:
             self._leave(kind, call, peer)
             if looks == 1:
                 self._notes.add(kind, 1)
-            self._compare_kinds(kind, call)
+            if kind != IN_MESSAGES:
+                self._compare_kinds(kind, call)
             chain = self._chain(self._ranks[peer]) if peer is not None and (looks == 2 or late) else ""
         except MismatchError:
             time.sleep(self._grace_s)  # the others find it too, before this rank ends
@@ -176,7 +180,7 @@ class Waits:
         seen, text = [self._me], ""
         while rank not in seen:
             seen.append(rank)
-            note = next((n for kind in _KINDS if (n := self._read(rank, kind)) is not None), None)
+            note = next((n for kind in _NOTES if (n := self._read(rank, kind)) is not None), None)
             if note is None:
                 return f"{text}; {self._name(rank)} itself waits for no rank"
             text += f"; {self._name(rank)} waits"

@@ -25,6 +25,7 @@ class FakeTransport:
 
     name, rank, size, nccl_version, array_class = "nccl", 1, 4, 22809, np.ndarray
     progress = None
+    messenger = None
 
     def __init__(self) -> None:
         self.own_ways: frozenset[tuple[str, str]] = frozenset()

@@ -21,7 +21,7 @@ from flagcx.transport.shared_memory.cross_memory import CrossMemory, allow_peers
 from flagcx.transport.shared_memory.heap import Heap, PeerHeaps
 from flagcx.transport.shared_memory.segment import ONE_NAMESPACE, Handle, Segment, pid_namespace
 from flagcx.transport.shared_memory.signals import Signals
-from flagcx.transport.shared_memory.words import READY, words_nbytes
+from flagcx.transport.shared_memory.words import LANES, MESSAGES, READY, STEPS, words_nbytes
 
 ONE_SHOT_NBYTES = 64 << 10
 STAGES = 4
@@ -46,7 +46,7 @@ class Areas:
         one_shot: Two slots of ONE_SHOT_NBYTES.
         contributed: STAGES slots: what this rank contributes to the other stripes of a piece.
         reduced: STAGES slots: this rank's reduced stripe of a piece.
-        pairs: For each peer PIECES slots of PIECE_NBYTES, each with its header.
+        pairs: For each peer and lane PIECES slots of PIECE_NBYTES, each with its header.
         nbytes: Size of a segment.
     """
 
@@ -65,12 +65,31 @@ class Areas:
         contributed = one_shot + 2 * ONE_SHOT_NBYTES
         reduced = contributed + STAGES * slot_nbytes
         pairs = reduced + STAGES * slot_nbytes
-        nbytes = pairs + size * PIECES * PIECE_NBYTES
+        nbytes = pairs + size * LANES * PIECES * PIECE_NBYTES
         return cls(size, slot_nbytes, one_shot, contributed, reduced, pairs, nbytes)
 
-    def piece(self, peer: int, number: int) -> int:
+    def piece(self, peer: int, lane: int, number: int) -> int:
         """Where piece ``number`` to ``peer`` lies."""
-        return self.pairs + (peer * PIECES + number % PIECES) * PIECE_NBYTES
+        return self.pairs + ((peer * LANES + lane) * PIECES + number % PIECES) * PIECE_NBYTES
+
+
+class Lane:
+    """One of the two sets of channels between this rank and its peers, each used by one thread at a time.
+
+    Args:
+        number: ``words.STEPS`` or ``words.MESSAGES``.
+        pids: The process of each rank.
+
+    Attributes:
+        sent: How many pieces this rank has sent to each.
+        received: How many pieces it has received from each.
+        attached: The private memory of each.
+    """
+
+    def __init__(self, number: int, pids: list[int]) -> None:
+        self.number = number
+        self.sent, self.received = [0] * len(pids), [0] * len(pids)
+        self.attached = [CrossMemory(pid, q) for q, pid in enumerate(pids)]
 
 
 class Preparation(Protocol):
@@ -162,12 +181,10 @@ class Arena:
         self.prepared = Prepared(_MOST_VIEWS // size)
         self.heap = Heap(self.signals.own)
         self.peer_heaps = PeerHeaps(self.signals.words, self.pids)
-        self.attached = [CrossMemory(pid, q) for q, pid in enumerate(self.pids)]
+        self.steps, self.messages = Lane(STEPS, self.pids), Lane(MESSAGES, self.pids)
         self.one_shots = 0
         self.pieces = 0
         self.done = 0
-        self.sent = [0] * size
-        self.received = [0] * size
         self.cross_memory = self._agree_on_cross_memory([card["probe"] for card in cards])
 
     def _exchange_cards(self, own: Segment, exchange) -> list[dict]:
@@ -199,7 +216,7 @@ class Arena:
         peer = (self.rank + 1) % self.size
         at, text = probes[peer]
         allowed = self.config.cross_memory and (
-            self.size == 1 or probe(self.attached[peer], at, bytes.fromhex(text))
+            self.size == 1 or probe(self.steps.attached[peer], at, bytes.fromhex(text))
         )
         signals = self.signals
         signals.own[READY] = 2 if allowed else 1

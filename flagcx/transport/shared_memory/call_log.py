@@ -148,22 +148,23 @@ class CallLog:
             if (words[index] ^ mine) > SHARED_BIT:
                 self.compare(sequence + 1)
 
-    def check_end(self, sequence: int, received: Sequence[int]) -> None:
+    def check_end(self, sequence: int, received: Sequence[Sequence[int]]) -> None:
         """Looks for signs, when all calls have been made, that a peer made others.
 
         Args:
             sequence: How many calls this rank has made.
-            received: How many pieces it has received from each.
+            received: How many pieces it has received from each, for each lane.
 
         Raises:
             MismatchError: A peer called something else lately, or sent what this rank has never received.
         """
         self.compare(sequence)
-        for peer, words in enumerate(self._words):
-            if words[sent_index(self._rank)] > received[peer]:
-                sent = self._message_of(peer, words[header_index(self._rank, received[peer])])
-                raise MismatchError(
-                    f"rank {peer} sent {sent}, which rank {self._rank} never received; every rank must make "
-                    f"the same calls",
-                    peer=peer,
-                )
+        for lane, counts in enumerate(received):
+            for peer, words in enumerate(self._words):
+                if words[sent_index(self._rank, lane)] > counts[peer]:
+                    header = words[header_index(self._rank, lane, counts[peer])]
+                    raise MismatchError(
+                        f"rank {peer} sent {self._message_of(peer, header)}, which rank {self._rank} never "
+                        f"received; every rank must make the same calls",
+                        peer=peer,
+                    )

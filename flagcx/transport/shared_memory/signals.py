@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import select
+import threading
 import time
 from collections.abc import Callable
 from time import perf_counter_ns as now
@@ -23,11 +24,12 @@ from flagcx.transport.shared_memory.words import (
     CALL_LOG_MASK,
     CLOSED,
     HEARTBEAT,
+    MESSAGE_FROM,
     SEQUENCE_MASK,
     SHARED_BIT,
     WAITING_FOR,
 )
-from flagcx.transport.waits import ON_HOST, Waits
+from flagcx.transport.waits import IN_MESSAGES, ON_HOST, Waits
 
 _SPINS = 50
 _LOOK_NS = 40  # about; reading the clock would take longer than most of the short waits
@@ -71,7 +73,7 @@ class Signals:
         self.background = False
         self.log = CallLog(rank, self.words, [memoryview(s.memory) for s in segments])
         self._waits: Waits | None = None
-        self._poll = select.poll()
+        self._poll, self._polling = select.poll(), threading.Lock()
         self._descriptors: dict[int, int] = {}
         for q, segment in enumerate(segments):
             if q != rank:
@@ -211,6 +213,40 @@ class Signals:
         what = "send or receive" if point_to_point else ""
         self._examine(peer, lambda: False, False, what, 0.0)
 
+    def examine_message(
+        self,
+        peer: int,
+        ready: Callable[[], bool],
+        late: bool,
+        what: str,
+        waited_s: float,
+        caller: bool,
+    ) -> None:
+        """Looks for a reason to give up a message between this rank and a peer.
+
+        Args:
+            peer: The peer.
+            ready: Whether the message can go on.
+            late: Whether the time-out has passed.
+            what: "send" or "receive".
+            waited_s: How long a caller has waited.
+            caller: Whether a caller waits at all.
+
+        Raises:
+            CommunicationError: A rank died, left, gave up or is late.
+        """
+        if caller:
+            self.own[HEARTBEAT] = time.monotonic_ns()
+            self.own[MESSAGE_FROM] = peer + 1
+        self._examine(peer, ready, late, what, waited_s, IN_MESSAGES)
+
+    def end_message_wait(self) -> None:
+        """A caller's wait for a message is over."""
+        if self.own is not None and self.own[MESSAGE_FROM]:
+            self.own[MESSAGE_FROM] = 0
+            if self._waits is not None:
+                self._waits.end(IN_MESSAGES)
+
     @staticmethod
     def _looked(ready: Callable[[], bool], yields: range) -> bool:
         for _ in yields:
@@ -220,7 +256,13 @@ class Signals:
         return False
 
     def _examine(
-        self, peer: int, ready: Callable[[], bool], late: bool, point_to_point: str, waited_s: float
+        self,
+        peer: int,
+        ready: Callable[[], bool],
+        late: bool,
+        point_to_point: str,
+        waited_s: float,
+        kind: str = ON_HOST,
     ) -> None:
         dead = self._dead()
         call = f" in a {point_to_point}" if point_to_point else self.log.last_call(self.sequence)
@@ -239,10 +281,10 @@ class Signals:
         self._examine_closed(peer, point_to_point, call)
         suspects = self._suspects(peer, point_to_point) if late else []
         why = ""
-        if self._waits is not None and (late or waited_s >= self._waits.due_s(ON_HOST)):
+        if self._waits is not None and (late or waited_s >= self._waits.due_s(kind)):
             # While the store is slow, this rank does not seem to stand still.
             self.own[HEARTBEAT] = time.monotonic_ns() + _SLOW_NS
-            why = self._waits.look(ON_HOST, call.removeprefix(" in "), peer, waited_s, late)
+            why = self._waits.look(kind, call.removeprefix(" in "), peer, waited_s, late)
             self.own[HEARTBEAT] = time.monotonic_ns()
         if late:
             raise PeerTimeoutError(
@@ -254,7 +296,8 @@ class Signals:
 
     def _dead(self) -> list[int]:
         """The peers that died without a word; a rank that gave up or closed has said so."""
-        ended = [self._descriptors[d] for d, _ in self._poll.poll(0)] if self._descriptors else []
+        with self._polling:
+            ended = [self._descriptors[d] for d, _ in self._poll.poll(0)] if self._descriptors else []
         return [q for q in ended if not self.words[q][ABORTED] and not self.words[q][CLOSED]]
 
     def _examine_closed(self, peer: int, point_to_point: str, call: str) -> None:
@@ -284,7 +327,7 @@ class Signals:
         now = time.monotonic_ns()
         suspects = []
         for q, words in enumerate(self.words):
-            breathing = words[WAITING_FOR] and now - words[HEARTBEAT] < _STALE_NS
+            breathing = (words[WAITING_FOR] or words[MESSAGE_FROM]) and now - words[HEARTBEAT] < _STALE_NS
             if q != self.rank and not breathing:
                 suspects.append(q)
         return suspects or [peer]

@@ -6,6 +6,7 @@ import atexit
 import os
 import sys
 import threading
+import time
 import warnings
 import weakref
 from dataclasses import fields, replace
@@ -15,7 +16,13 @@ from typing import TYPE_CHECKING, Any
 from flagcx.bootstrap.thread_rank import thread_rank
 from flagcx.communicator import Communicator
 from flagcx.config import Config, environment
-from flagcx.errors import ArgumentError, CommunicatorError, FlagcxError
+from flagcx.errors import (
+    ArgumentError,
+    CommunicationError,
+    CommunicatorError,
+    FlagcxError,
+    PeerTimeoutError,
+)
 
 if TYPE_CHECKING:
     from flagcx.topology import Topology
@@ -28,10 +35,17 @@ class _World:
         self.lock = threading.Lock()
         self.comm: Communicator | None = None
 
+    def current(self) -> Communicator | None:
+        """The communicator that ``init`` made, or what ``shrink`` has made of it."""
+        while self.comm is not None and self.comm.successor is not None:
+            self.comm = self.comm.successor
+        return self.comm
+
     def close(self) -> None:
         """Closes the communicator, if ``init`` made one."""
-        if self.comm is not None:
-            self.comm.close()
+        comm = self.current()
+        if comm is not None:
+            comm.close()
 
     def close_at_exit(self) -> None:
         """Closes the communicator as the process ends; after an error the exit code is 1."""
@@ -91,16 +105,17 @@ def init(*, enable_topology_detection: bool = True, **settings: Any) -> Communic
     settings = {"topology_detection": enable_topology_detection, **settings}
     world = _world()
     with world.lock:
-        if world.comm is None or world.comm.closed:
+        comm = world.current()
+        if comm is None or comm.closed:
             config = Config.from_environment(**settings)
-            if world.comm is not None:
-                world.comm.close()
+            if comm is not None:
+                comm.close()
             elif world is _WORLD:
                 atexit.register(world.close_at_exit)
-            world.comm = _join(config)
+            world.comm = comm = _join(config)
         else:
-            _warn_of_others(settings, world.comm.config)
-        return world.comm
+            _warn_of_others(settings, comm.config)
+        return comm
 
 
 def _warn_of_others(wanted: dict[str, Any], config: Config) -> None:
@@ -138,7 +153,7 @@ def get_topology() -> Topology:
         >>> fc.get_topology()["nvlink_peers"][0]            # doctest: +SKIP
         [1, 2, 3]
     """
-    comm = _world().comm
+    comm = _world().current()
     if comm is not None and not comm.config.topology_detection:
         raise CommunicatorError(
             "topology detection is switched off; close the communicator and use "
@@ -156,6 +171,25 @@ def _detected() -> Topology:
 
 
 def _join(config: Config) -> Communicator:
+    """Joins the job; where lost ranks are started again, as often as ranks are lost meanwhile."""
+    deadline = time.monotonic() + config.init_timeout_s
+    while True:
+        try:
+            return _join_once(config)
+        except _LostWhileJoining as lost:
+            if time.monotonic() >= deadline:
+                raise lost.error from None
+
+
+class _LostWhileJoining(Exception):
+    """A rank was lost before all had joined, and the ranks of this job meet again."""
+
+    def __init__(self, error: CommunicationError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def _join_once(config: Config) -> Communicator:
     from flagcx.bootstrap.environment import Identity, host_name, identify
     from flagcx.bootstrap.rendezvous import connect, leave
     from flagcx.transport.device import bind_local_device
@@ -171,19 +205,22 @@ def _join(config: Config) -> Communicator:
     else:
         identity = identify(environ)
         store = connect(identity, config, environ)
+    limit_s = config.init_timeout_s
     try:
-        hosts = [
-            raw.decode() for raw in store.exchange("hosts", identity.host.encode(), config.init_timeout_s)
-        ]
+        bind_local_device(identity.local_rank, config.share_gpu)
+        members = list(store.agree("generation", b"", limit_s)) if store.elastic else None
+        scope = store.scoped("world/", members)
+        hosts = [raw.decode() for raw in scope.exchange("hosts", identity.host.encode(), limit_s)]
 
         def exchange(value: bytes) -> list[bytes]:
-            return store.exchange("communicator", value, config.init_timeout_s)
+            return scope.exchange("communicator", value, limit_s)
 
-        bind_local_device(identity.local_rank, config.share_gpu)
-        scope = store.scoped("world/")
-        comm = Communicator(identity.rank, identity.size, exchange, hosts, config, scope)
+        comm = Communicator(scope.rank, scope.size, exchange, hosts, config, scope)
     except BaseException as error:
         store.abort(f"init failed: {error}")
+        late = isinstance(error, PeerTimeoutError)
+        if store.elastic and isinstance(error, CommunicationError) and not late:
+            raise _LostWhileJoining(error) from None
         raise
     if thread is None:
         comm.at_close(lambda: leave(store))

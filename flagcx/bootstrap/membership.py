@@ -72,10 +72,20 @@ class Membership:
             del self._states[stay]
         return answers + (self._leave_for_good(rank) if rank in self._finished else [])
 
-    def lose(self, rank: int, how: str) -> Answers:
-        """A rank died, in its stay or between two; the ranks of every stay are told."""
+    def lose(self, rank: int, how: str, returns: bool = False) -> Answers:
+        """A rank died, in its stay or between two; the ranks of every stay are told.
+
+        Args:
+            rank: The rank.
+            how: What happened.
+            returns: Whether its launcher may start it again, where one does.
+        """
         self.lost[rank] = how
         return [answer for state in self._states.values() for answer in state.lose(rank, how)]
+
+    def misses(self, rank: int, lost: int) -> bool:
+        """Whether a connected rank is in a stay to which the death of another one matters."""
+        return self._states[self._stays[rank]].is_dead(lost)
 
     def finish(self, rank: int) -> Answers:
         """A rank's process ended well, so it will not come again once its connection has ended."""

@@ -62,7 +62,7 @@ class RemoteStore(Store):
             raise
         close_in_forked_child(self)
 
-    def check(self) -> None:
+    def lost(self) -> dict[int, str]:
         # The thread that holds the lock reads the notices too; a poll object serves one thread at a time.
         if self._lock.acquire(blocking=False):
             try:
@@ -71,9 +71,10 @@ class RemoteStore(Store):
                         self._read(time.monotonic() + _MARGIN_S, None)
             finally:
                 self._lock.release()
-        if self._dead:
-            rank, detail = next(iter(self._dead.items()))
-            raise PeerDiedError(f"rank {rank} died ({detail})", peer=rank)
+        return self._dead
+
+    def check(self) -> None:
+        super().check()
         if self._broken is not None:
             raise self._broken
 
@@ -147,7 +148,9 @@ class RemoteStore(Store):
         host, host_rank = self._host["host"], self._host["host_rank"]
         if host_rank is None:
             return BootstrapError(f"{host}, which ran the store, is gone")
-        return PeerDiedError(f"{host} died (it ran the store, and its connection ended)", peer=host_rank)
+        how = "it ran the store, and its connection ended"
+        self._dead.setdefault(host_rank, how)
+        return PeerDiedError(f"{host} died ({how})", peer=host_rank)
 
     def _greet(self, authkey: bytes, deadline: float) -> None:
         """Shows the server that this rank knows the key, and has the server show the same."""
@@ -166,6 +169,7 @@ class RemoteStore(Store):
         if "error" in header:
             raise RefusedError(f"the store turned rank {self.rank} away: {header['error']}", rank=self.rank)
         self._host = header
+        self.elastic = bool(header.get("elastic"))
 
     def _hear(self, deadline: float) -> bytes:
         if not self._poller.poll(max(0.0, deadline - time.monotonic()) * 1000):

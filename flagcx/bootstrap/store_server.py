@@ -30,6 +30,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flagcx.bootstrap import wire
+from flagcx.bootstrap.generations import Generations
 from flagcx.bootstrap.membership import Membership
 from flagcx.bootstrap.sockets import close_in_forked_child, format_address, is_own_user, listen, tune
 from flagcx.bootstrap.store_state import Answers
@@ -66,6 +67,7 @@ class StoreServer:
         host_rank: The rank whose process runs this server, or None if no rank's does.
         handshake_s: How long a stranger has to show the key, in seconds.
         on_complete: Called once, from the server's thread, when all ranks have connected.
+        elastic: Whether the launcher may start lost ranks again; see ``Generations``.
 
     Attributes:
         address: Where it listens, as ``RemoteStore`` takes it.
@@ -86,10 +88,11 @@ class StoreServer:
         host_rank: int | None = None,
         handshake_s: float = 5.0,
         on_complete: Callable[[], None] | None = None,
+        elastic: bool = False,
     ) -> None:
         self.size = size
         self.authkey = secrets.token_bytes(32) if authkey is None else authkey
-        self._host = {"host": host, "host_rank": host_rank}
+        self._host = {"host": host, "host_rank": host_rank, "elastic": elastic}
         self._handshake_s = handshake_s
         self._on_complete = on_complete
         self._listener = listen(address)
@@ -98,7 +101,7 @@ class StoreServer:
         self._waker, self._woken = socket.socketpair()
         self._calls: deque[Callable[[], object]] = deque()
         self._peers: dict[_Peer, None] = {}
-        self._members = Membership(size)
+        self._members = Generations(size) if elastic else Membership(size)
         self.blaming: set[int] = set()
         self._ended = False
         self._ends_when_idle = False
@@ -127,9 +130,19 @@ class StoreServer:
 
         def tell() -> None:
             if how:
-                self._lose(rank, how)
+                self._lose(rank, how, returns=False)
             else:
                 self._deliver(self._members.finish(rank))
+
+        self._call(tell)
+
+    def rank_restarts(self, rank: int, how: str) -> None:
+        """Tells the store that a rank's process ended, and that its launcher is about to start it again."""
+
+        def tell() -> None:
+            for peer in [peer for peer in self._peers if peer.joined and peer.rank == rank]:
+                self._drop(peer, how)  # a process that it forked may hold the connection
+            self._lose(rank, how)
 
         self._call(tell)
 
@@ -208,7 +221,7 @@ class StoreServer:
                     break
         finally:
             self._ended = True
-            self._notify({"notice": "closed"})
+            self._notify({"notice": "closed"}, [peer for peer in self._peers if peer.joined])
             self._release()
 
     def _patience_s(self) -> float | None:
@@ -323,10 +336,11 @@ class StoreServer:
             self._selector.unregister(peer.socket)
             peer.socket.close()
 
-    def _lose(self, rank: int, how: str) -> None:
+    def _lose(self, rank: int, how: str, returns: bool = True) -> None:
         if rank not in self._members.lost:
-            self._deliver(self._members.lose(rank, how))
-            self._notify({"notice": "died", "rank": rank, "detail": how})
+            self._deliver(self._members.lose(rank, how, returns))
+            told = [p for p in self._peers if p.joined and self._members.misses(p.rank, rank)]
+            self._notify({"notice": "died", "rank": rank, "detail": how}, told)
 
     # Sending.
 
@@ -335,9 +349,9 @@ class StoreServer:
             if peer in self._peers:
                 self._send(peer, wire.write_answer(number, answer))
 
-    def _notify(self, header: dict[str, Any]) -> None:
+    def _notify(self, header: dict[str, Any], peers: list[_Peer]) -> None:
         message = wire.pack(header)
-        for peer in [peer for peer in self._peers if peer.joined]:
+        for peer in peers:
             self._send(peer, message)
 
     def _send(self, peer: _Peer, payload: bytes) -> None:

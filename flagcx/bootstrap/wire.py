@@ -22,7 +22,7 @@ MAX_MESSAGE_NBYTES = 64 << 20
 NONCE_NBYTES = 32
 PROOF_NBYTES = 32
 
-_KINDS = frozenset(("set", "get", "add", "delete", "exchange"))
+_KINDS = frozenset(("set", "get", "add", "delete", "exchange", "agree"))
 _MAX_TIMEOUT_S = 1e9
 _LENGTH = struct.Struct("!i")
 _HEADER = struct.Struct("!I")

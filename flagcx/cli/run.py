@@ -6,10 +6,12 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import typer
 
+from flagcx._launch.elastic import ElasticRanks
 from flagcx._launch.failure import Exit, name_ranks
 from flagcx._launch.ranks import Command, Ranks
 from flagcx._launch.share_gpu import sharing
@@ -41,13 +43,33 @@ def run(
         True, "--prefix/--no-prefix", help="Put the rank before each line of output."
     ),
     share_gpu: bool = typer.Option(False, "--share-gpu", help="Let several ranks use one GPU."),
+    elastic: bool = typer.Option(
+        False, "--elastic", help="Start a lost rank again; fc.init() makes a communicator with it."
+    ),
+    min_ranks: int = typer.Option(
+        1, min=1, help="With --elastic: with how many ranks the job goes on where no restart is left."
+    ),
+    max_restarts: int = typer.Option(
+        3, min=0, help="With --elastic: how many times ranks are started again, all together."
+    ),
 ) -> None:
     """Run a Python script, or a module, on several ranks of this host.
 
     Lines of output have their rank before them. If a rank fails, all are ended, its traceback is shown
     last, and its exit code is returned.
     """
-    raise SystemExit(run_script(script, context.args, ranks, module, timeout, prefix, share_gpu, kill_after))
+    asked = [name for name in ("min_ranks", "max_restarts") if _is_given(context, name)]
+    if asked and not elastic:
+        raise typer.BadParameter(f"--{asked[0].replace('_', '-')} has no meaning without --elastic; add it")
+    bounds = {"min_ranks": min_ranks, "max_restarts": max_restarts} if elastic else None
+    raise SystemExit(
+        run_script(script, context.args, ranks, module, timeout, prefix, share_gpu, kill_after, bounds)
+    )
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
 
 
 def run_script(
@@ -59,8 +81,12 @@ def run_script(
     prefix: bool = True,
     share_gpu: bool = False,
     kill_after_s: float | None = None,
+    elastic: Mapping[str, int] | None = None,
 ) -> int:
     """Runs a script as ``flagcx run`` does, whose options its arguments are.
+
+    ``elastic`` holds ``min_ranks`` and ``max_restarts`` of ``ElasticRanks``; None for a job that ends with
+    the first rank that fails.
 
     Returns:
         The exit code for the shell: 0; or that of the rank that failed first, 128 + n if signal n killed it;
@@ -78,9 +104,12 @@ def run_script(
     if kill_after_s is not None:
         environ["FLAGCX_KILL_AFTER_S"] = str(kill_after_s)
     terminal = Terminal(size, prefix)
+    if elastic is not None and elastic["min_ranks"] > size:
+        raise LaunchError(f"--min-ranks {elastic['min_ranks']} is more than the {size} ranks of -n", rank=0)
+    start = Ranks if elastic is None else partial(ElasticRanks, **elastic)
     with (
         sharing(environ, share_gpu) as variables,
-        Ranks([command] * size, variables, terminal) as job,
+        start([command] * size, variables, terminal) as job,
     ):
         try:
             # Handlers come after the start: the ranks must not inherit a signal that is ignored.

@@ -12,12 +12,11 @@ import numpy as np
 
 from flagcx.arguments import check_shape
 from flagcx.communicator import allreduce as reductions
-from flagcx.communicator import objects, operations, transfers, v_operations
-from flagcx.communicator.caller import Caller
+from flagcx.communicator import objects, operations, recovery, transfers, v_operations
+from flagcx.communicator.caller import Caller, Lineage
 from flagcx.config import Config
 from flagcx.dtypes import dtype_of
 from flagcx.errors import ArgumentError, FlagcxError
-from flagcx.executor.host import Executor
 from flagcx.executor.open import open_host_executor
 from flagcx.fusion.fuse import Fusion
 from flagcx.fusion.group import Group
@@ -65,6 +64,8 @@ class Communicator(Caller):
         hosts: The host of each rank.
         config: Settings.
         profiler: The records of what the ranks did together; see ``flagcx.profiler.Profiler``.
+        lost: The ranks that the communicator of which ``shrink`` made this one had lost.
+        successor: The communicator that ``shrink`` made of this one, or None.
     """
 
     allreduce = reductions.allreduce
@@ -94,6 +95,9 @@ class Communicator(Caller):
     gather_object = objects.gather_object
     scatter_object = objects.scatter_object
 
+    abort = recovery.abort
+    shrink = recovery.shrink
+
     def __init__(
         self,
         rank: int,
@@ -118,6 +122,10 @@ class Communicator(Caller):
         self._compressors: dict[int, Compressor] = {}
         self._children: weakref.WeakSet[Communicator] = weakref.WeakSet()
         self._at_close: list[Callable[[], object]] = []
+        self._lineage = None if store is None else Lineage(store, self.hosts, name, tuple(range(size)))
+        self.lost: tuple[int, ...] = ()
+        self._shut = False
+        self.successor: Communicator | None = None
 
     def empty(self, shape: tuple[int, ...] | int, dtype: Any = np.float32, device: str = "cpu") -> Any:
         """Makes an uninitialised array that the peers reach without a copy.
@@ -160,7 +168,7 @@ class Communicator(Caller):
         if self._group is not None:
             raise ArgumentError("comm.group() is open already; groups cannot be nested")
         self._group = group = Group(self.fusion_of)
-        for executor in self._executors():
+        for executor in self.executors():
             executor.hold()
         try:
             yield
@@ -168,16 +176,13 @@ class Communicator(Caller):
             group.run()
         finally:
             self._end_group()
-            for executor in self._executors():
+            for executor in self.executors():
                 executor.resume()
 
     def _end_group(self) -> None:
         if self._group is not None:
             self._group.close()
             self._group = None
-
-    def _executors(self) -> list[Executor]:
-        return [executor for executor in (self._host, self._device) if executor is not None]
 
     def split(self, color: int | None, key: int | None = None) -> Communicator | None:
         """Makes one communicator for each color. All ranks must call it.
@@ -260,9 +265,15 @@ class Communicator(Caller):
         """
         if self._host.forked:
             return  # what is open belongs to the parent
-        with contextlib.ExitStack() as last:  # whatever fails, the rest is closed
+        self._shut = True
+        with contextlib.ExitStack() as last:
             while self._at_close:
                 last.callback(self._at_close.pop(0))
+            last.callback(self._give_back)
+
+    def _give_back(self) -> None:
+        """Closes all but the ranks' store."""
+        with contextlib.ExitStack() as last:  # whatever fails, the rest is closed
             last.callback(self._host.close)
             for fusion in self._fusions.values():
                 last.callback(fusion.close)
@@ -286,7 +297,7 @@ class Communicator(Caller):
     @property
     def closed(self) -> bool:
         """Whether no further call can be made: closed, or broken by an error."""
-        return bool(self._host.over)
+        return any(executor.over for executor in self.executors())
 
     @property
     def blames(self) -> bool:

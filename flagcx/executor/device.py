@@ -61,6 +61,7 @@ class DeviceExecutor(Executor):
     def run(self, plan: Plan, sendbuf: Any, recvbuf: Any) -> None:
         """Enqueues a plan on the current stream; see ``Executor.run``."""
         if not self._enter(False):
+            self.check()
             raise CommunicatorError(TWO_THREADS)
         try:
             if self.over:

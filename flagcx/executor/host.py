@@ -15,7 +15,7 @@ import numpy as np
 from flagcx.algorithms import entries
 from flagcx.algorithms.candidate import Candidate
 from flagcx.dtypes import OPS, DType, ReduceOp, dtype_of, flushes_subnormals, resolve_op
-from flagcx.errors import ArgumentError, CommunicationError, CommunicatorError, MismatchError
+from flagcx.errors import AbortedError, ArgumentError, CommunicationError, CommunicatorError, MismatchError
 from flagcx.executor.float_errors import FloatErrors
 from flagcx.executor.forks import refuse_in_children
 from flagcx.executor.plan_cache import PlanCache, plan_nbytes
@@ -59,15 +59,11 @@ class Executor:
         blames: Whether a peer is to blame that no further call can be made.
         messages: Sends and receives under way; None where the transport makes them in order.
         forked: Whether this is a copy in a forked child of the process that made it.
+        retired: Whether no thread is in a call, nor will be.
     """
 
     def __init__(
-        self,
-        rank: int,
-        size: int,
-        transport: Transport,
-        selector: Selector,
-        ring: RecordBuffer | None = None,
+        self, rank: int, size: int, transport: Transport, selector: Selector, ring: RecordBuffer | None = None
     ) -> None:
         self.rank, self.size, self.transport = rank, size, transport
         self.turn = threading.Lock()
@@ -84,7 +80,7 @@ class Executor:
         self.quietly, self.noted = self.float_errors.run, self.float_errors.noted
         self._worker: ThreadPoolExecutor | None = None
         self._last: Future | None = None
-        self._hurried = False
+        self._hurried = self.retired = False
         self._untold: BaseException | None = None  # an error of started work, until some caller has got it
         self.partner: Executor | None = None
         self.forked = False
@@ -262,6 +258,7 @@ class Executor:
         """
         self.catch_up()
         if not self.turn.acquire(blocking=False):
+            self.check()
             raise CommunicatorError(TWO_THREADS)
         try:
             self._run(plan.run, sendbuf, recvbuf)
@@ -299,6 +296,8 @@ class Executor:
         def call() -> Any:
             self._progress.background = not self._hurried
             try:
+                if self.over:  # what was started before has failed, or was aborted
+                    raise AbortedError(self.over)
                 self._run(run, sendbuf, recvbuf)
             except BaseException as error:
                 self.leave_untold(error)
@@ -346,9 +345,11 @@ class Executor:
     # -- the end ----------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raises CommunicatorError where no further call can be made."""
+        """Raises where no further call can be made: CommunicatorError, or what no caller has got so far."""
         if self.over:
-            self._untold = None  # this tells it
+            untold = self.take_untold()  # this tells it
+            if isinstance(untold, CommunicationError):
+                raise type(untold)(self.over, peer=untold.peer)
             raise CommunicatorError(self.over)
 
     def broke(self, error: BaseException) -> None:

@@ -102,6 +102,9 @@ class PointToPoint:
     Args:
         messenger: Carries the messages.
         owner: The executor that they belong to.
+
+    Attributes:
+        callers: How many threads of callers wait for messages.
     """
 
     def __init__(self, messenger: Messenger, owner: Owner) -> None:
@@ -110,7 +113,7 @@ class PointToPoint:
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
         self._to_self = Transfer(None, None)  # no call waits for what a rank sends to itself
-        self._callers = 0
+        self.callers = 0
         self._thread: threading.Thread | None = None
 
     # -- calls ------------------------------------------------------------------------------------
@@ -229,7 +232,7 @@ class PointToPoint:
         """
         self._check()
         with self._lock:
-            self._callers += 1
+            self.callers += 1
         try:
             self._wait(transfer, limit_s)
         except BaseException as error:
@@ -238,7 +241,7 @@ class PointToPoint:
         finally:
             self._messenger.end_wait()
             with self._wake:
-                self._callers -= 1
+                self.callers -= 1
                 self._wake.notify()
 
     def _wait(self, transfer: Transfer, limit_s: float) -> None:
@@ -315,8 +318,8 @@ class PointToPoint:
     def _is_needed(self) -> bool:
         """Waits until there are messages and no caller moves them; False if none came."""
         with self._wake:
-            while not self._owner.over and (self._callers or not self._channels):
-                if not self._wake.wait(_LINGER_S) and not (self._callers or self._channels):
+            while not self._owner.over and (self.callers or not self._channels):
+                if not self._wake.wait(_LINGER_S) and not (self.callers or self._channels):
                     break
             if self._owner.over or not self._channels:
                 self._thread = None

@@ -319,6 +319,10 @@ class Transport(ABC):
             MismatchError: A peer called something else, or sent what this rank has never received.
         """
 
+    def no_shrink(self) -> str:
+        """Why ranks that are left cannot go on over this transport after a loss; empty where they can."""
+        return ""
+
     @abstractmethod
     def abort(self, reason: str, culprit: int | None) -> None:
         """Tells the peers that this rank cannot go on, and which rank is at fault, if that is known."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import os
 import secrets
 from collections import deque
 from collections.abc import Callable
@@ -15,11 +14,18 @@ from typing import Protocol
 import numpy as np
 
 from flagcx.config import Config
-from flagcx.errors import BootstrapError, PeerDiedError, ResourceError
+from flagcx.errors import AbortedError, BootstrapError, CommunicationError, PeerDiedError, ResourceError
 from flagcx.transport.scratch import Scratch
 from flagcx.transport.shared_memory.cross_memory import CrossMemory, allow_peers, probe
 from flagcx.transport.shared_memory.heap import Heap, PeerHeaps
-from flagcx.transport.shared_memory.segment import ONE_NAMESPACE, Handle, Segment, pid_namespace
+from flagcx.transport.shared_memory.segment import (
+    ONE_NAMESPACE,
+    Handle,
+    Segment,
+    has_ended,
+    is_closed,
+    pid_namespace,
+)
 from flagcx.transport.shared_memory.signals import Signals
 from flagcx.transport.shared_memory.words import LANES, MESSAGES, READY, STEPS, words_nbytes
 
@@ -162,16 +168,17 @@ class Arena:
         self._probe = ctypes.create_string_buffer(secrets.token_bytes(_PROBE_NBYTES), _PROBE_NBYTES)
         allow_peers()
         own = Segment.create(self.areas.nbytes)
+        self._segments: list[Segment] = []
         try:
             cards = self._exchange_cards(own, exchange)
-            self._segments = [
-                own if q == rank else _attach(q, Handle(*card["segment"])) for q, card in enumerate(cards)
-            ]
+            for q, card in enumerate(cards):
+                self._segments.append(own if q == rank else _attach(q, Handle(*card["segment"])))
+            self.signals = Signals(rank, self._segments, config.timeout_s)
         except BaseException:
-            own.close()
+            for segment in {own, *self._segments}:
+                segment.close()
             raise
         self.pids = [card["segment"][0] for card in cards]
-        self.signals = Signals(rank, self._segments, config.timeout_s)
         self.memory = [np.frombuffer(s.memory, np.uint8) for s in self._segments]
         self.scratch = Scratch()
         longest = max(MAPPED_PART_NBYTES, ONE_SHOT_NBYTES, config.slot_nbytes)
@@ -185,7 +192,12 @@ class Arena:
         self.one_shots = 0
         self.pieces = 0
         self.done = 0
-        self.cross_memory = self._agree_on_cross_memory([card["probe"] for card in cards])
+        try:
+            self.cross_memory = self._agree_on_cross_memory([card["probe"] for card in cards])
+        except BaseException as error:
+            self.signals.abort(str(error), error.peer if isinstance(error, CommunicationError) else None)
+            self.close()
+            raise
 
     def _exchange_cards(self, own: Segment, exchange) -> list[dict]:
         handle = own.handle
@@ -258,8 +270,10 @@ def _attach(peer: int, handle: Handle) -> Segment:
     try:
         return Segment.attach(handle)
     except ResourceError:
-        if not os.path.exists(f"/proc/{handle.pid}"):
+        if has_ended(handle.pid):
             raise PeerDiedError(
                 f"rank {peer} (process {handle.pid}) died during init; look at its output", peer=peer
             ) from None
+        if is_closed(handle):
+            raise AbortedError(f"rank {peer} gave up during init; look at its output", peer=peer) from None
         raise

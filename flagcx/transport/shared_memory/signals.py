@@ -75,9 +75,13 @@ class Signals:
         self._waits: Waits | None = None
         self._poll, self._polling = select.poll(), threading.Lock()
         self._descriptors: dict[int, int] = {}
-        for q, segment in enumerate(segments):
-            if q != rank:
-                self._watch(q, segment.handle.pid)
+        try:
+            for q, segment in enumerate(segments):
+                if q != rank:
+                    self._watch(q, segment.handle.pid)
+        except PeerDiedError:
+            self._end_watch()
+            raise
 
     @property
     def background(self) -> bool:
@@ -108,14 +112,17 @@ class Signals:
         self._descriptors[descriptor] = peer
         self._poll.register(descriptor, select.POLLIN)
 
+    def _end_watch(self) -> None:
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._descriptors.clear()
+
     def close(self) -> None:
         """Tells the peers that this rank makes no further call, and lets go of their memory."""
         if not self.words:
             return
         self.own[CLOSED] = self.sequence + 1
-        for descriptor in self._descriptors:
-            os.close(descriptor)
-        self._descriptors.clear()
+        self._end_watch()
         if self._waits is not None:
             self._waits.end(ON_HOST)
         self.own = None  # type: ignore[assignment]
@@ -314,7 +321,7 @@ class Signals:
 
     def _examine_aborted(self) -> None:
         for q, words in enumerate(self.words):
-            if q != self.rank and words[ABORTED]:
+            if words[ABORTED]:  # this rank's own too: another thread of it may have given up
                 raise AbortedError(
                     f"rank {q} gave up: {self.log.reason_of(q)}",
                     peer=words[ABORTED] - 2 if words[ABORTED] > 1 else q,

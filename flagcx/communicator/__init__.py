@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -124,7 +125,7 @@ class Communicator(Caller):
         self._at_close: list[Callable[[], object]] = []
         self._lineage = None if store is None else Lineage(store, self.hosts, name, tuple(range(size)))
         self.lost: tuple[int, ...] = ()
-        self._shut = False
+        self._shut, self._closing = False, threading.RLock()
         self.successor: Communicator | None = None
 
     def empty(self, shape: tuple[int, ...] | int, dtype: Any = np.float32, device: str = "cpu") -> Any:
@@ -273,7 +274,7 @@ class Communicator(Caller):
 
     def _give_back(self) -> None:
         """Closes all but the ranks' store."""
-        with contextlib.ExitStack() as last:  # whatever fails, the rest is closed
+        with self._closing, contextlib.ExitStack() as last:  # whatever fails, the rest is closed
             last.callback(self._host.close)
             for fusion in self._fusions.values():
                 last.callback(fusion.close)

@@ -114,6 +114,17 @@ class Slot:
         self.residual += source
         return self.residual
 
+    def ahead(self, kept: Any, scratch: Scratch) -> Any:
+        """What is kept, with all that momentum would still add to it: m + m^2 + ... of the velocity.
+
+        It is 1 / (1 - m) of the gradients since ``sent`` cleared an element, which without compression would
+        move the parameters as far, only later.
+        """
+        whole = scratch.get("ahead", kept.size, np.float32, kept)
+        namespace(kept).multiply(self.velocity, np.float32(self._momentum / (1 - self._momentum)), out=whole)
+        whole += kept
+        return whole
+
     def sent(self, indices: Any) -> None:
         """Clears the elements that were sent, in the residual and in the momentum that led to it."""
         for kept in (self.residual, self.velocity):

@@ -18,24 +18,31 @@ _TILE = 1 << 17
 class TopKReduce(CodecReduce[TopK]):
     """The all-reduce of the largest elements; the dense one of all elements where that is cheaper.
 
-    Elements that a rank selected and the owner of their region dropped stay in the rank's residual.
+    Elements that a rank selected and the owner of their region dropped stay in the rank's residual. With
+    momentum, elements take along what it would still add to them; all of an array that goes dense gathers
+    momentum as ever.
     """
 
     def run(self, sendbuf: Any, recvbuf: Any) -> None:
         slot, peers = self._slot, self._peers
         source = slot.source(sendbuf, peers.scratch, peers.size)
         kept = source if slot.residual is None else slot.residual
-        add = None if slot.residual is None else source
+        whole, add = kept, None if slot.residual is None else source
+        if slot.velocity is not None:
+            if add is not None:
+                kept += add
+            whole, add = slot.ahead(kept, peers.scratch), None
         last = slot.memory.get("threshold") if slot.lasting else None
         step = slot.step if slot.lasting else self._codec.warmup_steps + 1
-        indices, slot.memory["threshold"] = self._codec.find(kept, peers.scratch, step, last, add)
+        indices, slot.memory["threshold"] = self._codec.find(whole, peers.scratch, step, last, add)
         regions = slot.memory.setdefault("regions", Regions())
         keep = round(self._codec.keep * self._codec.count(kept.size, step)) or None
-        total = sum_sparse(peers, indices, kept[indices], kept.size, regions, keep)
+        total = sum_sparse(peers, indices, whole[indices], kept.size, regions, keep)
         if total is None:
             peers.allreduce(kept, recvbuf)
             _scale(recvbuf, np.float32(self._factor))
-            slot.sent(slice(None))
+            if slot.residual is not None:
+                slot.residual[...] = 0
             return
         if slot.residual is not None or slot.velocity is not None:
             slot.sent(self._common(indices, total.indices, kept))
@@ -57,7 +64,7 @@ class RandomKReduce(CodecReduce[RandomK]):
         slot, peers = self._slot, self._peers
         source = slot.total(sendbuf, peers.scratch, peers.size)
         indices = namespace(source).asarray(self._codec.places(source.size, slot.step))
-        values = source[indices]
+        values = source[indices] if slot.velocity is None else slot.ahead(source, peers.scratch)[indices]
         peers.allreduce(values, values)
         slot.sent(indices)
         _scatter(recvbuf, indices, values, np.float32(self._factor))

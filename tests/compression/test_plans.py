@@ -196,14 +196,39 @@ def test_momentum_correction_gathers_velocity_and_masks_what_was_sent():
         plan.run(x, out)
         return out
 
-    # Alone a rank goes dense; with two elements of four it need not, so look at the slot's own arithmetic.
+    # Alone a rank goes dense, and keeps its momentum; else look at the slot's own arithmetic.
     assert on_ranks(1, rank)[0].tolist() == [1, 10, 2, 20]
-    assert slot.velocity.tolist() == [0, 0, 0, 0]
+    assert slot.velocity.tolist() == [1, 10, 2, 20] and not slot.residual.any()
     slot.velocity[:] = [1, 0, 2, 0]
     assert slot.source(x, None, 1).tolist() == [pytest.approx(1.9), 10, pytest.approx(3.8), 20]
     slot.residual[:] = 5
     slot.sent(np.array([1, 3]))
     assert slot.residual.tolist() == [5, 0, 5, 0] and slot.velocity[1] == slot.velocity[3] == 0
+
+
+@pytest.mark.parametrize("codec", [TopK(0.1), TopK(0.01), TopK(0.9), RandomK(0.1)])
+def test_all_of_a_gradient_arrives_with_momentum_as_without_compression(codec):
+    """After the last gradient, momentum 0.8 moves parameters by five times the sum of all gradients."""
+    count, steps, size = 4000, 40, 3
+    kind = TopKReduce if isinstance(codec, TopK) else RandomKReduce
+
+    def rank(peers):
+        slot = Feedback(codec, momentum=0.8)["g"]
+        total, given, out = np.zeros(count), np.zeros(count), np.empty(count, np.float32)
+        plan = kind(peers, codec, count, 1.0, slot)
+        for step in range(steps):
+            x = gradient(peers.rank, step, count)
+            given += x
+            slot.begin(x)
+            plan.run(x, out)
+            total += out
+        kept = slot.residual + slot.velocity.astype(float) * 4
+        return total, given, kept
+
+    done = on_ranks(size, rank)
+    given, kept = (np.sum([one[i] for one in done], axis=0) for i in (1, 2))
+    np.testing.assert_allclose(done[0][0] + kept, 5 * given, atol=0.02)
+    assert np.abs(kept).mean() > 0.01
 
 
 def test_clipping_is_by_the_norm_and_the_root_of_the_ranks():

@@ -24,6 +24,13 @@ def cache_directory(environ: Mapping[str, str]) -> Path:
     return cache / "flagcx"
 
 
+def state_directory(environ: Mapping[str, str]) -> Path:
+    """The directory that keeps what past jobs of this user have left to read; it may not exist yet."""
+    base = environ.get("XDG_STATE_HOME", "")
+    home = Path(environ.get("HOME") or Path.home())
+    return (Path(base) if os.path.isabs(base) else home / ".local" / "state") / "flagcx"
+
+
 def set_default(name: str, value: str) -> None:
     """Sets a variable that a library reads from the process's environment, unless it is set."""
     os.environ.setdefault(name, value)
@@ -53,6 +60,8 @@ class Config:
         kill_after_s: How long ranks that ``flagcx run`` or ``fc.launch`` tells to end (SIGTERM, Ctrl-C) have
             before they are killed, in seconds: time for a checkpoint.
         explain_wait_s: How long a rank waits for a peer, in seconds, before it looks into why and says so.
+        record: The directory for flight records (see ``flagcx doctor``); ``~/.local/state/flagcx/records`` if
+            empty, none if "0".
         debug: "check" compares every call between ranks before it runs; "" does not.
     """
 
@@ -72,6 +81,7 @@ class Config:
     throttle: str = ""
     kill_after_s: float = 10.0
     explain_wait_s: float = 5.0
+    record: str = ""
     debug: str = ""
 
     def __post_init__(self) -> None:

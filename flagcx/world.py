@@ -25,6 +25,7 @@ from flagcx.errors import (
 )
 
 if TYPE_CHECKING:
+    from flagcx.diagnosis.own_page import OwnPage
     from flagcx.topology import Topology
 
 
@@ -34,6 +35,7 @@ class _World:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.comm: Communicator | None = None
+        self.page: OwnPage | None = None
 
     def current(self) -> Communicator | None:
         """The communicator that ``init`` made, or what ``shrink`` has made of it."""
@@ -49,6 +51,8 @@ class _World:
 
     def close_at_exit(self) -> None:
         """Closes the communicator as the process ends; after an error the exit code is 1."""
+        if self.page is not None:
+            self.page.record_uncaught()
         try:
             self.close()
         except FlagcxError as error:
@@ -192,6 +196,7 @@ class _LostWhileJoining(Exception):
 def _join_once(config: Config) -> Communicator:
     from flagcx.bootstrap.environment import Identity, host_name, identify
     from flagcx.bootstrap.rendezvous import connect, leave
+    from flagcx.diagnosis.own_page import OwnPage
     from flagcx.transport.device import bind_local_device
 
     environ = environment()
@@ -206,11 +211,12 @@ def _join_once(config: Config) -> Communicator:
         identity = identify(environ)
         store = connect(identity, config, environ)
     limit_s = config.init_timeout_s
+    page = _world().page = OwnPage(store, identity, config)
     try:
         bind_local_device(identity.local_rank, config.share_gpu)
         members = list(store.agree("generation", b"", limit_s)) if store.elastic else None
         scope = store.scoped("world/", members)
-        hosts = [raw.decode() for raw in scope.exchange("hosts", identity.host.encode(), limit_s)]
+        hosts = page.join(scope.exchange("hosts", page.card(), limit_s), scope.in_job()[1])
 
         def exchange(value: bytes) -> list[bytes]:
             return scope.exchange("communicator", value, limit_s)
@@ -218,10 +224,12 @@ def _join_once(config: Config) -> Communicator:
         comm = Communicator(scope.rank, scope.size, exchange, hosts, config, scope)
     except BaseException as error:
         store.abort(f"init failed: {error}")
+        page.close()
         late = isinstance(error, PeerTimeoutError)
         if store.elastic and isinstance(error, CommunicationError) and not late:
             raise _LostWhileJoining(error) from None
         raise
+    comm.at_close(page.close)
     if thread is None:
         comm.at_close(lambda: leave(store))
         opened = weakref.ref(comm)

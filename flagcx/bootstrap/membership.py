@@ -7,6 +7,8 @@ rank cannot come back.
 
 from __future__ import annotations
 
+from typing import Any
+
 from flagcx.bootstrap.store_state import Answers, StoreRequest, StoreState, Ticket
 
 
@@ -41,6 +43,15 @@ class Membership:
         if rank in self.lost:
             return f"rank {rank} was lost before ({self.lost[rank]}) and cannot come back"
         return ""
+
+    def observed(self, prefix: str) -> dict[str, Any]:
+        """What an observer learns: the ranks that are connected or lost, and values under ``prefix``."""
+        values = {
+            key: value.decode(errors="replace")
+            for state in self._states.values()
+            for key, value in state.values_under(prefix).items()
+        }
+        return {"connected": self.connected, "lost": self.lost, "notes": values}
 
     def join(self, rank: int, pid: int) -> None:
         """A rank has connected."""

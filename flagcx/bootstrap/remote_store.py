@@ -39,20 +39,24 @@ class RemoteStore(Store):
         size: How many ranks the job has.
         timeout_s: How long to wait for the server, in seconds.
 
+    Attributes:
+        address: The server's address.
+        authkey: The key.
+
     Raises:
         BootstrapError: Nothing listens there, or it is no store of this key, or it refused this rank.
     """
 
     def __init__(self, address: str, authkey: bytes, rank: int, size: int, timeout_s: float = 10.0) -> None:
         self.rank, self.size = rank, size
-        self.address = address
+        self.address, self.authkey = address, authkey
         self._lock = threading.Lock()
         self._number = 0
         self._owner = os.getpid()
         self._broken: Exception | None = None
         self._dead: dict[int, str] = {}
         self._host: dict[str, Any] = {}
-        self._connection = _open(address, timeout_s, rank)
+        self._connection = open_connection(address, timeout_s, rank)
         self._poller = select.poll()
         self._poller.register(self._connection.fileno(), select.POLLIN)
         try:
@@ -190,7 +194,8 @@ class RefusedError(BootstrapError):
     """The job's own store refused this rank, so there is no use in trying again."""
 
 
-def _open(address: str, timeout_s: float, rank: int) -> Connection:
+def open_connection(address: str, timeout_s: float, rank: int) -> Connection:
+    """Connects to a store's address, for a rank (-1: an observer)."""
     try:
         family, place = parse_address(address)
     except ValueError as error:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NoReturn
 
+from flagcx.bootstrap.rank_page import RankPage
 from flagcx.bootstrap.store_server import StoreServer
 from flagcx.bootstrap.store_state import StoreAnswer, StoreRequest, StoreState
 from flagcx.errors import (
@@ -42,12 +43,14 @@ class Store:
         size: How many ranks share the store.
         elastic: Whether lost ranks may be started again: then ranks agree on who is there when they join.
         blames: Whether a peer's failure is why this rank will leave, so that its launcher blames the peer.
+        page: The page on which this rank shows where it is, if it has one; of the whole job's store alone.
     """
 
     rank: int
     size: int
     elastic: bool = False
     blames: Callable[[], bool] = staticmethod(lambda: False)
+    page: RankPage | None = None
 
     def set(self, key: str, value: bytes) -> None:
         """Sets a key, and wakes the ranks that wait for it.

@@ -18,6 +18,7 @@ an answer, all others by a notice.
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import secrets
@@ -33,7 +34,7 @@ from flagcx.bootstrap import wire
 from flagcx.bootstrap.generations import Generations
 from flagcx.bootstrap.membership import Membership
 from flagcx.bootstrap.sockets import close_in_forked_child, format_address, is_own_user, listen, tune
-from flagcx.bootstrap.store_state import Answers
+from flagcx.bootstrap.store_state import NOTES, OBSERVER, Answers
 
 _MAX_STRANGERS = 256
 
@@ -292,6 +293,10 @@ class StoreServer:
             self._drop(peer)
             return
         header, _ = wire.unpack(claim)
+        if header.get(OBSERVER) is True:
+            answer = wire.pack({"ok": True}, json.dumps(self._members.observed(NOTES)).encode())
+            self._send(peer, wire.proof(self.authkey, "server", peer.nonce, client_nonce, answer) + answer)
+            return
         if all(wire.is_integer(header.get(name)) for name in ("rank", "size", "pid")):
             error = self._members.refusal(header["rank"], header["size"])
         else:

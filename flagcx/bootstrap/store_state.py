@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MAX_STORED_NBYTES = 256 << 20
+OBSERVER, NOTES = "observer", "waits/"
+"""What a greeting says that asks for one look from outside, and how the keys begin that it shows."""
 
 Ticket = Any
 Group = tuple[int, ...]
@@ -177,6 +179,10 @@ class StoreState:
                 answer = StoreAnswer(fault="timeout", ranks=self._awaited(agreement))
                 answers += _answer_all(self._agreements.pop(place), answer)
         return answers
+
+    def values_under(self, prefix: str) -> dict[str, bytes]:
+        """The values of all keys that begin with ``prefix``."""
+        return {key: value for key, value in self._values.items() if key.startswith(prefix)}
 
     def next_deadline(self) -> float:
         """When ``expire`` has something to do next; infinity if no rank waits."""

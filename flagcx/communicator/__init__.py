@@ -17,7 +17,7 @@ from flagcx.communicator import objects, operations, recovery, transfers, v_oper
 from flagcx.communicator.caller import Caller, Lineage
 from flagcx.config import Config
 from flagcx.dtypes import dtype_of
-from flagcx.errors import ArgumentError, FlagcxError
+from flagcx.errors import ArgumentError, CommunicationError, FlagcxError
 from flagcx.executor.open import open_host_executor
 from flagcx.fusion.fuse import Fusion
 from flagcx.fusion.group import Group
@@ -117,6 +117,8 @@ class Communicator(Caller):
         self._context = TransportContext(rank, size, self.hosts, exchange, store, config, waits)
         self._host = open_host_executor(self._context, self._ring)
         self._device: DeviceExecutor | None = None
+        if waits is not None:
+            waits.offer("records", self.profiler.last_as_values)
         self._store, self._splits = store, 0
         self._group: Group | None = None
         self._fusions: dict[int, Fusion] = {}
@@ -283,6 +285,8 @@ class Communicator(Caller):
             last.callback(self._keep_learned)
             for child in self._children:
                 last.callback(child.close)
+            if self._context.waits is not None:
+                last.callback(self._context.waits.close)
 
     def _keep_learned(self) -> None:
         """On rank 0: corrects the user's table by what the trials of this job found."""
@@ -310,6 +314,9 @@ class Communicator(Caller):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        waits = self._context.waits
+        if waits is not None and isinstance(error, Exception) and not isinstance(error, CommunicationError):
+            waits.record(error)
         try:
             self.close()
         except FlagcxError:

@@ -70,8 +70,7 @@ class Executor:
         self._cache = PlanCache()
         self.quick = self._cache.straight
         self.remember = self._cache.remember
-        self.selector = selector
-        self.ring = ring
+        self.selector, self.ring = selector, ring
         self._progress: Progress = transport.progress or Uncounted()
         self._explorations: dict[tuple, Exploration] = {}
         self._flushes = flushes_subnormals()
@@ -80,12 +79,12 @@ class Executor:
         self.quietly, self.noted = self.float_errors.run, self.float_errors.noted
         self._worker: ThreadPoolExecutor | None = None
         self._last: Future | None = None
-        self._hurried = self.retired = False
         self._untold: BaseException | None = None  # an error of started work, until some caller has got it
         self.partner: Executor | None = None
-        self.forked = False
+        self.forked = self.retired = self._hurried = False
         messenger = transport.messenger
         self.messages = None if messenger is None else PointToPoint(messenger, self)
+        self.record: Callable[[CommunicationError], object] = lambda error: None  # in the flight record
         refuse_in_children(self)
 
     # -- plans ------------------------------------------------------------------------------------
@@ -356,10 +355,12 @@ class Executor:
         """Ends the communicator after an error that left ranks in different places, and tells the peers."""
         if self.over or isinstance(error, ArgumentError):
             return
-        culprit = error.peer if isinstance(error, CommunicationError) else None
-        self.blames = isinstance(error, CommunicationError) and not isinstance(error, MismatchError)
+        text = str(error) or type(error).__name__
+        if isinstance(error, CommunicationError):
+            self.blames = not isinstance(error, MismatchError)
+            self.record(error)  # while the others still wait where they are
         self.end(f"this communicator cannot be used after {type(error).__name__}: {error}; make a new one")
-        self.transport.abort(str(error) or type(error).__name__, culprit)
+        self.transport.abort(text, getattr(error, "peer", None))
         if self.partner is not None:
             self.partner.broke(error)
 

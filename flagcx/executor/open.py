@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from flagcx.algorithms.candidate import Groups
 from flagcx.config import environment
-from flagcx.errors import CommunicatorError
+from flagcx.errors import CommunicationError, CommunicatorError
 from flagcx.executor.host import SAME_MODE, Executor
 from flagcx.profiler import RecordBuffer
 from flagcx.selection.rules import HostRules, MultiHostRules
@@ -51,7 +51,21 @@ def open_host_executor(context: TransportContext, ring: RecordBuffer | None) -> 
     else:
         selector = Selector(HostRules(transport, context.hosts[context.rank]), exchange.told)
     throttle = context.config.throttle
-    return Executor(context.rank, context.size, throttled(transport, throttle), selector, ring)
+    executor = Executor(context.rank, context.size, throttled(transport, throttle), selector, ring)
+    return recorded(executor, context)
+
+
+def recorded(executor: Executor, context: TransportContext) -> Any:
+    """Has the errors of an executor written into the job's flight record."""
+    waits = context.waits
+
+    def record(error: CommunicationError) -> None:
+        where = "" if waits is None else waits.record(error)
+        if where and where not in str(error):
+            error.args = (f"{error} ({where})", *error.args[1:])
+
+    executor.record = record
+    return executor
 
 
 def _told_by_rank_0(context: TransportContext, entry: TransportEntry, groups: Groups) -> TuningInfo:
@@ -117,4 +131,4 @@ def open_device_executor(context: TransportContext, ring: RecordBuffer | None) -
 
     transport: Any = open_transport(DEVICE, replace(context, exchange=exchange))
     selector = device_selector(store, transport, config, environment(), detect)
-    return DeviceExecutor(transport, selector, ring)
+    return recorded(DeviceExecutor(transport, selector, ring), context)

@@ -100,8 +100,10 @@ class Watchdog:
         self._asked, self._ended = 0, False
         self._since: float | None = None
         self._compared: object = None
+        self._shown: tuple[int, int, float | None] | None = None
         if waits is not None:
             waits.calls[ON_GPU] = lambda: order.calls
+            waits.offer("gpu_calls", order.last_calls)
         self._tick_s = min(_TICK_S, timeout_s / 8)
         self._stop = threading.Event()
         self._published = (0.0, -1)
@@ -146,6 +148,7 @@ class Watchdog:
         self._publish_progress()
         self._compare_with_neighbour()
         since = self._order.pending_since()
+        self._show(since)
         self._store.check()
         fault = self._watched.fault()
         if fault is not None:
@@ -159,6 +162,15 @@ class Watchdog:
             return self._late()
         self._explain(since)
         return None
+
+    def _show(self, since: float | None) -> None:
+        """Shows on the rank's page how far it has come, and since when an operation is under way."""
+        progress = self._order.calls, self._order.issued, since
+        if self._waits is not None and progress != self._shown:
+            self._shown = progress
+            calls, issued, _ = progress
+            what = str(self._order.what)
+            self._waits.show(gpu={"calls": calls, "issued": issued, "what": what, "since": since})
 
     # -- what the ranks called lately -------------------------------------------------------------
 
@@ -315,6 +327,8 @@ class Watchdog:
         )
 
     def _give_up(self, error: CommunicationError) -> None:
+        if self._waits is not None:
+            self._waits.record(error)
         self._watched.fail(error)
         logger.error("%s", error)
         if not isinstance(error, AbortedError):

@@ -75,6 +75,8 @@ class SharedMemoryTransport(HostTransport):
         self._arena = arena = Arena(self.rank, self.size, context.exchange, context.config)
         self.cross_memory, self.progress = arena.cross_memory, arena.signals
         arena.signals.explain(context.waits)
+        if context.waits is not None:
+            context.waits.show(segment=list(arena.own_handle))
         self._compiling = threading.Lock()
         self.messenger = SharedMemoryMessenger(arena, self._kind)
         self._kinds: dict[np.dtype, int] = {}

@@ -178,6 +178,7 @@ class Arena:
             for segment in {own, *self._segments}:
                 segment.close()
             raise
+        self.own_handle = own.handle
         self.pids = [card["segment"][0] for card in cards]
         self.memory = [np.frombuffer(s.memory, np.uint8) for s in self._segments]
         self.scratch = Scratch()

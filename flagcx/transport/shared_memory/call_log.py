@@ -87,6 +87,16 @@ class CallLog:
                 return f"{nbytes:,} bytes of {text}"
         return "bytes of another call"
 
+    def calls_of(self, peer: int) -> list[tuple[int, str]]:
+        """The calls of a rank that are still in sight, oldest first: their numbers modulo 65536, in words."""
+        words, texts = self._words[peer], dict(self._texts_of(peer))
+        found = {
+            word >> 1 & SEQUENCE_MASK: word >> SIGNATURE_SHIFT for word in words[:CALL_LOG_DEPTH] if word
+        }
+        last = next((number for number in found if (number + 1) & SEQUENCE_MASK not in found), 0)
+        numbers = sorted(found, key=lambda number: (number - last - 1) & SEQUENCE_MASK)
+        return [(number, texts.get(found[number], "another call")) for number in numbers]
+
     def last_call(self, sequence: int) -> str:
         """This rank's last call in words, if it has made ``sequence`` calls; empty for none."""
         word = self._words[self._rank][(sequence - 1) & CALL_LOG_MASK]

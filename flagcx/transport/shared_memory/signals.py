@@ -25,9 +25,12 @@ from flagcx.transport.shared_memory.words import (
     CLOSED,
     HEARTBEAT,
     MESSAGE_FROM,
+    MESSAGE_SENDS,
+    MESSAGE_SINCE,
     SEQUENCE_MASK,
     SHARED_BIT,
     WAITING_FOR,
+    WAITING_SINCE,
 )
 from flagcx.transport.waits import IN_MESSAGES, ON_HOST, Waits
 
@@ -99,6 +102,7 @@ class Signals:
         self._waits = waits
         if waits is not None:
             waits.calls[ON_HOST] = lambda: self.sequence
+            waits.offer("calls", self.last_calls)
 
     def _watch(self, peer: int, pid: int) -> None:
         if not hasattr(os, "pidfd_open"):
@@ -128,6 +132,12 @@ class Signals:
         self.own = None  # type: ignore[assignment]
         self.words, self.others = [], []
         self.log.close()
+
+    def last_calls(self) -> list[tuple[int, str]]:
+        """The last calls of all ranks that this one has made: their numbers, and their words."""
+        before = self.sequence - 1
+        calls = self.log.calls_of(self.rank) if self.words else []
+        return [(before - ((before - number) & SEQUENCE_MASK), words) for number, words in calls]
 
     def enter(self, signature: int) -> int:
         """Enters the next collective call into the log. Returns the word that peers must show."""
@@ -194,7 +204,7 @@ class Signals:
         start = time.monotonic_ns()
         deadline = start + int((timeout_s or self.timeout_s) * 1e9)
         examine = start + _EXAMINE_NS // 5
-        self.own[HEARTBEAT] = start
+        self.own[HEARTBEAT] = self.own[WAITING_SINCE] = start
         self.own[WAITING_FOR] = peer + 1
         yields = range(1 if self._background else _YIELDS)
         while not self._looked(ready, yields):
@@ -243,7 +253,8 @@ class Signals:
             CommunicationError: A rank died, left, gave up or is late.
         """
         if caller:
-            self.own[HEARTBEAT] = time.monotonic_ns()
+            self.own[HEARTBEAT] = now = time.monotonic_ns()
+            self.own[MESSAGE_SINCE], self.own[MESSAGE_SENDS] = now - int(waited_s * 1e9), what == "send"
             self.own[MESSAGE_FROM] = peer + 1
         self._examine(peer, ready, late, what, waited_s, IN_MESSAGES)
 

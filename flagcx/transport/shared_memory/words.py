@@ -17,6 +17,7 @@ SHARED_BIT = 1
 # The call log is at 0, then two words for each of its words: where INPUT and OUTPUT of that call lie.
 LOCATIONS = 16
 CLOSED, ABORTED, WAITING_FOR, HEARTBEAT, READY, HEAP_COUNT, MESSAGE_FROM = range(48, 55)
+WAITING_SINCE, MESSAGE_SINCE, MESSAGE_SENDS = range(56, 59)
 ARRIVED, REDUCED, DONE = 64, 72, 80
 HEAPS, HEAP_WORDS, MOST_HEAPS = 96, 5, 64  # a handle each, less its process
 _PAIRS = HEAPS + HEAP_WORDS * MOST_HEAPS

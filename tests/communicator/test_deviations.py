@@ -7,15 +7,20 @@ makes another call than the rest, and all go on to a barrier and close.
 from __future__ import annotations
 
 import importlib
+import json
 import random
+import sys
+import tempfile
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import flagcx as fc
+from tests.mpi import run_mpi
 from tests.ranks import run_ranks
 
 Program = Callable[[fc.Communicator], object]
@@ -178,17 +183,45 @@ def not_told(by_rank: list[list[tuple[int, str, str]]]) -> list[tuple]:
     return wrong
 
 
-def check(size: int, seeds: range) -> None:
-    wrong = not_told(run_ranks(deviate, size, seeds, timeout_s=300))
-    assert not wrong, f"{len(wrong)} of {len(seeds)}\n" + "\n".join(map(str, wrong[:5]))
+def check(by_rank: list[list[tuple[int, str, str]]]) -> None:
+    wrong = not_told(by_rank)
+    assert not wrong, f"{len(wrong)} of {len(by_rank[0])}\n" + "\n".join(map(str, wrong[:5]))
+
+
+def check_between_hosts(size: int, seeds: range) -> None:
+    """The same on two hosts, which MPI joins."""
+    with tempfile.TemporaryDirectory() as directory:
+        bounds = [str(bound) for bound in (seeds.start, seeds.stop)]
+        code, printed = run_mpi(size, "tests.communicator.test_deviations", *bounds, directory, timeout_s=300)
+        assert code == 0, printed
+        by_rank = [json.loads((Path(directory) / str(rank)).read_text()) for rank in range(size)]
+    check(by_rank)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_a_deviating_call_is_told_to_every_rank(size):
-    check(size, range(size * 1000, size * 1000 + 20))
+    check(run_ranks(deviate, size, range(size * 1000, size * 1000 + 20), timeout_s=300))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_many_deviating_calls(size):
-    check(size, range(size * 1000 + 20, size * 1000 + 190))
+    check(run_ranks(deviate, size, range(size * 1000 + 20, size * 1000 + 190), timeout_s=300))
+
+
+@pytest.mark.slow
+def test_a_deviating_call_between_hosts_is_told_to_every_rank():
+    check_between_hosts(3, range(13_000, 13_030))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("size", [3, 4])
+def test_many_deviating_calls_between_hosts(size):
+    check_between_hosts(size, range(size * 10_000, size * 10_000 + 100))
+
+
+if __name__ == "__main__":
+    first, last, directory = sys.argv[1:]
+    told = deviate(range(int(first), int(last)))
+    assert fc.init().hosts[0] != fc.init().hosts[-1]
+    (Path(directory) / str(fc.init().rank)).write_text(json.dumps(told))

@@ -17,7 +17,7 @@ from flagcx.communicator import objects, operations, recovery, transfers, v_oper
 from flagcx.communicator.caller import Caller, Lineage
 from flagcx.config import Config
 from flagcx.dtypes import dtype_of
-from flagcx.errors import ArgumentError, CommunicationError, FlagcxError
+from flagcx.errors import ArgumentError, FlagcxError
 from flagcx.executor.open import open_host_executor
 from flagcx.fusion.fuse import Fusion
 from flagcx.fusion.group import Group
@@ -315,7 +315,7 @@ class Communicator(Caller):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         waits = self._context.waits
-        if waits is not None and isinstance(error, Exception) and not isinstance(error, CommunicationError):
+        if waits is not None and isinstance(error, Exception):
             waits.record(error)
         try:
             self.close()

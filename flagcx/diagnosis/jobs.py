@@ -120,10 +120,14 @@ def find_jobs() -> list[Job]:
 
 def pages_of(process: int) -> list[Shown]:
     """The pages of a process: its own, not those that it inherited by a fork."""
-    inside, pages = number_inside(process), []
+    inside, pages, seen = number_inside(process), [], set()
     for number in descriptors_called(process, NAME):
         page = read_page(f"/proc/{process}/fd/{number}")
-        if page is not None and page.get("pid") == inside and "store" in page:
+        if page is None or page.get("pid") != inside or "store" not in page:
+            continue
+        whose = page["store"], page["rank"]
+        if whose not in seen:  # a rank that is a thread has the page of its neighbour open too
+            seen.add(whose)
             pages.append(Shown(process, number, page))
     return pages
 

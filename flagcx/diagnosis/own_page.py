@@ -17,7 +17,6 @@ from flagcx.bootstrap.rank_page import RankPage
 from flagcx.bootstrap.store import Store
 from flagcx.config import Config, environment, state_directory
 from flagcx.diagnosis.recorder import FlightRecorder
-from flagcx.errors import CommunicationError
 
 _OFF = ("0", "off", "no", "false")
 
@@ -84,7 +83,7 @@ class OwnPage:
     def record_uncaught(self) -> None:
         """Records the exception that ends this process, if one does that is not recorded yet."""
         error = getattr(sys, "last_value", None)
-        if isinstance(error, Exception) and not isinstance(error, CommunicationError):
+        if isinstance(error, Exception):
             self._page.record(error)
 
     def close(self) -> None:

@@ -103,6 +103,8 @@ class FlightRecorder:
     def record(self, error: BaseException) -> str:
         """Records this rank after an error, and asks the others of the host for their records.
 
+        An error whose text says where the record is has been recorded.
+
         Returns:
             Where the record is, in a sentence; "" where there is none.
         """
@@ -110,7 +112,7 @@ class FlightRecorder:
             return ""
         least_s = _CONSEQUENCE_S if isinstance(error, AbortedError) else _AGAIN_S
         with self._lock:
-            if time.monotonic() - self._recorded_at < least_s:
+            if self._hint() in str(error) or time.monotonic() - self._recorded_at < least_s:
                 return self._hint()
             self._ask()
             return self._add(type(error).__name__, error)

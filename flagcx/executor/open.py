@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from flagcx.algorithms.candidate import Groups
 from flagcx.config import environment
-from flagcx.errors import CommunicationError, CommunicatorError
+from flagcx.errors import CommunicatorError
 from flagcx.executor.host import SAME_MODE, Executor
 from flagcx.profiler import RecordBuffer
 from flagcx.selection.rules import HostRules, MultiHostRules
@@ -57,14 +57,8 @@ def open_host_executor(context: TransportContext, ring: RecordBuffer | None) -> 
 
 def recorded(executor: Executor, context: TransportContext) -> Any:
     """Has the errors of an executor written into the job's flight record."""
-    waits = context.waits
-
-    def record(error: CommunicationError) -> None:
-        where = "" if waits is None else waits.record(error)
-        if where and where not in str(error):
-            error.args = (f"{error} ({where})", *error.args[1:])
-
-    executor.record = record
+    if context.waits is not None:
+        executor.record = context.waits.record
     return executor
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from flagcx.bootstrap.store import Store
 from flagcx.bootstrap.store_state import NOTES
-from flagcx.errors import FlagcxError, MismatchError, PeerTimeoutError
+from flagcx.errors import CommunicationError, FlagcxError, MismatchError, PeerTimeoutError
 
 logger = logging.getLogger("flagcx")
 
@@ -77,9 +77,11 @@ class Waits:
         if self.shown is not None:
             self.shown.sources[name] = source
 
-    def record(self, error: BaseException) -> str:
-        """Writes the flight record; see ``RankPage.record``."""
-        return "" if self.shown is None else self.shown.record(error)
+    def record(self, error: BaseException) -> None:
+        """Writes the job's flight record after an error. An error of flagcx's own then says where it is."""
+        where = "" if self.shown is None else self.shown.record(error)
+        if where and isinstance(error, CommunicationError) and where not in str(error):
+            error.args = (f"{error} ({where})", *error.args[1:])
 
     def close(self) -> None:
         """Shows the communicator no more."""

@@ -244,6 +244,28 @@ def test_a_rank_that_has_not_come_to_init():
         assert "rank 1 has not called fc.init()" in told
 
 
+def test_ranks_that_are_threads():
+    body = """
+def call():
+    comm = fc.init()
+    comm.barrier()
+    if comm.rank == 1:
+        time.sleep(1000)
+    comm.allreduce(np.ones(6))
+fc.launch(call, ranks=3, threads=True)
+"""
+    with job(1, body) as processes:
+        said: dict = {}
+
+        def is_said() -> bool:
+            result = CliRunner().invoke(application("status"), ["status", str(processes[0].pid), "--json"])
+            said.update(json.loads(result.stdout) if result.exit_code == 0 else {"words": []})
+            return "ranks 0 and 2 wait for rank 1 in allreduce of 6 float64" in " ".join(said["words"])
+
+        wait_until(is_said)
+        assert [row["rank"] for row in said["ranks"]] == [0, 1, 2] and said["culprits"] == [1]
+
+
 def test_jobs_are_listed_and_leave_nothing():
     with job(2, _START + _ENDLESS) as processes:
         for process in processes:

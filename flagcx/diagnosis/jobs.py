@@ -61,7 +61,7 @@ class Job:
         launcher: What started it: "flagcx", "torchrun", "openmpi", "mpich", "slurm", "threads" or "alone".
         began: When its first rank here called ``fc.init()``, in seconds since 1970.
         ranks: Their pages, in rank order.
-        elsewhere: The ranks on other hosts.
+        elsewhere: The ranks on other hosts that have no page here.
     """
 
     name: str
@@ -139,5 +139,6 @@ def _job(ranks: Sequence[Shown]) -> Job:
     first = pages[0]
     began = min(page["began"] for page in pages)
     hosts: Mapping[str, str] = next((page["hosts"] for page in pages if page.get("hosts")), {})
-    elsewhere = tuple(int(rank) for rank, host in hosts.items() if host != first["host"])
+    here = {page["rank"] for page in pages}
+    elsewhere = tuple(q for q in map(int, hosts) if hosts[str(q)] != first["host"] and q not in here)
     return Job(name, first["size"], first["script"], first["launcher"], began, tuple(ranks), elsewhere)

@@ -8,8 +8,11 @@ import time
 
 import pytest
 
+from flagcx.bootstrap.rank_page import RankPage, read_page
 from flagcx.bootstrap.remote_store import RemoteStore
 from flagcx.bootstrap.store_server import StoreServer
+from flagcx.diagnosis.explain import explain
+from flagcx.diagnosis.state import state_of
 from flagcx.errors import (
     AbortedError,
     CommunicationError,
@@ -20,6 +23,7 @@ from flagcx.errors import (
 )
 from flagcx.transport.waits import Waits
 from flagcx.transport.watchdog import Watchdog
+from tests.bootstrap.processes import wait_until
 
 
 class Fake:
@@ -130,6 +134,26 @@ def test_a_rank_that_nccl_does_not_let_go_of_leaves(stores, monkeypatch):
     dogs[0]._thread.join(10)
     assert any("still inside NCCL" in reason for reason in left)
     dogs[1].close()
+
+
+def test_the_page_of_a_rank_shows_what_waits_on_its_gpu_and_what_is_behind(stores):
+    for store in stores:
+        store.page = RankPage({"rank": store.rank, "host": "here", "store": "job"})
+    late, behind = calling("a barrier", "a sum", waits=True), calling("a barrier")
+    dogs = watch(stores, late, behind, timeout_s=100.0, explain_s=50.0)
+
+    def found() -> list[str]:
+        pages = [read_page(f"/proc/self/fd/{store.page.descriptor}") for store in stores]
+        return explain(2, [state_of(page, 0, "sleeps") for page in pages]).sentences
+
+    wait_until(lambda: len(found()) == 2)
+    assert found()[0].startswith("rank 0 waits for rank 1 in a sum of communicator world (arrays on GPUs)")
+    assert found()[1].endswith("its last call of communicator world was a barrier.")
+    late.since = None
+    wait_until(lambda: found()[0].startswith("No rank waits"))
+    for dog, store in zip(dogs, stores, strict=True):
+        dog.close()
+        store.page.close()
 
 
 def test_a_closed_store_ends_the_watch(stores):

@@ -112,6 +112,16 @@ def test_topk_sends_what_is_no_number():
     assert 123 in TopK(0.01).encode(x).parts[0]
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("codec", [Cast("fp16"), Cast("bf16"), Quantized("int8"), Quantized("fp8")])
+def test_infinities_that_meet_are_no_number_and_no_warning(codec):
+    x = np.float32([np.inf, 1, -np.inf])
+    wire, out = np.empty(codec.wire_nbytes(3), np.uint8), np.float32([-np.inf, 2, np.inf])
+    codec.encode_into(x, wire, Scratch())
+    codec.decode_into(wire, out, Scratch(), add=True)
+    assert np.isnan(out[[0, 2]]).all()
+
+
 def test_topk_warms_up():
     codec = TopK(0.01, warmup_steps=4)
     densities = [codec.density_at(step) for step in range(1, 7)]

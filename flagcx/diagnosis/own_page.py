@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -51,7 +52,8 @@ class OwnPage:
         self._recorder: FlightRecorder | None = None
         if identity.size > 1 and directory.lower() not in _OFF:
             where = Path(directory) if directory else state_directory(environment()) / "records"
-            self._recorder = FlightRecorder(self._page, config, where.absolute())
+            with contextlib.suppress(OSError):  # no descriptor is left for it
+                self._recorder = FlightRecorder(self._page, config, where.absolute())
 
     def card(self) -> bytes:
         """What the other ranks learn of this one when they meet."""

@@ -41,6 +41,7 @@ _AGAIN_S, _CONSEQUENCE_S = 1.0, 30.0
 """An error, or one that follows from another rank's, is not recorded again within this time."""
 _MOST_CALLS, _MOST_COMMUNICATORS, _MOST_TEXT = 32, 32, 20_000
 _GATHER_S, _END_S = 0.05, 2.0
+_CROWD = 16
 
 Card = Sequence[Any]
 """What a rank tells the others of itself: host, job, process, descriptors of its page and its pipe."""
@@ -89,8 +90,12 @@ class FlightRecorder:
             with contextlib.suppress(OSError, ValueError):
                 peer = self._peers[after[0]]
                 self._neighbour = after[0], PeerStacks(f"/proc/{peer[2]}/fd/{peer[3]}")
-        self._thread = threading.Thread(target=self._serve, name="flagcx-recorder", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._serve, name="flagcx-recorder", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            return  # the system has no thread left for it
+        self._thread = thread
         if _is_default(signal.SIGUSR2):
             faulthandler.register(signal.SIGUSR2, self._writing, all_threads=False)
             self._takes_signal = True
@@ -182,8 +187,18 @@ class FlightRecorder:
 
     def _ask(self) -> None:
         """Asks the other ranks of the host for their records."""
+        if self._is_crowded():
+            return
         for _, _, process, _, pipe, inode in self._peers.values():
             tell(process, pipe, inode, _ASK)
+
+    def _is_crowded(self) -> bool:
+        """Whether the host has many ranks, and one of them, which looks at all others, has just begun."""
+        try:
+            age_s = time.time() - self._path.stat().st_mtime
+        except OSError:
+            return False
+        return len(self._peers) > _CROWD and age_s < _AGAIN_S
 
     def _add(self, reason: str, error: BaseException | None) -> str:
         self._recorded_at = time.monotonic()
@@ -213,7 +228,7 @@ class FlightRecorder:
             "traceback": _traceback(error),
             **surroundings(self._config),
         }
-        if reason != "asked":
+        if reason != "asked" and not self._is_crowded():
             described["others"] = [state for q in self._peers if (state := self._state_of(q)) is not None]
         if self._neighbour is not None and (text := self._neighbour[1].text()):
             described["ended_by_signal"] = {str(self._neighbour[0]): text[:_MOST_TEXT]}

@@ -72,6 +72,25 @@ def test_a_page_holds_many_communicators_and_is_read_whole_while_it_is_written()
     page.close()
 
 
+def test_a_page_is_whole_where_its_process_stops_while_it_writes(monkeypatch):
+    page = RankPage({"rank": 0, "store": "x"})
+    page.set(phase="before")
+    write = os.pwrite
+
+    def stop_half_way(descriptor: int, data: bytes, at: int) -> int:
+        write(descriptor, data[: len(data) // 2], at)
+        raise InterruptedError
+
+    monkeypatch.setattr(os, "pwrite", stop_half_way)
+    with pytest.raises(InterruptedError):
+        page.set(phase="after")
+    assert read_page(_path(page))["phase"] == "before"
+    monkeypatch.undo()
+    page.set(phase="after")
+    assert read_page(_path(page))["phase"] == "after"
+    page.close()
+
+
 def test_a_forked_child_has_no_page_of_its_own():
     page = RankPage({"rank": 0, "store": "x"})
     child = os.fork()

@@ -68,11 +68,17 @@ class Feedback:
 
         Args:
             key: Names the array: anything hashable, the same on every rank.
-            shapes: Shapes of the parameters that lie end to end in it, for codecs that work on matrices.
+            shapes: Shapes of the parameters that lie end to end in it, for codecs that work on matrices; the
+                array's own shape if None.
+
+        Raises:
+            ArgumentError: The slot was made for other shapes.
         """
         found = self._slots.get(key)
         if found is None:
             found = self._slots[key] = Slot(self.codec, key, shapes, **self._options)
+        elif shapes is not None:
+            found.check_shapes(shapes)
         return found
 
     def __getitem__(self, key: Hashable) -> Slot:

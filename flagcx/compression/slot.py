@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from flagcx.arguments import on_device
-from flagcx.compression.codec import Scratch, captures, namespace
+from flagcx.compression.codec import Scratch, captures, clear_nonfinite, namespace
 from flagcx.errors import ArgumentError
 
 
@@ -18,7 +18,7 @@ class Slot:
 
     Attributes:
         codec: The codec.
-        shapes: Shapes of the parameters that lie end to end in the array, or None.
+        shapes: Shapes of the parameters that lie end to end in the array; None for that of the array itself.
         residual: The part of this rank's gradients that is not sent yet (float32, one dimension), or None.
         velocity: The momentum of this rank's gradients, or None.
         step: Calls so far; the same on every rank.
@@ -51,12 +51,28 @@ class Slot:
         self.step = 0
         self.memory: dict[str, Any] = {}
         self._count: int | None = None
+        self._shape: tuple[int, ...] | None = None
 
-    def begin(self, x: Any) -> None:
+    def check_shapes(self, shapes: Sequence[tuple[int, ...]]) -> None:
+        """Raises ArgumentError where the slot is not one for parameters of these shapes."""
+        given = tuple(tuple(shape) for shape in shapes)
+        if given != self.shapes:
+            known = "no shapes" if self.shapes is None else f"the shapes {_short(self.shapes)}"
+            raise ArgumentError(
+                f"the slot {self.key!r} of this Feedback was made for {known}, and is asked for with "
+                f"{_short(given)}; use another key, or feedback.drop({self.key!r}) first"
+            )
+
+    def begin(self, x: Any, shape: tuple[int, ...] | None = None) -> None:
         """Counts a call with ``x``; the first call allocates the residual and the velocity.
 
+        Args:
+            x: The array, in one dimension.
+            shape: The caller's, if it matters to the codec.
+
         Raises:
-            ArgumentError: Earlier calls had another number of elements, or the slot is new inside a capture.
+            ArgumentError: Earlier calls had another number of elements or another shape, or the slot is new
+                inside a capture.
         """
         if self._count is None:
             total = x.size if self.shapes is None else sum(map(math.prod, self.shapes))
@@ -71,16 +87,21 @@ class Slot:
                     f"the slot {self.key!r} of this Feedback is new: a graph that captures its first call "
                     f"would clear its memory in every replay; make one call before the capture"
                 )
-            self._count = x.size
+            self._count, self._shape = x.size, shape
             xp = namespace(x)
             if keeps:
                 self.residual = xp.zeros(x.size, np.float32)
             if self._momentum:
-                self.velocity = xp.zeros(x.size, np.float32)
+                self.velocity = xp.zeros(x.size, x.dtype)
         elif self._count != x.size:
             raise ArgumentError(
                 f"the slot {self.key!r} of this Feedback remembers an array of {self._count} elements, and "
                 f"got one of {x.size}; use a slot for each array: compression=feedback[key]"
+            )
+        elif self._shape != shape and self.shapes is None:
+            raise ArgumentError(
+                f"the slot {self.key!r} of this Feedback remembers the matrix of an array of shape "
+                f"{self._shape}, and got an array of shape {shape}; use a slot for each array, or reshape it"
             )
         self.step += 1
 
@@ -93,16 +114,14 @@ class Slot:
             ranks: Number of ranks; each clips at ``clip / sqrt(ranks)``.
         """
         if self._clip is not None:
-            norm = float(math.sqrt(float(namespace(x).vdot(x, x))))
-            limit = self._clip / math.sqrt(ranks)
-            if norm > limit:
-                clipped = scratch.get("clipped", x.size, np.float32, x)
-                clipped[...] = x
-                clipped *= np.float32(limit / norm)
+            norm, limit = _norm(x), self._clip / math.sqrt(ranks)
+            if limit < norm < math.inf:
+                clipped = scratch.get(f"clipped {x.dtype.itemsize}", x.size, x.dtype, x)
+                namespace(x).multiply(x, x.dtype.type(limit / norm), out=clipped)
                 x = clipped
         if self.velocity is None:
             return x
-        self.velocity *= np.float32(self._momentum)
+        self.velocity *= self.velocity.dtype.type(self._momentum)
         self.velocity += x
         return self.velocity
 
@@ -131,6 +150,23 @@ class Slot:
             if kept is not None:
                 kept[indices] = 0
 
+    def sent_all(self) -> None:
+        """Clears the residual, since all of it was sent. Momentum goes on: none of it was late."""
+        if self.residual is not None:
+            self.residual[...] = 0
+        self.heal_velocity()
+
+    def heal(self) -> None:
+        """Clears what is infinite or NaN after a step that had such numbers: they would stay for ever."""
+        if self.residual is not None:
+            clear_nonfinite(self.residual)
+        self.heal_velocity()
+
+    def heal_velocity(self) -> None:
+        """Does so in the momentum alone."""
+        if self.velocity is not None:
+            clear_nonfinite(self.velocity)
+
     @property
     def keeps(self) -> bool:
         """Whether lost parts of a lossy codec are kept for the next call."""
@@ -139,3 +175,17 @@ class Slot:
     def __repr__(self) -> str:
         count = "nothing yet" if self._count is None else f"{self._count} elements"
         return f"<flagcx.compression.Slot {self.key!r} of {self.codec}, {count}, {self.step} steps>"
+
+
+def _short(shapes: Sequence[tuple[int, ...]]) -> str:
+    more = f" and {len(shapes) - 4} more" if len(shapes) > 4 else ""
+    return ", ".join(map(str, shapes[:4])) + more
+
+
+def _norm(x: Any) -> float:
+    """The norm of an array whose squares may be out of range."""
+    norm = math.sqrt(float(namespace(x).vdot(x, x)))
+    if math.isinf(norm):
+        wide = x.astype(np.float64)
+        norm = math.sqrt(float(namespace(x).vdot(wide, wide)))
+    return norm

@@ -13,11 +13,13 @@ from flagcx.compression.link import measure_speed
 from flagcx.compression.slot import Slot
 from flagcx.compression.sparse_reduce import SparseReduce
 from flagcx.compression.two_step import TwoStep
+from flagcx.dtypes import OPS, scaled_sum
 from flagcx.errors import ArgumentError
 from tests.compression.peers import on_ranks
 
 SLOW = LinkProfile(ranks=4, bandwidth_gb_per_s=0.0125, latency_us=100, known=True)
 FAST = LinkProfile(ranks=4, bandwidth_gb_per_s=20, latency_us=10, busy=1.0)
+SUM = OPS["sum"]
 INT8 = {"int8": Quantized("int8")}
 
 
@@ -80,10 +82,10 @@ def test_the_plan_does_what_was_decided(link, density, caplog):
 
         def make(codec):
             if codec.name == "sparse":
-                return SparseReduce(peers, codec, count, 1.0, slot)
-            return TwoStep(peers, codec, count, 1.0, slot)
+                return SparseReduce(peers, codec, count, SUM, slot)
+            return TwoStep(peers, codec, count, SUM, slot)
 
-        plan = AutoReduce(peers, slot.codec, count, 1.0, slot, INT8, lambda: link, lambda codec: 1.0, make)
+        plan = AutoReduce(peers, slot.codec, count, SUM, slot, INT8, lambda: link, lambda codec: 1.0, make)
         slot.begin(x)
         out = np.empty_like(x)
         plan.run(x, out)
@@ -104,7 +106,8 @@ def test_a_dense_choice_empties_the_residual():
     def rank(peers):
         slot = Feedback(Auto(lossy=("int8",)))["x"]
         x = np.arange(8, dtype=np.float32)
-        plan = AutoReduce(peers, slot.codec, 8, 0.5, slot, INT8, lambda: FAST, lambda codec: 1.0, None)
+        common = peers, slot.codec, 8, scaled_sum(0.5), slot
+        plan = AutoReduce(*common, INT8, lambda: FAST, lambda codec: 1.0, None)
         slot.begin(x)
         slot.residual[...] = 1
         out = np.empty_like(x)

@@ -40,7 +40,7 @@ _ASK, _QUIT, REFRESH = b"?", b".", b"!"
 _AGAIN_S, _CONSEQUENCE_S = 1.0, 30.0
 """An error, or one that follows from another rank's, is not recorded again within this time."""
 _MOST_CALLS, _MOST_COMMUNICATORS, _MOST_TEXT = 32, 32, 20_000
-_GATHER_S, _END_S = 0.05, 2.0
+_GATHER_MS, _END_S = 50, 2.0
 _CROWD = 16
 
 Card = Sequence[Any]
@@ -60,7 +60,7 @@ class FlightRecorder:
         self._page, self._config, self._directory = page, config, directory
         self._reading, self._writing = os.pipe()
         os.set_blocking(self._writing, False)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a handler of a signal may come to it again
         self._recorded_at = -_CONSEQUENCE_S
         self._peers: dict[int, Card] = {}
         self._neighbour: tuple[int, PeerStacks] | None = None
@@ -90,12 +90,12 @@ class FlightRecorder:
             with contextlib.suppress(OSError, ValueError):
                 peer = self._peers[after[0]]
                 self._neighbour = after[0], PeerStacks(f"/proc/{peer[2]}/fd/{peer[3]}")
-        thread = threading.Thread(target=self._serve, name="flagcx-recorder", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="flagcx-recorder", daemon=True)
         try:
-            thread.start()
+            self._thread.start()
         except RuntimeError:
-            return  # the system has no thread left for it
-        self._thread = thread
+            self._thread = None  # the system has no thread left for it
+            return
         if _is_default(signal.SIGUSR2):
             faulthandler.register(signal.SIGUSR2, self._writing, all_threads=False)
             self._takes_signal = True
@@ -161,18 +161,18 @@ class FlightRecorder:
 
     def _serve(self) -> None:
         """Waits until a rank or ``flagcx status`` asks, or until faulthandler tells of SIGUSR2."""
-        while True:
+        poll = select.poll()
+        poll.register(self._reading, select.POLLIN)
+        while self._thread is not None:
             told = os.read(self._reading, 1 << 16)
-            while select.select([self._reading], [], [], _GATHER_S)[0]:
+            while self._thread is not None and poll.poll(_GATHER_MS):
                 told += os.read(self._reading, 1 << 16)
-            signalled = told.strip(_ASK + _QUIT + REFRESH)
-            if _QUIT in told and not signalled:
-                return
             if REFRESH in told:
                 self._page.refresh()
+            signalled = bool(told.strip(_ASK + _QUIT + REFRESH))
             if signalled or _ASK in told:
                 with self._lock:
-                    self._answer(bool(signalled))
+                    self._answer(signalled)
 
     def _answer(self, signalled: bool) -> None:
         if time.monotonic() - self._recorded_at < _AGAIN_S:

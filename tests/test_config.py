@@ -33,8 +33,9 @@ def test_an_unknown_setting_is_told_with_the_nearest_name(name, meant):
 
 def test_every_variable_that_the_package_names_is_known():
     files = Path(flagcx.__file__).parent.rglob("*.py")
-    names = {name for file in files for name in re.findall(r'"(FLAGCX_[A-Z_]+)"', file.read_text())}
-    assert {"FLAGCX_STORE_KEY", "FLAGCX_RANK"} <= names
+    found = re.compile(r'(?:"|\b)(FLAGCX_[A-Z_]+)(?:"|=)')
+    names = {name for file in files for name in found.findall(file.read_text())}
+    assert {"FLAGCX_STORE_KEY", "FLAGCX_RANK", "FLAGCX_RESTARTS"} <= names
     example = {"FLAGCX_TIMEOUT"}  # of unknown_settings
     assert unknown_settings(dict.fromkeys(names - example, "")) == []
 

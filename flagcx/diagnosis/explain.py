@@ -188,7 +188,7 @@ def _culprit_in_words(
     last = [
         f"its last call of {_name(p)} was {p.last}" if p.last else f"it has made no call of {_name(p)}"
         for p in state.progress
-        if _place(p) in wanted and p.calls is not None
+        if _place(p) in wanted and (p.last or p.calls == 0)
     ]
     tail = f"; {'; '.join(last)}" if last else ""
     does = f"; it {state.doing}" if state.doing else ""

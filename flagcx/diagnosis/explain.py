@@ -156,8 +156,8 @@ def _waits_in_words(
         waited = max(waiting[rank].waited_s for rank in ranks)
         verb = "waits" if len(ranks) == 1 else "wait"
         for_whom = f"for {name_ranks(few)} " if few else ""
-        since = f", since {_duration(waited)}"
-        sentences.append(f"{name_ranks(ranks)} {verb} {for_whom}in {call}{since}.")
+        how_long = _duration(waited)
+        sentences.append(f"{name_ranks(ranks)} {verb} {for_whom}in {call}, for {how_long}.")
     return sentences
 
 

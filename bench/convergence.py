@@ -1,16 +1,24 @@
-"""Whether training comes as far with compressed gradients: final losses beside the dense one's.
+"""How far training comes with compressed gradients, beside the dense one's, with three seeds.
 
-    python bench/convergence.py                      # digits (1,000 steps) and transformer (1,500), 4 ranks
+    python bench/convergence.py --json bench/results/it.jsonl    # all tasks, 4 ranks
+    python bench/convergence.py --quick                          # under two minutes
     python bench/convergence.py --tasks transformer --steps 300 --codecs int8,topk+
 
-Same seeds, same batches, same number of steps; only ``compression=`` differs. "+" behind a codec is error
-feedback. A run with feedback (and int8 without) should end within 2% of the dense loss; int4, topk and
-powersgd without it should be visibly worse. After the last step all ranks must have the same parameters,
-bit by bit.
+Same seeds, same batches, same number of steps; only ``compression=`` differs. "+" after a codec is error
+feedback. A training with feedback (and bf16, fp8, int8 without) should end within 2% of the dense loss on
+average over the seeds; int4, topk and powersgd without it should be visibly worse. After the last step all
+ranks must have the same parameters, bit by bit.
 
-The loss of digits is that on the training set, with weight decay, which keeps it from going to zero: held-out
-losses of so small a set say little. The transformer's is that on held-out text; topk and powersgd begin
-gently and topk gathers momentum before it sends, as examples/train_transformer.py arranges.
+=============  ========================================================================================
+digits         examples/train_digits.py, NumPy; the loss on the training set, with weight decay
+transformer    examples/train_transformer.py, NumPy; the loss on held-out text
+cnn            a convolutional network through DistributedDataParallel's hook, torch on the CPU; the loss
+               on its pictures, shifted and with noise anew
+=============  ========================================================================================
+
+topk and powersgd begin gently, and topk gathers momentum before it sends (``choose_feedback`` in
+examples/train_transformer.py); "topk+ plain" is topk with feedback alone, as ``compression="topk"`` in a
+GradientSynchronizer or hook gives it.
 """
 
 from __future__ import annotations
@@ -22,41 +30,53 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import numpy as np
+from harness import version_of, versions
 from report import format_table, write_json_lines
 
 import flagcx as fc
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 CODECS = (
-    "bf16", "fp8", "int8", "int4+", "topk+", "randomk+", "powersgd+", "int4", "topk", "powersgd", "sparse",
+    "bf16", "fp8", "int8", "int4+", "topk+", "topk+ plain", "randomk+", "powersgd+",
+    "int4", "topk", "powersgd",
 )  # fmt: skip
-PROMISED = ("int8", "int4+", "topk+", "powersgd+")
+QUICK = ("int8", "topk+", "powersgd+")
+PROMISED = ("bf16", "fp8", "int8", "int4+", "topk+", "powersgd+")
 WITHIN = 1.02
 DECAY = np.float32(0.02)
+MOMENTUM = 0.9
+STEPS = {"digits": 1000, "transformer": 1500, "cnn": 800}
 
 
 @dataclass(frozen=True)
 class Row:
-    """One training.
+    """The trainings with one codec.
 
     Attributes:
         task, ranks, steps, codec: What was trained.
-        loss: The loss after the last step.
-        ratio: That over the dense training's.
+        losses: The loss after the last step, with each seed.
+        ratios: Those over the dense training's with the same seed.
         equal: Whether all ranks ended with the same bits.
-        seconds: How long it took.
+        seconds: How long all of them took.
     """
 
     task: str
     ranks: int
     steps: int
     codec: str
-    loss: float
-    ratio: float
+    losses: tuple[float, ...]
+    ratios: tuple[float, ...]
     equal: bool
     seconds: float
+
+    @property
+    def ratio(self) -> float:
+        """The mean over the seeds."""
+        return fmean(self.ratios)
 
     @property
     def verdict(self) -> str:
@@ -66,44 +86,46 @@ class Row:
         return "" if self.codec not in PROMISED else "ok" if self.ratio <= WITHIN else "MISSED"
 
 
-def feedback_of(codec: str):
+def feedback_of(codec: str, steps: int) -> Any:
     """The memory for a training; None for the dense one."""
-    if codec == "dense":
-        return None
-    return fc.compression.Feedback(codec.removesuffix("+"), residual=codec.endswith("+"))
-
-
-def train_transformer(comm, codec: str, steps: int):
-    """Returns the network's parameters and its loss."""
     sys.path.insert(0, str(EXAMPLES))
+    import train_transformer
+
+    name = codec.split("+")[0]
+    if codec.endswith(" plain"):
+        return fc.compression.Feedback(name)
+    return train_transformer.choose_feedback("none" if codec == "dense" else name, steps, "+" in codec)
+
+
+def train_transformer(comm: Any, codec: str, steps: int, seed: int) -> tuple[np.ndarray, float]:
+    """Returns the network's parameters and its loss."""
+    feedback = feedback_of(codec, steps)
     import train_transformer as example
 
-    training, test, letters = example.load_text(np)
-    network = example.Transformer(np, example.Size(), letters, seed=0)
-    name = "none" if codec == "dense" else codec.removesuffix("+")
-    feedback = example.choose_feedback(name, steps, codec.endswith("+"))
-    example.train(comm, network, training, steps, 16, 0.2, feedback)
+    text, test, letters = example.load_text(np)
+    network = example.Transformer(np, example.Size(), letters, seed)
+    example.train(comm, network, text, steps, 16, 0.2, feedback)
     return network.parameters, example.held_out_loss(network, test)
 
 
-def train_digits(comm, codec: str, steps: int):
+def train_digits(comm: Any, codec: str, steps: int, seed: int) -> tuple[np.ndarray, float]:
     """Returns the network's parameters and its loss."""
-    sys.path.insert(0, str(EXAMPLES))
+    feedback = feedback_of(codec, steps)
     import train_digits as example
 
-    (pixels, labels), _ = example.load_pictures(np, seed=0)
-    network = example.Network(np, seed=0)
-    feedback = feedback_of(codec)
+    (pixels, labels), _ = example.load_pictures(np, seed)
+    network = example.Network(np, seed)
     shapes = [weights.shape for weights, _ in network.layers]
     slot = None if feedback is None else feedback.slot("network", shapes)
+    kept = np.float32(0 if feedback is not None and feedback.momentum else MOMENTUM)
     epochs = -(-steps // -(-len(pixels) // 64))
     velocity = np.zeros_like(network.parameters)
-    for step, rows in enumerate(list(example.batches(len(pixels), 64, epochs, 0))[:steps]):
+    for step, rows in enumerate(list(example.batches(len(pixels), 64, epochs, seed))[:steps]):
         mine = rows[comm.rank :: comm.size]
         network.backward(pixels[mine], labels[mine], batch=len(rows))
         comm.allreduce(network.gradient, compression=slot)
         rate = np.float32(0.05 * (1 - 0.9 * step / steps))
-        velocity = np.float32(0.9) * velocity - rate * network.gradient
+        velocity = kept * velocity - rate * network.gradient
         network.parameters += velocity - rate * DECAY * network.parameters
     scores = network.forward(pixels)[-1].astype(np.float64)
     scores -= scores.max(axis=1, keepdims=True)
@@ -111,16 +133,36 @@ def train_digits(comm, codec: str, steps: int):
     return network.parameters, float(-likelihood[np.arange(len(labels)), labels].mean())
 
 
-TASKS = {"digits": train_digits, "transformer": train_transformer}
-STEPS = {"digits": 1000, "transformer": 1500}
+def train_cnn(comm: Any, codec: str, steps: int, seed: int) -> tuple[np.ndarray, float]:
+    """Returns the network's parameters and its loss."""
+    import convergence_cnn
+
+    return convergence_cnn.train(comm, feedback_of(codec, steps), steps, seed)
 
 
-def training(task: str, codec: str, steps: int) -> tuple[float, bool]:
-    """What every rank does: the loss, and whether all ranks are equal."""
+TASKS = {"digits": train_digits, "transformer": train_transformer, "cnn": train_cnn}
+
+
+def training(task: str, codec: str, steps: int, seeds: Sequence[int]) -> tuple[list[float], bool]:
+    """What every rank does: the loss with each seed, and whether all ranks are equal."""
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
     comm = fc.init(tuning=False)
-    parameters, loss = TASKS[task](comm, codec, steps)
-    digests = comm.allgather_object(hashlib.sha256(parameters.tobytes()).hexdigest())
-    return loss, len(set(digests)) == 1
+    losses, equal = [], True
+    for seed in seeds:
+        parameters, loss = TASKS[task](comm, codec, steps, seed)
+        digests = comm.allgather_object(hashlib.sha256(parameters.tobytes()).hexdigest())
+        losses.append(loss)
+        equal = equal and len(set(digests)) == 1
+    return losses, equal
+
+
+def measure(task: str, codec: str, ranks: int, steps: int, seeds: Sequence[int], dense: Row | None) -> Row:
+    """Trains with one codec."""
+    began = time.monotonic()
+    losses, equal = fc.launch(training, ranks, (task, codec, steps, seeds), timeout_s=1200)[0]
+    ratios = [loss / base for loss, base in zip(losses, dense.losses if dense else losses, strict=True)]
+    seconds = round(time.monotonic() - began, 1)
+    return Row(task, ranks, steps, codec, tuple(losses), tuple(ratios), equal, seconds)
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -130,22 +172,26 @@ def main(given: Sequence[str] | None = None) -> int:
     for task in options.tasks:
         rows, steps = list[Row](), options.steps or STEPS[task]
         for codec in ("dense", *options.codecs):
-            began = time.monotonic()
-            loss, equal = fc.launch(training, options.ranks, (task, codec, steps), timeout_s=1200)[0]
-            ratio = loss / (rows[0].loss if rows else loss)
-            seconds = time.monotonic() - began
-            row = Row(task, options.ranks, steps, codec, loss, ratio, equal, round(seconds, 1))
+            dense = rows[0] if rows else None
+            row = measure(task, codec, options.ranks, steps, range(options.seeds), dense)
             rows.append(row)
             missed += row.verdict not in ("", "ok")
-            print(
-                f"{task} {codec}: {loss:.4f}, {ratio:.3f} of dense {row.verdict}", file=sys.stderr, flush=True
-            )
-        table = [[r.codec, f"{r.loss:.4f}", f"{r.ratio:.3f}", r.verdict] for r in rows]
-        print(f"\n{task}, {options.ranks} ranks, {steps} steps")
-        print(format_table(["codec", "loss", "/ dense", ""], table), flush=True)
-        if options.json:
-            write_json_lines(options.json, (asdict(row) for row in rows))
+            print(f"{task} {codec}: {' '.join(_cells(row)[1:])}", file=sys.stderr, flush=True)
+            if options.json:
+                facts = {**asdict(row), "ratio": row.ratio, "versions": _versions()}
+                write_json_lines(options.json, [facts])
+        print(f"\n{task}, {options.ranks} ranks, {steps} steps, {options.seeds} seeds")
+        print(format_table(["codec", "loss", "/ dense", "from", "to", ""], map(_cells, rows)), flush=True)
     return int(bool(missed))
+
+
+def _cells(row: Row) -> list[str]:
+    ratios = row.ratio, min(row.ratios), max(row.ratios)
+    return [row.codec, f"{fmean(row.losses):.4f}", *(f"{ratio:.3f}" for ratio in ratios), row.verdict]
+
+
+def _versions() -> dict[str, str]:
+    return versions(flagcx=fc.__version__, torch=version_of("torch"), sklearn=version_of("scikit-learn"))
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -155,9 +201,14 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tasks", type=lambda s: s.split(","), default=list(TASKS))
     parser.add_argument("--codecs", type=lambda s: s.split(","), default=list(CODECS))
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--steps", type=int, help="default 1000 for digits, 1500 for the transformer")
+    parser.add_argument("--seeds", type=int, default=3, help="trainings with each codec; default 3")
+    parser.add_argument("--steps", type=int, help="default 1000 for digits, 1500 transformer, 800 cnn")
+    parser.add_argument("--quick", action="store_true", help=f"one seed, and {', '.join(QUICK)} alone")
     parser.add_argument("--json", type=Path, metavar="PATH", help="append the results there, one a line")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.seeds, options.codecs = 1, list(QUICK)
+    return options
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ from pathlib import Path
 from flagcx.errors import ArgumentError
 
 _PREFIX = "FLAGCX_"
+_TOLD_TO_RANKS = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "JOB", "STORE_ADDRESS", "STORE_KEY", "RESTARTS")
+_OF_TESTS = ("TEST_RANKS", "TEST_PERFETTO")
 
 
 def environment() -> dict[str, str]:
@@ -22,6 +24,13 @@ def cache_directory(environ: Mapping[str, str]) -> Path:
     base = environ.get("XDG_CACHE_HOME", "")
     cache = Path(base) if os.path.isabs(base) else Path(environ.get("HOME") or Path.home()) / ".cache"
     return cache / "flagcx"
+
+
+def state_directory(environ: Mapping[str, str]) -> Path:
+    """The directory that keeps what past jobs of this user have left to read; it may not exist yet."""
+    base = environ.get("XDG_STATE_HOME", "")
+    home = Path(environ.get("HOME") or Path.home())
+    return (Path(base) if os.path.isabs(base) else home / ".local" / "state") / "flagcx"
 
 
 def set_default(name: str, value: str) -> None:
@@ -53,6 +62,8 @@ class Config:
         kill_after_s: How long ranks that ``flagcx run`` or ``fc.launch`` tells to end (SIGTERM, Ctrl-C) have
             before they are killed, in seconds: time for a checkpoint.
         explain_wait_s: How long a rank waits for a peer, in seconds, before it looks into why and says so.
+        record: The directory for flight records (see ``flagcx doctor``); ``~/.local/state/flagcx/records`` if
+            empty, none if "0".
         debug: "check" compares every call between ranks before it runs; "" does not.
     """
 
@@ -72,6 +83,7 @@ class Config:
     throttle: str = ""
     kill_after_s: float = 10.0
     explain_wait_s: float = 5.0
+    record: str = ""
     debug: str = ""
 
     def __post_init__(self) -> None:
@@ -99,6 +111,25 @@ class Config:
             if text is not None:
                 values[field.name] = _parse(_PREFIX + field.name.upper(), text, type(field.default))
         return replace(cls(**values), **overrides)
+
+
+def unknown_settings(environ: Mapping[str, str]) -> list[str]:
+    """Says of each ``FLAGCX_*`` variable that nothing reads what may have been meant.
+
+    Example:
+        >>> unknown_settings({"FLAGCX_TIMEOUT": "5"})
+        ['FLAGCX_TIMEOUT=5 has no effect: there is no such setting; do you mean FLAGCX_TIMEOUT_S?']
+    """
+    from difflib import get_close_matches  # not on import, which must be quick
+
+    known = sorted({*(field.name.upper() for field in fields(Config)), *_TOLD_TO_RANKS, *_OF_TESTS})
+    said = []
+    for name in sorted(environ):
+        if name.upper().startswith(_PREFIX) and name.removeprefix(_PREFIX) not in known:
+            near = get_close_matches(name.upper().removeprefix(_PREFIX), known, 1)
+            hint = f"do you mean {_PREFIX}{near[0]}?" if near else "fc.Config lists them"
+            said.append(f"{name}={environ[name]} has no effect: there is no such setting; {hint}")
+    return said
 
 
 def _parse(name: str, text: str, kind: type):

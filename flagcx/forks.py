@@ -12,6 +12,11 @@ import weakref
 from functools import lru_cache
 from typing import Protocol
 
+FORKED = (
+    "this communicator was made before a fork and cannot be used in the child; start ranks with flagcx run, "
+    "fc.launch or multiprocessing's spawn method, and call fc.init() in each"
+)
+
 
 class Inherited(Protocol):
     """A resource of which a forked child must not use its copy."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 import threading
+import time
 import warnings
 import weakref
 from dataclasses import fields, replace
@@ -14,12 +16,21 @@ from typing import TYPE_CHECKING, Any
 
 from flagcx.bootstrap.thread_rank import thread_rank
 from flagcx.communicator import Communicator
-from flagcx.config import Config, environment
-from flagcx.errors import ArgumentError, CommunicatorError, FlagcxError
+from flagcx.config import Config, environment, unknown_settings
+from flagcx.errors import (
+    ArgumentError,
+    CommunicationError,
+    CommunicatorError,
+    FlagcxError,
+    PeerTimeoutError,
+)
 from flagcx.forks import abandon_in_children
 
 if TYPE_CHECKING:
+    from flagcx.diagnosis.own_page import OwnPage
     from flagcx.topology import Topology
+
+logger = logging.getLogger("flagcx")
 
 
 class _World:
@@ -28,6 +39,13 @@ class _World:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.comm: Communicator | None = None
+        self.page: OwnPage | None = None
+
+    def current(self) -> Communicator | None:
+        """The communicator that ``init`` made, or what ``shrink`` has made of it."""
+        while self.comm is not None and self.comm.successor is not None:
+            self.comm = self.comm.successor
+        return self.comm
 
     def abandon(self) -> None:
         """Frees the lock in a forked child: the thread that may hold it is not there."""
@@ -35,11 +53,14 @@ class _World:
 
     def close(self) -> None:
         """Closes the communicator, if ``init`` made one."""
-        if self.comm is not None:
-            self.comm.close()
+        comm = self.current()
+        if comm is not None:
+            comm.close()
 
     def close_at_exit(self) -> None:
         """Closes the communicator as the process ends; after an error the exit code is 1."""
+        if self.page is not None:
+            self.page.record_uncaught()
         try:
             self.close()
         except FlagcxError as error:
@@ -97,18 +118,19 @@ def init(*, enable_topology_detection: bool = True, **settings: Any) -> Communic
     settings = {"topology_detection": enable_topology_detection, **settings}
     world = _world()
     with world.lock:
-        _refuse_in_child(world.comm)
-        if world.comm is None or world.comm.closed:
+        comm = world.current()
+        _refuse_in_child(comm)
+        if comm is None or comm.closed:
             config = Config.from_environment(**settings)
-            if world.comm is not None:
-                world.comm.close()
+            if comm is not None:
+                comm.close()
             elif world is _WORLD:
                 atexit.register(world.close_at_exit)
                 abandon_in_children(world)
-            world.comm = _join(config)
+            world.comm = comm = _join(config)
         else:
-            _warn_of_others(settings, world.comm.config)
-        return world.comm
+            _warn_of_others(settings, comm.config)
+        return comm
 
 
 def _refuse_in_child(comm: Communicator | None) -> None:
@@ -156,7 +178,7 @@ def get_topology() -> Topology:
         >>> fc.get_topology()["nvlink_peers"][0]            # doctest: +SKIP
         [1, 2, 3]
     """
-    comm = _world().comm
+    comm = _world().current()
     if comm is not None and not comm.config.topology_detection:
         raise CommunicatorError(
             "topology detection is switched off; close the communicator and use "
@@ -174,8 +196,28 @@ def _detected() -> Topology:
 
 
 def _join(config: Config) -> Communicator:
+    """Joins the job; where lost ranks are started again, as often as ranks are lost meanwhile."""
+    deadline = time.monotonic() + config.init_timeout_s
+    while True:
+        try:
+            return _join_once(config)
+        except _LostWhileJoining as lost:
+            if time.monotonic() >= deadline:
+                raise lost.error from None
+
+
+class _LostWhileJoining(Exception):
+    """A rank was lost before all had joined, and the ranks of this job meet again."""
+
+    def __init__(self, error: CommunicationError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def _join_once(config: Config) -> Communicator:
     from flagcx.bootstrap.environment import Identity, host_name, identify
     from flagcx.bootstrap.rendezvous import connect, leave
+    from flagcx.diagnosis.own_page import OwnPage
     from flagcx.transport.device import bind_local_device
 
     environ = environment()
@@ -188,21 +230,30 @@ def _join(config: Config) -> Communicator:
         config = replace(config, transport=config.transport or "threads")
     else:
         identity = identify(environ)
+        if identity.rank == 0:
+            for text in unknown_settings(environ):
+                logger.warning("%s", text)
         store = connect(identity, config, environ)
+    limit_s = config.init_timeout_s
+    page = _world().page = OwnPage(store, identity, config)
     try:
-        hosts = [
-            raw.decode() for raw in store.exchange("hosts", identity.host.encode(), config.init_timeout_s)
-        ]
+        bind_local_device(identity.local_rank, config.share_gpu)
+        members = list(store.agree("generation", b"", limit_s)) if store.elastic else None
+        scope = store.scoped("world/", members)
+        hosts = page.join(scope.exchange("hosts", page.card(), limit_s), scope.in_job()[1])
 
         def exchange(value: bytes) -> list[bytes]:
-            return store.exchange("communicator", value, config.init_timeout_s)
+            return scope.exchange("communicator", value, limit_s)
 
-        bind_local_device(identity.local_rank, config.share_gpu)
-        scope = store.scoped("world/")
-        comm = Communicator(identity.rank, identity.size, exchange, hosts, config, scope)
+        comm = Communicator(scope.rank, scope.size, exchange, hosts, config, scope)
     except BaseException as error:
         store.abort(f"init failed: {error}")
+        page.close()
+        late = isinstance(error, PeerTimeoutError)
+        if store.elastic and isinstance(error, CommunicationError) and not late:
+            raise _LostWhileJoining(error) from None
         raise
+    comm.at_close(page.close)
     if thread is None:
         comm.at_close(lambda: leave(store))
         opened = weakref.ref(comm)

@@ -25,10 +25,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _as_on_a_fresh_machine() -> Iterator[None]:
-    """Algorithms are chosen by rule, whatever ``flagcx tune`` has left for this user."""
+def _as_on_a_fresh_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Algorithms are chosen by rule, whatever ``flagcx tune`` has left for this user; no record is left."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FLAGCX_TUNING", "0")
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield
 
 

@@ -62,6 +62,7 @@ LAYERS = [
     ["algorithms", "topology", "bootstrap", "memory"],
     ["kernels", "arguments"],
     ["transport"],
+    ["diagnosis"],
     ["profiler"],
     ["cost"],
     ["selection", "_launch"],

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flagcx._launch.failure import Exit, is_consequence, name_ranks
-from flagcx._launch.job import job_environment
+from flagcx._launch.job import check_size, job_environment
 from flagcx._launch.no_aslr import without_aslr
 from flagcx._launch.output import RankOutput, Tail
 from flagcx._launch.process_groups import end_with_launcher, is_stopped, reporting_children, sweep
@@ -92,15 +92,19 @@ class Ranks:
 
         Raises:
             LaunchError: The system cannot start another process.
+            ArgumentError: There are far more ranks than cores.
         """
         self._settings.enter_context(reporting_children())
-        environ = dict(self._environ) | job_environment(self._environ, self.size)
+        if advice := check_size(self.size):
+            self._output.say(advice)
+        environ = job_environment(self._environ, self.size)
         if self.size > 1:
-            self._server = StoreServer(self.size)
+            self._server = self._make_server()
             environ["FLAGCX_STORE_ADDRESS"] = self._server.address
             environ["FLAGCX_STORE_KEY"] = self._server.authkey.hex()
+        self._environ = environ
         for rank in range(self.size):
-            self._start_rank(rank, environ | {"FLAGCX_RANK": str(rank), "FLAGCX_LOCAL_RANK": str(rank)})
+            self._start_rank(rank, self._output.streams(rank))
         if self._server is not None:
             self._server.start()
 
@@ -177,17 +181,20 @@ class Ranks:
     def __repr__(self) -> str:
         return f"<Ranks size={self.size} running={len(self.running())}>"
 
-    def _start_rank(self, rank: int, environ: dict[str, str]) -> None:
-        command = self._commands[rank]
+    def _make_server(self) -> StoreServer:
+        return StoreServer(self.size)
+
+    def _start_rank(self, rank: int, streams: Mapping[str, Any], **variables: str) -> None:
+        command, place = self._commands[rank], {"FLAGCX_RANK": str(rank), "FLAGCX_LOCAL_RANK": str(rank)}
         pipe, held = os.pipe()
-        self._guards.append(held)
+        self._guards[rank : rank + 1] = [held]  # in the place of that of a process that has ended
         try:
             with without_aslr(self.size):
                 process = subprocess.Popen(
                     [*command.arguments, str(pipe)] if command.guards_itself else command.arguments,
-                    env=environ,
+                    env={**self._environ, **place, **variables},
                     pass_fds=[pipe, *command.pass_fds],
-                    **self._output.streams(rank),
+                    **streams,
                     **_own_group(rank),
                     preexec_fn=None if command.guards_itself else lambda: end_with_launcher(pipe),
                 )
@@ -195,9 +202,9 @@ class Ranks:
             raise LaunchError(f"rank {rank} of {self.size} cannot be started: {error}", rank=rank) from error
         finally:
             os.close(pipe)
-        self._processes.append(process)
+        self._processes[rank : rank + 1] = [process]
         pidfd = _open_pidfd(process.pid)
-        self._pidfds.append(pidfd)
+        self._pidfds[rank : rank + 1] = [pidfd]
         if pidfd is not None:
             self.selector.register(pidfd, selectors.EVENT_READ, lambda: self._reap(rank))
         for stream, source in ((1, process.stdout), (2, process.stderr)):
@@ -292,9 +299,14 @@ class Ranks:
         if pidfd is not None:
             self.selector.unregister(pidfd)
         ended = self.exits[rank] = Exit(rank, code, rank in self._signalled)
+        self._react(ended)
+
+    def _react(self, ended: Exit) -> None:
+        """Tells the store of a rank's end; after a failure the others will be ended too."""
         if self._server is not None:
-            self._server.rank_ended(rank, "" if code == 0 else f"its process ended: {ended.describe()}")
-        if code != 0 and not self._planned:
+            how = "" if ended.code == 0 else f"its process ended: {ended.describe()}"
+            self._server.rank_ended(ended.rank, how)
+        if ended.code != 0 and not self._planned:
             self._plan(signal.SIGTERM, self._grace_s)
 
     def _plan(self, number: int, after_s: float) -> None:

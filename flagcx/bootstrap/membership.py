@@ -7,6 +7,8 @@ rank cannot come back.
 
 from __future__ import annotations
 
+from typing import Any
+
 from flagcx.bootstrap.store_state import Answers, StoreRequest, StoreState, Ticket
 
 
@@ -47,6 +49,15 @@ class Membership:
             return f"rank {rank} was lost before ({self.lost[rank]}) and cannot come back"
         return ""
 
+    def observed(self, prefix: str) -> dict[str, Any]:
+        """What an observer learns: the ranks that are connected or lost, and values under ``prefix``."""
+        values = {
+            key: value.decode(errors="replace")
+            for state in self._states.values()
+            for key, value in state.values_under(prefix).items()
+        }
+        return {"connected": self.connected, "lost": self.lost, "notes": values}
+
     def join(self, rank: int, pid: int) -> None:
         """A rank has connected."""
         stay = self._stays[rank]
@@ -77,10 +88,20 @@ class Membership:
             del self._states[stay]
         return answers + (self._leave_for_good(rank) if rank in self._finished else [])
 
-    def lose(self, rank: int, how: str) -> Answers:
-        """A rank died, in its stay or between two; the ranks of every stay are told."""
+    def lose(self, rank: int, how: str, returns: bool = False) -> Answers:
+        """A rank died, in its stay or between two; the ranks of every stay are told.
+
+        Args:
+            rank: The rank.
+            how: What happened.
+            returns: Whether its launcher may start it again, where one does.
+        """
         self.lost[rank] = how
         return [answer for state in self._states.values() for answer in state.lose(rank, how)]
+
+    def misses(self, rank: int, lost: int) -> bool:
+        """Whether a connected rank is in a stay to which the death of another one matters."""
+        return self._states[self._stays[rank]].is_dead(lost)
 
     def finish(self, rank: int) -> Answers:
         """A rank's process ended well, so it will not come again once its connection has ended."""

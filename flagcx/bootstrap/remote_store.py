@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from flagcx.bootstrap import wire
-from flagcx.bootstrap.sockets import parse_address, tune
+from flagcx.bootstrap.sockets import is_own_user, parse_address, tune
 from flagcx.bootstrap.store import Store
 from flagcx.bootstrap.store_state import StoreAnswer, StoreRequest
 from flagcx.errors import (
@@ -40,20 +40,24 @@ class RemoteStore(Store):
         size: How many ranks the job has.
         timeout_s: How long to wait for the server, in seconds.
 
+    Attributes:
+        address: The server's address.
+        authkey: The key.
+
     Raises:
         BootstrapError: Nothing listens there, or it is no store of this key, or it refused this rank.
     """
 
     def __init__(self, address: str, authkey: bytes, rank: int, size: int, timeout_s: float = 10.0) -> None:
         self.rank, self.size = rank, size
-        self.address = address
+        self.address, self.authkey = address, authkey
         self._lock = threading.Lock()
         self._number = 0
         self._owner = os.getpid()
         self._broken: Exception | None = None
         self._dead: dict[int, str] = {}
         self._host: dict[str, Any] = {}
-        self._connection = _open(address, timeout_s, rank)
+        self._connection = open_connection(address, timeout_s, rank)
         self._poller = select.poll()
         self._poller.register(self._connection.fileno(), select.POLLIN)
         abandon_in_children(self)
@@ -63,7 +67,7 @@ class RemoteStore(Store):
             self._drop()
             raise
 
-    def check(self) -> None:
+    def lost(self) -> dict[int, str]:
         # The thread that holds the lock reads the notices too; a poll object serves one thread at a time.
         if self._lock.acquire(blocking=False):
             try:
@@ -72,9 +76,10 @@ class RemoteStore(Store):
                         self._read(time.monotonic() + _MARGIN_S, None)
             finally:
                 self._lock.release()
-        if self._dead:
-            rank, detail = next(iter(self._dead.items()))
-            raise PeerDiedError(f"rank {rank} died ({detail})", peer=rank)
+        return self._dead
+
+    def check(self) -> None:
+        super().check()
         if self._broken is not None:
             raise self._broken
 
@@ -148,7 +153,9 @@ class RemoteStore(Store):
         host, host_rank = self._host["host"], self._host["host_rank"]
         if host_rank is None:
             return BootstrapError(f"{host}, which ran the store, is gone")
-        return PeerDiedError(f"{host} died (it ran the store, and its connection ended)", peer=host_rank)
+        how = "it ran the store, and its connection ended"
+        self._dead.setdefault(host_rank, how)
+        return PeerDiedError(f"{host} died ({how})", peer=host_rank)
 
     def _greet(self, authkey: bytes, deadline: float) -> None:
         """Shows the server that this rank knows the key, and has the server show the same."""
@@ -167,6 +174,7 @@ class RemoteStore(Store):
         if "error" in header:
             raise RefusedError(f"the store turned rank {self.rank} away: {header['error']}", rank=self.rank)
         self._host = header
+        self.elastic = bool(header.get("elastic"))
 
     def _hear(self, deadline: float) -> bytes:
         if not self._poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
@@ -187,7 +195,8 @@ class RefusedError(BootstrapError):
     """The job's own store refused this rank, so there is no use in trying again."""
 
 
-def _open(address: str, timeout_s: float, rank: int) -> Connection:
+def open_connection(address: str, timeout_s: float, rank: int) -> Connection:
+    """Connects to a store's address, for a rank (-1: an observer)."""
     try:
         family, place = parse_address(address)
     except ValueError as error:
@@ -201,6 +210,8 @@ def _open(address: str, timeout_s: float, rank: int) -> Connection:
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             link.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(_MARGIN_S), 0))
         tune(link)
+        if not is_own_user(link):
+            raise OSError("another user listens there")
     except OSError as error:
         link.close()
         raise BootstrapError(

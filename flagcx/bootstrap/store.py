@@ -7,12 +7,14 @@ bytes: a store unpickles nothing.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NoReturn
 
+from flagcx.bootstrap.rank_page import RankPage
 from flagcx.bootstrap.store_server import StoreServer
 from flagcx.bootstrap.store_state import StoreAnswer, StoreRequest, StoreState
 from flagcx.errors import (
@@ -39,12 +41,16 @@ class Store:
     Attributes:
         rank: This rank.
         size: How many ranks share the store.
+        elastic: Whether lost ranks may be started again: then ranks agree on who is there when they join.
         blames: Whether a peer's failure is why this rank will leave, so that its launcher blames the peer.
+        page: The page on which this rank shows where it is, if it has one; of the whole job's store alone.
     """
 
     rank: int
     size: int
+    elastic: bool = False
     blames: Callable[[], bool] = staticmethod(lambda: False)
+    page: RankPage | None = None
 
     def set(self, key: str, value: bytes) -> None:
         """Sets a key, and wakes the ranks that wait for it.
@@ -105,12 +111,41 @@ class Store:
         request = StoreRequest("exchange", _text(name), _value(value), timeout_s=_seconds(timeout_s))
         return list(self._ask(request).values)
 
+    def agree(self, name: str, value: bytes, timeout_s: float) -> dict[int, bytes]:
+        """Finds out which ranks are left, alike on all of them: waits until each has come or is gone.
+
+        Args:
+            name: What the agreement is called, the same on all ranks. It may be used again afterwards.
+            value: This rank's contribution.
+            timeout_s: How long to wait for ranks that live, in seconds.
+
+        Returns:
+            The contribution of each rank that is left, by rank, in order.
+
+        Raises:
+            PeerTimeoutError: Ranks that live did not come in time. Names them.
+
+        Example:
+            >>> LocalStore().agree("left", b"a", timeout_s=1)
+            {0: b'a'}
+        """
+        request = StoreRequest("agree", _text(name), _value(value), timeout_s=_seconds(timeout_s))
+        answer = self._ask(request)
+        left = [rank for rank in range(self.size) if rank not in answer.ranks]
+        return dict(zip(left, answer.values, strict=True))
+
+    def lost(self) -> dict[int, str]:
+        """The ranks that are known to have died, and how. Costs about a microsecond."""
+        return {}
+
     def check(self) -> None:
         """Raises if a rank is known to have died. Costs about a microsecond: for loops that wait.
 
         Raises:
             PeerDiedError: A rank died.
         """
+        for rank, how in self.lost().items():
+            raise PeerDiedError(f"{self._name(rank)} died ({how})", peer=rank)
 
     def scoped(self, prefix: str, ranks: Sequence[int] | None = None) -> Store:
         """A view whose keys begin with ``prefix``, shared by some of the ranks.
@@ -166,7 +201,8 @@ class Store:
         return f"rank {rank}"
 
     def _fail(self, request: StoreRequest, answer: StoreAnswer) -> NoReturn:
-        what = f"{'exchange or barrier' if request.kind == 'exchange' else request.kind} {request.key!r}"
+        kind = {"exchange": "exchange or barrier", "agree": "agreement"}.get(request.kind, request.kind)
+        what = f"{kind} {request.key!r}"
         names = ", ".join(self._name(rank) for rank in answer.ranks)
         peer = answer.ranks[0] if answer.ranks else None
         if answer.fault == "died":
@@ -190,7 +226,7 @@ class Store:
         raise BootstrapError(f"{self._name(self.rank)} is already waiting in {what}", rank=self.rank)
 
     def _lateness(self, request: StoreRequest, what: str, names: str) -> str:
-        if request.kind == "exchange":
+        if request.kind in ("exchange", "agree"):
             return (
                 f"{names} did not come to {what} within {request.timeout_s:g} s; every rank must make the "
                 f"same calls, and slow ones need a longer time-out (FLAGCX_INIT_TIMEOUT_S for init)"
@@ -228,12 +264,14 @@ class _View(Store):
         self._parent, self._prefix, self._ranks = parent, prefix, ranks
         self.rank, self.size = ranks.index(parent.rank), len(ranks)
 
+    def lost(self) -> dict[int, str]:
+        lost = self._parent.lost()
+        return {self._ranks.index(rank): how for rank, how in lost.items() if rank in self._ranks}
+
     def check(self) -> None:
-        try:
+        with contextlib.suppress(PeerDiedError):  # it may be of another part
             self._parent.check()
-        except PeerDiedError as error:
-            if error.peer in self._ranks:
-                raise PeerDiedError(str(error), peer=self._ranks.index(error.peer)) from None
+        super().check()
 
     def in_job(self) -> tuple[Store, tuple[int, ...]]:
         whole, ranks = self._parent.in_job()

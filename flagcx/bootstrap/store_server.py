@@ -18,6 +18,8 @@ an answer, all others by a notice.
 from __future__ import annotations
 
 import contextlib
+import json
+import logging
 import math
 import os
 import secrets
@@ -30,29 +32,16 @@ from collections.abc import Callable
 from typing import Any
 
 from flagcx.bootstrap import wire
+from flagcx.bootstrap.generations import Generations
 from flagcx.bootstrap.membership import Membership
+from flagcx.bootstrap.peer import Peer
 from flagcx.bootstrap.sockets import format_address, is_own_user, listen, tune
-from flagcx.bootstrap.store_state import Answers
+from flagcx.bootstrap.store_state import NOTES, OBSERVER, Answers
 from flagcx.forks import abandon_in_children
 
+logger = logging.getLogger("flagcx")
+
 _MAX_STRANGERS = 256
-
-
-class _Peer:
-    """A connection: a stranger's (rank -1) until it has shown the key, then a rank's.
-
-    Attributes:
-        joined: Whether it is a rank's that has not left.
-    """
-
-    def __init__(self, connection: socket.socket, deadline: float) -> None:
-        self.socket = connection
-        self.deadline = deadline
-        self.nonce = secrets.token_bytes(wire.NONCE_NBYTES)
-        self.reader = wire.FrameReader(wire.MAX_GREETING_NBYTES)
-        self.outbox = bytearray()
-        self.rank = -1
-        self.joined = False
 
 
 class StoreServer:
@@ -66,6 +55,7 @@ class StoreServer:
         host: What runs this server, as messages name it when it is gone: "rank 0", "the launcher".
         host_rank: The rank whose process runs this server, or None if no rank's does.
         handshake_s: How long a stranger has to show the key, in seconds.
+        elastic: Whether the launcher may start lost ranks again; see ``Generations``.
 
     Attributes:
         address: Where it listens, as ``RemoteStore`` takes it.
@@ -85,10 +75,11 @@ class StoreServer:
         host: str = "the launcher",
         host_rank: int | None = None,
         handshake_s: float = 5.0,
+        elastic: bool = False,
     ) -> None:
         self.size = size
         self.authkey = secrets.token_bytes(32) if authkey is None else authkey
-        self._host = {"host": host, "host_rank": host_rank}
+        self._host = {"host": host, "host_rank": host_rank, "elastic": elastic}
         self._handshake_s = handshake_s
         self._on_complete: Callable[[], None] | None = None
         self._listener = listen(address)
@@ -96,8 +87,8 @@ class StoreServer:
         self._selector = selectors.DefaultSelector()
         self._waker, self._woken = socket.socketpair()
         self._calls: deque[Callable[[], object]] = deque()
-        self._peers: dict[_Peer, None] = {}
-        self._members = Membership(size)
+        self._peers: dict[Peer, None] = {}
+        self._members = Generations(size) if elastic else Membership(size)
         self.blaming: set[int] = set()
         self._ended = False
         self._ends_when_idle = False
@@ -126,9 +117,19 @@ class StoreServer:
 
         def tell() -> None:
             if how:
-                self._lose(rank, how)
+                self._lose(rank, how, returns=False)
             else:
                 self._deliver(self._members.finish(rank))
+
+        self._call(tell)
+
+    def rank_restarts(self, rank: int, how: str) -> None:
+        """Tells the store that a rank's process ended, and that its launcher is about to start it again."""
+
+        def tell() -> None:
+            for peer in [peer for peer in self._peers if peer.joined and peer.rank == rank]:
+                self._drop(peer, how)  # a process that it forked may hold the connection
+            self._lose(rank, how)
 
         self._call(tell)
 
@@ -220,7 +221,7 @@ class StoreServer:
                     break
         finally:
             self._ended = True
-            self._notify({"notice": "closed"})
+            self._notify({"notice": "closed"}, [peer for peer in self._peers if peer.joined])
             self._release()
 
     def _patience_s(self) -> float | None:
@@ -228,7 +229,7 @@ class StoreServer:
         first = min(deadlines, default=math.inf)
         return None if first == math.inf else max(0.0, first - time.monotonic())
 
-    def _strangers(self) -> list[_Peer]:
+    def _strangers(self) -> list[Peer]:
         """The connections that have not shown the key yet, oldest first."""
         return [peer for peer in self._peers if peer.rank < 0]
 
@@ -241,13 +242,17 @@ class StoreServer:
             self._drop_strangers(keep=0)
             time.sleep(0.01)
             return
-        if not is_own_user(connection):
+        try:
+            welcome = is_own_user(connection)
+            connection.setblocking(False)
+            tune(connection)
+        except OSError:  # It has gone already.
+            welcome = False
+        if not welcome:
             connection.close()
             return
         self._drop_strangers(keep=_MAX_STRANGERS - 1)
-        connection.setblocking(False)
-        tune(connection)
-        peer = _Peer(connection, time.monotonic() + self._handshake_s)
+        peer = Peer(connection, time.monotonic() + self._handshake_s)
         self._peers[peer] = None
         self._selector.register(connection, selectors.EVENT_READ, lambda events: self._attend(peer, events))
         self._send(peer, wire.MAGIC + peer.nonce)
@@ -257,7 +262,7 @@ class StoreServer:
         for peer in strangers[: max(0, len(strangers) - keep)]:
             self._drop(peer)
 
-    def _attend(self, peer: _Peer, events: int) -> None:
+    def _attend(self, peer: Peer, events: int) -> None:
         if events & selectors.EVENT_WRITE:
             self._flush(peer)
         if not events & selectors.EVENT_READ or peer not in self._peers:
@@ -279,10 +284,14 @@ class StoreServer:
         except wire.MalformedError as error:
             self._drop(peer, f"it sent an invalid message ({error})")
             return
+        except Exception as error:  # Whatever one connection brings about, the others' store goes on.
+            logger.exception("a message of rank %d ended its connection", peer.rank)
+            self._drop(peer, f"its message could not be dealt with ({error!r})")
+            return
         if not data:
             self._drop(peer)
 
-    def _greet(self, peer: _Peer, payload: bytes) -> None:
+    def _greet(self, peer: Peer, payload: bytes) -> None:
         """Lets a stranger in, as a rank, if it knows the key and the rank may join."""
         client_nonce, shown = payload[: wire.NONCE_NBYTES], payload[wire.NONCE_NBYTES :][: wire.PROOF_NBYTES]
         claim = payload[wire.NONCE_NBYTES + wire.PROOF_NBYTES :]
@@ -291,6 +300,10 @@ class StoreServer:
             self._drop(peer)
             return
         header, _ = wire.unpack(claim)
+        if header.get(OBSERVER) is True:
+            answer = wire.pack({"ok": True}, json.dumps(self._members.observed(NOTES)).encode())
+            self._send(peer, wire.proof(self.authkey, "server", peer.nonce, client_nonce, answer) + answer)
+            return
         if all(wire.is_integer(header.get(name)) for name in ("rank", "size", "pid")):
             error = self._members.refusal(header["rank"], header["size"])
         else:
@@ -308,23 +321,25 @@ class StoreServer:
             on_complete, self._on_complete = self._on_complete, None
             on_complete()
 
-    def _receive(self, peer: _Peer, payload: bytes) -> None:
+    def _receive(self, peer: Peer, payload: bytes) -> None:
         header, body = wire.unpack(payload)
         if not peer.joined:
             raise wire.MalformedError("a request after it had left")
         if header.get("kind") == "leave":
+            _, blames = wire.read_end(header)
             peer.joined = False
-            if header.get("blames") is True:
+            if blames:
                 self.blaming.add(peer.rank)
             self._deliver(self._members.leave(peer.rank))
         elif header.get("kind") == "abort":
-            self._drop(peer, str(header.get("detail")))
+            detail, _ = wire.read_end(header)
+            self._drop(peer, detail)
         else:
             request = wire.read_request(header, body, peer.rank, self.size)
             ticket = (peer, header["number"])
             self._deliver(self._members.submit(peer.rank, request, ticket, time.monotonic()))
 
-    def _drop(self, peer: _Peer, how: str = "") -> None:
+    def _drop(self, peer: Peer, how: str = "") -> None:
         """Ends a connection; if it is a rank's that has not left, the rank is lost."""
         if peer.joined:
             peer.joined = False
@@ -335,10 +350,11 @@ class StoreServer:
             self._selector.unregister(peer.socket)
             peer.socket.close()
 
-    def _lose(self, rank: int, how: str) -> None:
+    def _lose(self, rank: int, how: str, returns: bool = True) -> None:
         if rank not in self._members.lost:
-            self._deliver(self._members.lose(rank, how))
-            self._notify({"notice": "died", "rank": rank, "detail": how})
+            self._deliver(self._members.lose(rank, how, returns))
+            told = [p for p in self._peers if p.joined and self._members.misses(p.rank, rank)]
+            self._notify({"notice": "died", "rank": rank, "detail": how}, told)
 
     # Sending.
 
@@ -347,16 +363,16 @@ class StoreServer:
             if peer in self._peers:
                 self._send(peer, wire.write_answer(number, answer))
 
-    def _notify(self, header: dict[str, Any]) -> None:
+    def _notify(self, header: dict[str, Any], peers: list[Peer]) -> None:
         message = wire.pack(header)
-        for peer in [peer for peer in self._peers if peer.joined]:
+        for peer in peers:
             self._send(peer, message)
 
-    def _send(self, peer: _Peer, payload: bytes) -> None:
+    def _send(self, peer: Peer, payload: bytes) -> None:
         peer.outbox += wire.frame(payload)
         self._flush(peer)
 
-    def _flush(self, peer: _Peer) -> None:
+    def _flush(self, peer: Peer) -> None:
         """Sends as much as the socket takes now; the rest when it takes more."""
         try:
             while peer.outbox:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MAX_STORED_NBYTES = 256 << 20
+OBSERVER, NOTES = "observer", "waits/"
+"""What a greeting says that asks for one look from outside, and how the keys begin that it shows."""
 
 Ticket = Any
 Group = tuple[int, ...]
@@ -22,11 +24,11 @@ class StoreRequest:
     """One call of a rank.
 
     Attributes:
-        kind: "set", "get", "add", "delete" or "exchange".
-        key: The key, or the name of the exchange.
+        kind: "set", "get", "add", "delete", "exchange" or "agree".
+        key: The key, or the name of the exchange or agreement.
         value: The bytes to set or to contribute.
         amount: What to add.
-        timeout_s: How long to wait, in seconds ("get" and "exchange").
+        timeout_s: How long to wait, in seconds ("get", "exchange" and "agree").
         group: The ranks concerned, in the order in which an exchange returns their values.
     """
 
@@ -43,10 +45,10 @@ class StoreAnswer:
     """The store's answer to a request.
 
     Attributes:
-        values: The value of "get", or the contributions to an exchange in the order of its group.
+        values: The value of "get", or the contributions to an exchange or agreement, in its group's order.
         number: The sum after "add"; 1 if "delete" found the key.
         fault: "" if it went well, else the reason: "died", "left", "timeout", "full" or "twice".
-        ranks: The ranks at fault, if any.
+        ranks: The ranks at fault, if any; after "agree", those of its group that are gone.
         detail: More about the fault, in words.
     """
 
@@ -68,7 +70,7 @@ class _WaitingGet:
 
 @dataclass(slots=True)
 class _OpenExchange:
-    """An exchange that some ranks have joined: rank -> (ticket, value)."""
+    """An exchange or agreement that some ranks have joined: rank -> (ticket, value)."""
 
     group: Group
     deadline: float
@@ -83,6 +85,11 @@ class StoreState:
 
     Args:
         size: How many ranks the job has.
+
+    Attributes:
+        present: The ranks that are connected.
+        left: The ranks that left in good order.
+        agreed: How many agreements were reached.
     """
 
     def __init__(self, size: int) -> None:
@@ -95,13 +102,24 @@ class StoreState:
         self._counters: dict[str, int] = {}
         self._gets: list[_WaitingGet] = []
         self._exchanges: dict[tuple[Group, str], _OpenExchange] = {}
+        self._agreements: dict[tuple[Group, str], _OpenExchange] = {}
+        self.agreed = 0
 
     def leave(self, rank: int) -> Answers:
         """A rank left in good order. Exchanges that it has yet to join can never be complete."""
         self.present.discard(rank)
         self.left.add(rank)
         answer = StoreAnswer(fault="left", ranks=(rank,))
-        return self._end_exchanges(lambda it: rank in it.group and rank not in it.joined, answer)
+        answers = self._end_exchanges(lambda it: rank in it.group and rank not in it.joined, answer)
+        return answers + self.withdraw(rank)
+
+    def withdraw(self, rank: int) -> Answers:
+        """A rank's connection ended, whether it is gone or will be back: it takes part in no agreement."""
+        self.present.discard(rank)
+        for place, agreement in list(self._agreements.items()):
+            if agreement.joined.pop(rank, None) and not agreement.joined:
+                del self._agreements[place]
+        return self._end_agreements()
 
     def lose(self, rank: int, detail: str) -> Answers:
         """A rank died: every waiting rank of its groups is told, and later requests of them are refused."""
@@ -111,7 +129,12 @@ class StoreState:
         self._dead[rank] = detail
         answer = StoreAnswer(fault="died", ranks=(rank,), detail=detail)
         answers = self._end_exchanges(lambda it: rank in it.group, answer)
-        return answers + self._answer_gets(lambda get: rank in self._group(get.request), lambda _: answer)
+        answers += self._answer_gets(lambda get: rank in self._group(get.request), lambda _: answer)
+        return answers + self.withdraw(rank)
+
+    def is_dead(self, rank: int) -> bool:
+        """Whether a rank died."""
+        return rank in self._dead
 
     def submit(self, rank: int, request: StoreRequest, ticket: Ticket, now: float) -> Answers:
         """Takes a rank's request.
@@ -119,6 +142,8 @@ class StoreState:
         Returns:
             The answers that this request set free: its own, others', both or none.
         """
+        if request.kind == "agree":
+            return self._agree(rank, request, ticket, now)
         for dead, detail in self._dead.items():
             if dead in self._group(request):
                 return [(ticket, StoreAnswer(fault="died", ranks=(dead,), detail=detail))]
@@ -137,7 +162,8 @@ class StoreState:
         return self._exchange(rank, request, ticket, now)
 
     def expire(self, now: float) -> Answers:
-        """Answers requests that waited too long. An exchange fails as a whole at its first deadline."""
+        """Answers requests that waited too long. An exchange fails as a whole at its first deadline, and so
+        does an agreement."""
 
         def late(get: _WaitingGet) -> StoreAnswer:
             absent = (rank for rank in self._group(get.request) if rank not in self.present)
@@ -148,12 +174,21 @@ class StoreState:
             if exchange.deadline <= now:
                 missing = tuple(rank for rank in exchange.group if rank not in exchange.joined)
                 answers += self._end_exchange(place, StoreAnswer(fault="timeout", ranks=missing))
+        for place, agreement in list(self._agreements.items()):
+            if agreement.deadline <= now:
+                answer = StoreAnswer(fault="timeout", ranks=self._awaited(agreement))
+                answers += _answer_all(self._agreements.pop(place), answer)
         return answers
+
+    def values_under(self, prefix: str) -> dict[str, bytes]:
+        """The values of all keys that begin with ``prefix``."""
+        return {key: value for key, value in self._values.items() if key.startswith(prefix)}
 
     def next_deadline(self) -> float:
         """When ``expire`` has something to do next; infinity if no rank waits."""
         deadlines = [get.deadline for get in self._gets]
         deadlines += [exchange.deadline for exchange in self._exchanges.values()]
+        deadlines += [agreement.deadline for agreement in self._agreements.values()]
         return min(deadlines, default=math.inf)
 
     def _group(self, request: StoreRequest) -> Group:
@@ -196,6 +231,35 @@ class StoreState:
             place, StoreAnswer(values=tuple(exchange.joined[member][1] for member in group))
         )
 
+    def _agree(self, rank: int, request: StoreRequest, ticket: Ticket, now: float) -> Answers:
+        """Joins an agreement, which is complete when every rank of its group has joined or is gone.
+
+        All that have joined get the same answer, whoever dies next.
+        """
+        place = (self._group(request), request.key)
+        agreement = self._agreements.setdefault(place, _OpenExchange(place[0], math.inf))
+        if rank in agreement.joined:
+            return [(ticket, StoreAnswer(fault="twice", ranks=(rank,)))]
+        agreement.deadline = min(agreement.deadline, now + request.timeout_s)
+        agreement.joined[rank] = (ticket, request.value)
+        return self._end_agreements()
+
+    def _awaited(self, agreement: _OpenExchange) -> Group:
+        """The ranks that an agreement waits for."""
+        present = (rank for rank in agreement.group if rank not in self._dead and rank not in self.left)
+        return tuple(rank for rank in present if rank not in agreement.joined)
+
+    def _end_agreements(self) -> Answers:
+        """Ends the agreements that are complete."""
+        answers: Answers = []
+        for place, agreement in list(self._agreements.items()):
+            if not self._awaited(agreement):
+                gone = tuple(rank for rank in agreement.group if rank not in agreement.joined)
+                values = tuple(agreement.joined[rank][1] for rank in agreement.group if rank not in gone)
+                answers += _answer_all(self._agreements.pop(place), StoreAnswer(values=values, ranks=gone))
+                self.agreed += 1
+        return answers
+
     def _answer_gets(
         self, chosen: Callable[[_WaitingGet], bool], answer: Callable[[_WaitingGet], StoreAnswer]
     ) -> Answers:
@@ -210,4 +274,8 @@ class StoreState:
         return [pair for place in ended for pair in self._end_exchange(place, answer)]
 
     def _end_exchange(self, place: tuple[Group, str], answer: StoreAnswer) -> Answers:
-        return [(ticket, answer) for ticket, _ in self._exchanges.pop(place).joined.values()]
+        return _answer_all(self._exchanges.pop(place), answer)
+
+
+def _answer_all(ended: _OpenExchange, answer: StoreAnswer) -> Answers:
+    return [(ticket, answer) for ticket, _ in ended.joined.values()]

@@ -1,4 +1,4 @@
-"""The command line: ``flagcx run | bench | topo | tune | simulate | explain | doctor | ...``.
+"""The command line: ``flagcx run | bench | topo | tune | simulate | explain | status | doctor``.
 
 Each command is a function in a module of its own, which is imported when the command is asked for, so that
 ``flagcx run`` starts its ranks before anything heavy is imported.
@@ -15,7 +15,7 @@ import typer
 from flagcx._version import __version__
 from flagcx.errors import FlagcxError
 
-COMMANDS = ("run", "bench", "topo", "tune", "simulate", "explain", "doctor")
+COMMANDS = ("run", "bench", "topo", "tune", "simulate", "explain", "status", "doctor")
 _VERBATIM = {"allow_extra_args": True, "allow_interspersed_args": False}
 
 

@@ -1,18 +1,21 @@
-"""``flagcx doctor``: lists the parts that flagcx can use on this machine, and the missing ones."""
+"""``flagcx doctor``: the parts that flagcx can use on this machine; or what a flight record says."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import os
 import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+
+import typer
 
 _OK, _NOTE = "[green]yes[/]", "[yellow]no[/]"
 _SMALL_SHM_NBYTES = 256 << 20
@@ -54,8 +57,42 @@ class Finding:
     advice: str = ""
 
 
-def doctor() -> None:
-    """Show what this machine offers, and what flagcx finds missing."""
+def doctor(
+    record: list[Path] = typer.Argument(  # noqa: B008
+        None, help="A flight record (one file of each host), to be told what went wrong in its job."
+    ),
+    as_json: bool = typer.Option(False, "--json", help="Print what the flight record says as JSON."),
+) -> None:
+    """Show what this machine offers, and what flagcx finds missing; or what a flight record says."""
+    if record:
+        _tell(record, as_json)
+    else:
+        _examine_machine()
+
+
+def _tell(paths: Sequence[Path], as_json: bool) -> None:
+    """Says what a flight record says."""
+    from flagcx.cli.status import report
+    from flagcx.diagnosis.account import account
+
+    found = account(*paths)
+    if as_json:
+        said = {
+            "job": found.headline,
+            "words": found.sentences,
+            "culprits": found.explanation.culprits,
+            "circles": found.explanation.circles,
+            "ranks": [state.to_dict() for state in found.states],
+        }
+        print(json.dumps(said, indent=1))
+        return
+    print(found.headline, "", *found.sentences, report(found.states), "", sep="\n")
+    for rank, places in sorted(found.places.items()):
+        if places:
+            print(f"rank {rank} {'; '.join(places)}")
+
+
+def _examine_machine() -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table

@@ -6,15 +6,18 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import typer
 
+from flagcx._launch.elastic import ElasticRanks
 from flagcx._launch.failure import Exit, name_ranks
 from flagcx._launch.ranks import Command, Ranks
 from flagcx._launch.share_gpu import sharing
 from flagcx._launch.signals import Ended, passed_on
 from flagcx._launch.terminal import Terminal
+from flagcx.bootstrap.environment import identify
 from flagcx.config import environment
 from flagcx.errors import LaunchError
 
@@ -23,10 +26,19 @@ _RULE = "=" * 24
 _INTERPRETER = re.compile(r"python[\d.]*")
 
 
+def _count(text: str | int) -> int:
+    if str(text).isdecimal():
+        return int(text)
+    hint = ": flagcx run takes -n, not -np" if text == "p" else ""
+    raise typer.BadParameter(f"{text!r} is not a number of ranks{hint}; write flagcx run -n 2 script.py")
+
+
 def run(
     context: typer.Context,
     script: str = typer.Argument(..., help="The script, or after -m the module; its own arguments follow."),
-    ranks: int = typer.Option(0, "-n", "--ranks", min=0, help="How many ranks; 0: one for each core."),
+    ranks: int = typer.Option(
+        0, "-n", "--ranks", parser=_count, metavar="INTEGER", help="How many ranks; 0: one for each core."
+    ),
     module: bool = typer.Option(False, "-m", "--module", help="SCRIPT is the name of a module."),
     timeout: float = typer.Option(
         0.0, "--timeout", min=0.0, help="End the ranks after so many seconds; 0: never."
@@ -41,13 +53,33 @@ def run(
         True, "--prefix/--no-prefix", help="Put the rank before each line of output."
     ),
     share_gpu: bool = typer.Option(False, "--share-gpu", help="Let several ranks use one GPU."),
+    elastic: bool = typer.Option(
+        False, "--elastic", help="Start a lost rank again; fc.init() makes a communicator with it."
+    ),
+    min_ranks: int = typer.Option(
+        1, min=1, help="With --elastic: with how many ranks the job goes on where no restart is left."
+    ),
+    max_restarts: int = typer.Option(
+        3, min=0, help="With --elastic: how many times ranks are started again, all together."
+    ),
 ) -> None:
     """Run a Python script, or a module, on several ranks of this host.
 
     Lines of output have their rank before them. If a rank fails, all are ended, its traceback is shown
     last, and its exit code is returned.
     """
-    raise SystemExit(run_script(script, context.args, ranks, module, timeout, prefix, share_gpu, kill_after))
+    asked = [name for name in ("min_ranks", "max_restarts") if _is_given(context, name)]
+    if asked and not elastic:
+        raise typer.BadParameter(f"--{asked[0].replace('_', '-')} has no meaning without --elastic; add it")
+    bounds = {"min_ranks": min_ranks, "max_restarts": max_restarts} if elastic else None
+    raise SystemExit(
+        run_script(script, context.args, ranks, module, timeout, prefix, share_gpu, kill_after, bounds)
+    )
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
 
 
 def run_script(
@@ -59,8 +91,12 @@ def run_script(
     prefix: bool = True,
     share_gpu: bool = False,
     kill_after_s: float | None = None,
+    elastic: Mapping[str, int] | None = None,
 ) -> int:
     """Runs a script as ``flagcx run`` does, whose options its arguments are.
+
+    ``elastic`` holds ``min_ranks`` and ``max_restarts`` of ``ElasticRanks``; None for a job that ends with
+    the first rank that fails.
 
     Returns:
         The exit code for the shell: 0; or that of the rank that failed first, 128 + n if signal n killed it;
@@ -75,12 +111,16 @@ def run_script(
     program = ("-m", script) if module else (script,)
     command = Command((sys.executable, *program, *arguments))
     environ = environment()
+    _refuse_if_started(environ)
     if kill_after_s is not None:
         environ["FLAGCX_KILL_AFTER_S"] = str(kill_after_s)
     terminal = Terminal(size, prefix)
+    if elastic is not None and elastic["min_ranks"] > size:
+        raise LaunchError(f"--min-ranks {elastic['min_ranks']} is more than the {size} ranks of -n", rank=0)
+    start = Ranks if elastic is None else partial(ElasticRanks, **elastic)
     with (
         sharing(environ, share_gpu) as variables,
-        Ranks([command] * size, variables, terminal) as job,
+        start([command] * size, variables, terminal) as job,
     ):
         try:
             # Handlers come after the start: the ranks must not inherit a signal that is ignored.
@@ -118,6 +158,19 @@ def _check_script(script: str) -> None:
         )
     if not os.path.exists(script):
         raise LaunchError(f"there is no script {script!r}; to run a module, put -m before its name", rank=0)
+
+
+def _refuse_if_started(environ: Mapping[str, str]) -> None:
+    """Raises where another launcher has started several of this command, each of which would be a job."""
+    outer = identify(environ)
+    by_hand = outer.launcher == "torchrun" and "TORCHELASTIC_RUN_ID" not in environ
+    if outer.size > 1 and outer.launcher != "flagcx" and not by_hand:
+        raise LaunchError(
+            f"{outer.launcher} started this as rank {outer.rank} of {outer.size}; each flagcx run would be a "
+            f"job of its own, {outer.size} that know nothing of each other: leave flagcx run out, and have "
+            f"{outer.launcher} start the script, as in mpirun -n 2 python script.py",
+            rank=outer.rank,
+        )
 
 
 def _describe(failed: Exit, job: Ranks) -> str:

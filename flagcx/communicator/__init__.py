@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -12,17 +13,16 @@ import numpy as np
 
 from flagcx.arguments import check_shape
 from flagcx.communicator import allreduce as reductions
-from flagcx.communicator import objects, operations, transfers, v_operations
-from flagcx.communicator.caller import Caller
+from flagcx.communicator import objects, operations, recovery, transfers, v_operations
+from flagcx.communicator.caller import Caller, Lineage
 from flagcx.config import Config
 from flagcx.dtypes import dtype_of
 from flagcx.errors import ArgumentError, FlagcxError
-from flagcx.executor.host import Executor
 from flagcx.executor.open import open_host_executor
 from flagcx.fusion.fuse import Fusion
 from flagcx.fusion.group import Group
 from flagcx.profiler import Profiler
-from flagcx.selection.online_tuning import write_back
+from flagcx.selection.online_tuning import findings_of, write_back
 from flagcx.transport.base import TransportContext
 from flagcx.transport.waits import Waits
 
@@ -65,6 +65,8 @@ class Communicator(Caller):
         hosts: The host of each rank.
         config: Settings.
         profiler: The records of what the ranks did together; see ``flagcx.profiler.Profiler``.
+        lost: The ranks that the communicator of which ``shrink`` made this one had lost.
+        successor: The communicator that ``shrink`` made of this one, or None.
     """
 
     allreduce = reductions.allreduce
@@ -94,6 +96,9 @@ class Communicator(Caller):
     gather_object = objects.gather_object
     scatter_object = objects.scatter_object
 
+    abort = recovery.abort
+    shrink = recovery.shrink
+
     def __init__(
         self,
         rank: int,
@@ -112,12 +117,18 @@ class Communicator(Caller):
         self._context = TransportContext(rank, size, self.hosts, exchange, store, config, waits)
         self._host = open_host_executor(self._context, self._ring)
         self._device: DeviceExecutor | None = None
+        if waits is not None:
+            waits.offer("records", self.profiler.last_as_values)
         self._store, self._splits = store, 0
         self._group: Group | None = None
         self._fusions: dict[int, Fusion] = {}
         self._compressors: dict[int, Compressor] = {}
         self._children: weakref.WeakSet[Communicator] = weakref.WeakSet()
         self._at_close: list[Callable[[], object]] = []
+        self._lineage = None if store is None else Lineage(store, self.hosts, name, tuple(range(size)))
+        self.lost: tuple[int, ...] = ()
+        self._shut, self._closing = False, threading.RLock()
+        self.successor: Communicator | None = None
 
     def empty(self, shape: tuple[int, ...] | int, dtype: Any = np.float32, device: str = "cpu") -> Any:
         """Makes an uninitialised array that the peers reach without a copy.
@@ -160,7 +171,7 @@ class Communicator(Caller):
         if self._group is not None:
             raise ArgumentError("comm.group() is open already; groups cannot be nested")
         self._group = group = Group(self.fusion_of)
-        for executor in self._executors():
+        for executor in self.executors():
             executor.hold()
         try:
             yield
@@ -168,16 +179,13 @@ class Communicator(Caller):
             group.run()
         finally:
             self._end_group()
-            for executor in self._executors():
+            for executor in self.executors():
                 executor.resume()
 
     def _end_group(self) -> None:
         if self._group is not None:
             self._group.close()
             self._group = None
-
-    def _executors(self) -> list[Executor]:
-        return [executor for executor in (self._host, self._device) if executor is not None]
 
     def split(self, color: int | None, key: int | None = None) -> Communicator | None:
         """Makes one communicator for each color. All ranks must call it.
@@ -260,9 +268,15 @@ class Communicator(Caller):
         """
         if self.forked:
             return  # what is open belongs to the parent
-        with contextlib.ExitStack() as last:  # whatever fails, the rest is closed
+        self._shut = True
+        with contextlib.ExitStack() as last:
             while self._at_close:
                 last.callback(self._at_close.pop(0))
+            last.callback(self._give_back)
+
+    def _give_back(self) -> None:
+        """Closes all but the ranks' store."""
+        with self._closing, contextlib.ExitStack() as last:  # whatever fails, the rest is closed
             last.callback(self._host.close)
             for fusion in self._fusions.values():
                 last.callback(fusion.close)
@@ -271,13 +285,15 @@ class Communicator(Caller):
             last.callback(self._keep_learned)
             for child in self._children:
                 last.callback(child.close)
+            if self._context.waits is not None:
+                last.callback(self._context.waits.close)
 
     def _keep_learned(self) -> None:
         """On rank 0: corrects the user's table by what the trials of this job found."""
         selector = self._host.selector
         if self.rank or not selector.path or selector.table is None or self.closed:
             return
-        write_back(Path(selector.path), selector.table, self._host.findings())
+        write_back(Path(selector.path), selector.table, findings_of(self._host.explorations))
 
     def at_close(self, call: Callable[[], object]) -> None:
         """Makes a call when the communicator is closed; the last one added comes first."""
@@ -286,7 +302,7 @@ class Communicator(Caller):
     @property
     def closed(self) -> bool:
         """Whether no further call can be made: closed, or broken by an error."""
-        return bool(self._host.over)
+        return any(executor.over for executor in self.executors())
 
     @property
     def blames(self) -> bool:
@@ -303,6 +319,9 @@ class Communicator(Caller):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        waits = self._context.waits
+        if waits is not None and isinstance(error, Exception):
+            waits.record(error)
         try:
             self.close()
         except FlagcxError:

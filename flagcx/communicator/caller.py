@@ -11,7 +11,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -56,6 +58,25 @@ class Repeat(NamedTuple):
     shape: tuple[int, ...] | None
 
 
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """The communicator that a communicator is what is left of; the same on all of its ranks.
+
+    Attributes:
+        store: The part of the store that all ranks of the first one share, the lost ones too.
+        hosts: The host of each of them.
+        name: What the first one is called in messages.
+        members: The ranks that are left, as the first one numbered them.
+        generation: How many times ranks went on without others.
+    """
+
+    store: Store
+    hosts: tuple[str, ...]
+    name: str
+    members: tuple[int, ...]
+    generation: int = 0
+
+
 class Caller:
     """One executor for each kind of array, the open group, and the two ways of a call.
 
@@ -77,6 +98,19 @@ class Caller:
     _group: Group | None
     _fusions: dict[int, Fusion]
     _compressors: dict[int, Compressor]
+    _children: weakref.WeakSet[Any]
+    _at_close: list[Callable[[], object]]
+    _lineage: Lineage | None
+    _shut: bool
+    lost: tuple[int, ...]
+    successor: Any
+
+    def _give_back(self) -> None:
+        raise NotImplementedError
+
+    def executors(self) -> list[Executor]:
+        """The executors that are open."""
+        return [executor for executor in (self._host, self._device) if executor is not None]
 
     # -- a call like an earlier one -----------------------------------------------------------------
 
@@ -253,6 +287,7 @@ class Caller:
             self._host.check()
             try:
                 self._device = open_device_executor(self._context, self._ring)
+                self._device.partner, self._host.partner = self._host, self._device
             except CommunicationError as error:
                 self._host.broke(error)
                 raise

@@ -43,7 +43,9 @@ def allreduce(
     staging = stage(executor, sendbuf, recvbuf)
     if staging is not None:
         sendbuf, recvbuf, plan = staging.sendbuf, staging.recvbuf, staging.around(plan)
-    sendbuf, _ = untangle("allreduce", comm.rank, sendbuf, recvbuf)
+    sendbuf, in_place = untangle("allreduce", comm.rank, sendbuf, recvbuf)
+    if in_place:
+        sendbuf = recvbuf
     if comm._group is not None:
         return comm.put_off(Pending(lambda: executor.run(plan, sendbuf, recvbuf)), async_op, value)
     return comm.run(executor, plan, sendbuf, recvbuf, value, async_op, "allreduce")

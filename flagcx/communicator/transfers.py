@@ -14,9 +14,8 @@ import numpy as np
 from flagcx.arguments import check_rank
 from flagcx.communicator.caller import Caller
 from flagcx.executor.host import Executor
-from flagcx.executor.staging import Staged
+from flagcx.executor.staging import Staged, copy
 from flagcx.fusion.group import Pending
-from flagcx.transport.base import Plan
 
 Messages = list[tuple[np.ndarray, int]]
 
@@ -88,17 +87,19 @@ def _transfer(
     comm: Caller, executor: Executor, messages: tuple[Messages, Messages], value: Any, async_op: bool
 ) -> Any:
     if comm._group is None:
-        plan = _plan(executor, [messages])
-        return comm.run(executor, plan, None, None, value, async_op, "send and receive")
+        return _together(executor, [messages], value, async_op)
 
     def together(items: list[tuple[Messages, Messages]]) -> None:
-        executor.run(_plan(executor, items), None, None)
+        _together(executor, items)
 
     call = Pending(partial(together, [messages]), ("transfer", id(executor)), together, messages)
     return comm.put_off(call, async_op, value)
 
 
-def _plan(executor: Executor, items: list[tuple[Messages, Messages]]) -> Plan:
+def _together(
+    executor: Executor, items: list[tuple[Messages, Messages]], value: Any = None, async_op: bool = False
+) -> Any:
+    """Sends and receives all messages of some calls at once."""
     sends = [message for item in items for message in item[0]]
     receives = [message for item in items for message in item[1]]
     nbytes = sum(array.nbytes for array, _ in (*sends, *receives))
@@ -110,8 +111,17 @@ def _plan(executor: Executor, items: list[tuple[Messages, Messages]]) -> Plan:
                 plain = executor.plain_like(array)
                 copies.append((plain, array) if messages is sends else (array, plain))
                 messages[i] = plain, peer
-    plan = executor.recorded_transfer(_Transfer(executor.transport, sends, receives), nbytes)
-    return Staged(plan, before, after) if before or after else plan
+    if executor.messages is None:
+        plan = executor.recorded_transfer(_Transfer(executor.transport, sends, receives), nbytes)
+        plan = Staged(plan, before, after) if before or after else plan
+        return Caller.run(executor, plan, None, None, value, async_op, "send and receive")
+    copy(before)
+    what = executor.transfer_info(nbytes)
+    back = partial(copy, after) if after else None
+    if async_op:
+        return executor.messages.start(sends, receives, back, what, value)
+    executor.messages.run(sends, receives, back, what)
+    return value
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,16 +16,17 @@ from flagcx.compression.catalogue import Auto, codec_of
 from flagcx.compression.feedback import Feedback
 from flagcx.compression.link import measure_link, measure_speed
 from flagcx.compression.peers import CodecReduce, Peers
-from flagcx.compression.reduces import reduce_of
+from flagcx.compression.powersgd import PowerSGD
+from flagcx.compression.reduces import reduce_of, with_shapes
 from flagcx.compression.slot import Slot
-from flagcx.compression.topk import Sparse
 from flagcx.dtypes import DType, Op, ReduceOp, dtype_of, resolve_op
-from flagcx.errors import ArrayError, OperationError
+from flagcx.errors import ArgumentError, ArrayError, OperationError
 from flagcx.executor.host import Executor
 from flagcx.profiler import OperationInfo, RecordedPlan
 from flagcx.profiler.records import Uncounted
 
 _MOST_PLANS = 256
+_MOST_TEXT = 80
 
 
 class Compressor:
@@ -63,28 +66,35 @@ class Compressor:
             plans, codec = slot.plans, slot.codec
             key = (*key, self)
             self._slots.add(slot)
+        shape = tuple(x.shape) if _uses_shape(codec) else None
+        key = (shape, *key)
         plan = plans.get(key)
         if plan is None:
             if len(plans) >= _MOST_PLANS:
                 plans.clear()
-            plan = plans[key] = self._make(codec, slot, x.size, dtype, resolved)
+            plan = plans[key] = self._make(codec, slot, x.size, shape, dtype, resolved)
         return plan
 
-    def _make(self, codec: Any, slot: Slot | None, count: int, dtype: DType, op: ReduceOp) -> CompressedPlan:
+    def _make(
+        self, codec: Any, slot: Slot | None, count: int, shape: Any, dtype: DType, op: ReduceOp
+    ) -> CompressedPlan:
         slot = Slot(codec, residual=False, lasting=False) if slot is None else slot
-        factor = 1 / self._executor.size if op.average else 1.0 if op.scale is None else op.scale
-        reduce = self._reduce(codec, slot, count, factor)
+        shapes = slot.shapes or (shape or (count,),)
+        codec = with_shapes(codec, shapes)
+        reduce = self._reduce(codec, slot, count, shapes, op)
         scale = "" if op.scale is None else f" x {op.scale!r}"
         what = f"allreduce of {count} {dtype.name} by {op.name}{scale}, compressed: {codec!r}"
-        return CompressedPlan(self._executor, self.peers, codec, slot, reduce, count, dtype, what)
+        if shape is not None:
+            what += f", of {_in_words(getattr(codec, 'shapes', shapes))}"
+        return CompressedPlan(self._executor, self.peers, codec, slot, reduce, count, shape, dtype, what)
 
-    def _reduce(self, codec: Any, slot: Slot, count: int, factor: float) -> CodecReduce:
+    def _reduce(self, codec: Any, slot: Slot, count: int, shapes: Any, op: ReduceOp) -> CodecReduce:
+        common = self.peers, codec, count, op, slot
         if not isinstance(codec, Auto):
-            return reduce_of(self.peers, codec, count, factor, slot)
-        by_name = {one.name: one for one in map(codec_of, codec.allowed)}
-        make = partial(self._reduce, slot=slot, count=count, factor=factor)
+            return reduce_of(*common)
+        by_name = {one.name: with_shapes(one, shapes) for one in map(codec_of, codec.allowed)}
+        make = partial(self._reduce, slot=slot, count=count, shapes=shapes, op=op)
         alike = self.peers.on_device, self.peers.size, slot.keeps, count
-        common = self.peers, codec, count, factor, slot
         return AutoReduce(*common, by_name, self._measured_link, lambda one: measure_speed(one, *alike), make)
 
     def _measured_link(self) -> LinkProfile:
@@ -112,6 +122,7 @@ class CompressedPlan:
         slot: Memory between calls.
         reduce: The all-reduce of the codec.
         count: Elements.
+        shape: The shape of the caller's arrays, if it matters to the codec.
         dtype: The element type of the caller's arrays.
         what: The all-reduce in words. The ranks' messages are compared by it, since two codecs may encode
             an array in as many bytes.
@@ -128,13 +139,14 @@ class CompressedPlan:
         slot: Slot,
         reduce: CodecReduce,
         count: int,
+        shape: tuple[int, ...] | None,
         dtype: DType,
         what: str,
     ) -> None:
         self._peers, self._slot, self._codec, self._reduce = peers, slot, codec, reduce
-        self._what, self._count, self._itemsize = what, count, dtype.numpy.itemsize
-        self.sent_nbytes = 0
-        single = dtype.numpy == np.float32 or (dtype.numpy == np.float64 and isinstance(codec, Sparse))
+        self._shape, self._what, self._count, self._itemsize = shape, what, count, dtype.numpy.itemsize
+        self.sent_nbytes, self._place = 0, (peers.rank, peers.size)
+        single = dtype.numpy == np.float32 or (dtype.numpy == np.float64 and codec.lossless)
         self._wide = not single
         self._call: Callable[[Any, Any], object] = self._run
         self._ring = executor.ring
@@ -153,17 +165,21 @@ class CompressedPlan:
             self._ring.mark_sent(self.sent_nbytes)
 
     def _run(self, sendbuf: Any, recvbuf: Any) -> None:
-        before = self._peers.sent_nbytes
+        before, slot = self._peers.sent_nbytes, self._slot
         self._peers.enter(self._what, sendbuf, recvbuf)
-        x, y = sendbuf.reshape(-1), recvbuf.reshape(-1)
+        if slot.resumes:
+            _agree_on_load(self._peers, slot)
+        slot.place = self._place
+        x = sendbuf.reshape(-1)
+        y = x if recvbuf is sendbuf else recvbuf.reshape(-1)
         if self._wide:
             wide = self._peers.scratch.get("wide", x.size, np.float32, x)
             wide[...] = x
-            self._slot.begin(wide)
+            slot.begin(wide, self._shape)
             self._reduce.run(wide, wide)
             y[...] = wide
         else:
-            self._slot.begin(x)
+            slot.begin(x, self._shape)
             self._reduce.run(x, y)
         self.sent_nbytes = self._peers.sent_nbytes - before
 
@@ -181,6 +197,48 @@ class FunctionPlan:
 
     def __init__(self, run: Callable[[Any, Any], object]) -> None:
         self.run: Any = run
+
+
+def _agree_on_load(peers: Peers, slot: Slot) -> None:
+    """Compares what the ranks have loaded, at the first call after it.
+
+    Raises:
+        ArgumentError: The ranks have loaded states of different steps.
+    """
+    loaded = peers.numbers([slot.step, *slot.place]).tolist()
+    steps = [step for step, *_ in loaded]
+    if len(set(steps)) > 1:
+        raise ArgumentError(
+            f"ranks have loaded the slot {slot.key!r} of different steps: {steps}, by rank; load states that "
+            f"were saved after the same step"
+        )
+    if all(place == [rank, peers.size] for rank, (_, *place) in enumerate(loaded)):
+        return
+    slot.drop_common()
+    if slot.place != (peers.rank, peers.size):
+        slot.drop_own()
+        warnings.warn(
+            f"rank {peers.rank} of {peers.size} has loaded the memory of slot {slot.key!r} of rank "
+            f"{slot.place[0]} of {slot.place[1]}: its residual and its momentum are dropped, and begin anew "
+            f"at zero; the number of steps and the factors of PowerSGD stay",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _uses_shape(codec: Any) -> bool:
+    """Whether arrays of one length and different shapes are compressed differently."""
+    if isinstance(codec, Auto):
+        return any(isinstance(codec_of(one), PowerSGD) for one in codec.allowed)
+    return isinstance(codec, PowerSGD)
+
+
+def _in_words(shapes: Sequence[tuple[int, ...]]) -> str:
+    """Shapes, the same text for the same ones on every rank; of many the first, and a sum over all."""
+    text = ", ".join(map(str, shapes))
+    if len(text) <= _MOST_TEXT:
+        return f"shape {text}"
+    return f"{len(shapes)} shapes: {text[:_MOST_TEXT]}... ({zlib.crc32(text.encode()):08x})"
 
 
 def _check(dtype: DType, op: ReduceOp, device: bool) -> None:

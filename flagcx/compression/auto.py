@@ -19,6 +19,7 @@ from flagcx.compression.peers import CodecReduce, Peers
 from flagcx.compression.select import density_of
 from flagcx.compression.slot import Slot
 from flagcx.compression.topk import Sparse
+from flagcx.dtypes import ReduceOp
 
 DENSE = "dense"
 SPARSE_STEPS = 8
@@ -204,7 +205,7 @@ class AutoReduce(CodecReduce[Auto]):
     """An all-reduce that compresses where it pays.
 
     Args:
-        peers, codec, count, factor, slot: As ``CodecReduce`` takes them.
+        peers, codec, count, op, slot: As ``CodecReduce`` takes them.
         codecs: The lossy codecs that are allowed, by name.
         link: Measures the link; called at the first run, by all ranks together.
         speed: ``speed(codec)``: GB/s of float32 that a core or the GPU here codes and decodes.
@@ -216,20 +217,24 @@ class AutoReduce(CodecReduce[Auto]):
         peers: Peers,
         codec: Auto,
         count: int,
-        factor: float,
+        op: ReduceOp,
         slot: Slot,
         codecs: Mapping[str, Any],
         link: Callable[[], LinkProfile],
         speed: Callable[[Any], float],
         make: Callable[[Any], CodecReduce],
     ) -> None:
-        super().__init__(peers, codec, count, factor, slot)
+        super().__init__(peers, codec, count, op, slot)
         self._codecs, self._link, self._speed, self._make = codecs, link, speed, make
         self._reduces: dict[str, CodecReduce] = {}
         self.decision: Decision | None = None
 
     def settle(self, itemsize: int = 4) -> Decision:
         """Decides, once; all ranks must call it."""
+        memory = self._slot.memory
+        if self.decision is None and "loaded" in memory:
+            chosen, below = memory.pop("loaded")
+            self.decision = Decision(chosen, f"{chosen}: as in the checkpoint", sparse_below=below)
         if self.decision is None:
             link = self._link()
             own = [int(1e6 * self._speed(codec)) for codec in self._codecs.values()]
@@ -238,6 +243,8 @@ class AutoReduce(CodecReduce[Auto]):
             self.decision = decide(self._count, link, self._codecs, by_name, itemsize)
             if self._peers.rank == 0:
                 _log.info("compression='auto': %s", self.decision.reason)
+        if self._slot.lasting:
+            memory |= {"chosen": self.decision.chosen, "sparse_below": self.decision.sparse_below}
         return self.decision
 
     def run(self, sendbuf: Any, recvbuf: Any) -> None:
@@ -259,8 +266,5 @@ class AutoReduce(CodecReduce[Auto]):
 
     def _run_dense(self, sendbuf: Any, recvbuf: Any) -> None:
         source = self._slot.total(sendbuf, self._peers.scratch, self._peers.size)
-        self._peers.allreduce(source, recvbuf)
-        if self._slot.residual is not None:
-            self._slot.residual[...] = 0
-        if self._factor != 1:
-            recvbuf *= recvbuf.dtype.type(self._factor)
+        self._peers.allreduce(source, recvbuf, self._op)
+        self._slot.sent_all()

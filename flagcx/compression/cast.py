@@ -66,7 +66,8 @@ class Cast(FixedRate):
             tile = out[start : start + _TILE]
             wide = scratch.get("tile", tile.size, np.float32, out)
             np.copyto(wide, numbers[start : start + _TILE])
-            np.add(tile, wide, out=tile)
+            with np.errstate(invalid="ignore"):  # infinity less infinity is NaN, for a loop that looks for it
+                np.add(tile, wide, out=tile)
 
     def _numbers(self, wire: np.ndarray, count: int) -> np.ndarray:
         return wire[: 2 * count].view(_DTYPES[self.name])

@@ -151,6 +151,21 @@ def namespace(array: Any) -> ModuleType:
     return sys.modules["cupy"] if on_device(array) else np
 
 
+def is_finite(x: Any) -> bool:
+    """Whether an array has neither an infinite number nor NaN. On a GPU the host waits for the answer."""
+    xp = namespace(x)
+    with np.errstate(all="ignore"):
+        if xp is np and np.isfinite(x.sum()):  # one pass; a sum that overflows is looked at more closely
+            return True
+        return bool(xp.isfinite(x).all())
+
+
+def clear_nonfinite(x: Any) -> None:
+    """Writes 0 where an array is infinite or NaN. On a GPU nothing waits."""
+    if on_device(x) or not is_finite(x):
+        x[~namespace(x).isfinite(x)] = 0
+
+
 def captures(array: Any) -> bool:
     """Whether the current stream of a GPU array records a caller's graph."""
     cuda = namespace(array).cuda

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from time import perf_counter, process_time
 from typing import Any, cast
@@ -13,12 +14,14 @@ import numpy as np
 from flagcx.compression.auto import LinkProfile
 from flagcx.compression.codec import Scratch, namespace
 from flagcx.compression.peers import Peers
+from flagcx.compression.powersgd import PowerSGD
 from flagcx.compression.reduces import reduce_of
 from flagcx.compression.slot import Slot
+from flagcx.dtypes import OPS, ReduceOp
 from flagcx.kernels.cuda import import_cupy
 from flagcx.transport.base import Transport
 
-_COUNT = 1 << 18
+_COUNT, _COLUMNS = 1 << 18, 1 << 9
 _DEVICE_COUNTS = (_COUNT, 1 << 24)
 """On a GPU 1 MiB takes hardly longer than nothing, unless the link is slow."""
 _LONG_NS = 1_000_000
@@ -103,7 +106,10 @@ def measure_speed(
         Bytes of float32 in GB/s.
     """
     size = min(max(count, 1), _DEVICE_COUNTS[-1]).bit_length() - 1
-    return _measured(codec, device, max(ranks, 2), feedback, max(1 << size, _COUNT) if device else _COUNT)
+    count = max(1 << size, _COUNT) if device else _COUNT
+    if isinstance(codec, PowerSGD):
+        codec = replace(codec, shapes=((count // _COLUMNS, _COLUMNS),))
+    return _measured(codec, device, max(ranks, 2), feedback, count)
 
 
 @lru_cache(maxsize=32)
@@ -116,7 +122,7 @@ def _measured(codec: Any, device: bool, ranks: int, feedback: bool, count: int) 
         cupy = import_cupy()
         x, finish = cupy.asarray(x), cupy.cuda.get_current_stream().synchronize
     slot, out = Slot(codec, residual=feedback), namespace(x).empty_like(x)
-    reduce = reduce_of(cast(Peers, Unsent(ranks, device)), codec, count, 1.0, slot)
+    reduce = reduce_of(cast(Peers, Unsent(ranks, device)), codec, count, OPS["sum"], slot)
 
     def call() -> None:
         slot.begin(x)
@@ -147,7 +153,7 @@ class Unsent:
             self._filled.add((name, recvbuf.size))
             recvbuf[...] = sendbuf
 
-    def allreduce(self, sendbuf: Any, recvbuf: Any) -> None:
+    def allreduce(self, sendbuf: Any, recvbuf: Any, op: ReduceOp = OPS["sum"]) -> None:
         if recvbuf is not sendbuf:
             recvbuf[...] = sendbuf
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from flagcx.compression.codec import Scratch
 from flagcx.compression.slot import Slot
-from flagcx.dtypes import DType, ReduceOp, dtype_of, resolve_op
+from flagcx.dtypes import OPS, DType, ReduceOp, dtype_of
 from flagcx.kernels.cuda import import_cupy
 from flagcx.transport.base import Plan
 from flagcx.transport.device import check_alignment
@@ -58,9 +58,8 @@ class Peers:
         Raises:
             ArrayError: A caller's array has an address that kernels cannot take.
         """
-        if not self.on_device:
-            self._what = what
-        else:
+        self._what = what
+        if self.on_device:
             check_alignment(arrays[0].dtype.alignment, *(array.data.ptr for array in arrays))
             self._executor.transport.transfer([], [])
 
@@ -75,12 +74,11 @@ class Peers:
         self.sent_nbytes += sendbuf.size * (self.size - 1)
         self._plan("allgather", sendbuf.size, self._bytes).run(sendbuf, recvbuf)
 
-    def allreduce(self, sendbuf: Any, recvbuf: Any) -> None:
-        """Writes the sum over the ranks into ``recvbuf``, which may be ``sendbuf``."""
-        dtype = dtype_of(sendbuf.dtype)
-        op, in_place = resolve_op("sum", dtype), sendbuf is recvbuf
+    def allreduce(self, sendbuf: Any, recvbuf: Any, op: ReduceOp = OPS["sum"]) -> None:
+        """Writes the sum over the ranks, or what ``op`` says, into ``recvbuf``, which may be ``sendbuf``."""
+        in_place = sendbuf is recvbuf
         self.sent_nbytes += 2 * (self.size - 1) * sendbuf.nbytes // self.size
-        self._plan("allreduce", sendbuf.size, dtype, op, in_place).run(sendbuf, recvbuf)
+        self._plan("allreduce", sendbuf.size, dtype_of(sendbuf.dtype), op, in_place).run(sendbuf, recvbuf)
 
     def _plan(
         self, collective: str, count: int, dtype: DType, op: ReduceOp | None = None, in_place: bool = False
@@ -146,13 +144,14 @@ class CodecReduce(Generic[CodecT]):
         peers: The ranks.
         codec: The codec.
         count: Elements.
-        factor: Scales the sum.
+        op: The sum, the average, or a scaled sum.
         slot: Memory between calls.
     """
 
-    def __init__(self, peers: Peers, codec: CodecT, count: int, factor: float, slot: Slot) -> None:
+    def __init__(self, peers: Peers, codec: CodecT, count: int, op: ReduceOp, slot: Slot) -> None:
         self._peers, self._codec, self._slot = peers, codec, slot
-        self._count, self._factor = count, factor
+        self._count, self._op = count, op
+        self._factor = 1 / peers.size if op.average else 1.0 if op.scale is None else op.scale
 
     def run(self, sendbuf: Any, recvbuf: Any) -> None:
         """Runs the all-reduce once."""

@@ -17,14 +17,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
 
-from flagcx.compression.codec import Payload, check_floats, namespace
+from flagcx.compression.codec import Payload, check_floats, is_finite, namespace
 from flagcx.compression.peers import CodecReduce, Peers
 from flagcx.compression.slot import Slot
+from flagcx.dtypes import ReduceOp
 from flagcx.errors import ArgumentError
 
 _TILE = 1 << 16
@@ -32,13 +33,18 @@ _TILE = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class PowerSGD:
-    """MatrixLayout of low rank.
+    """Matrices of low rank.
+
+    An array of two dimensions is a matrix, and one of more dimensions a matrix with as many rows as its first
+    dimension is long. An array of one dimension travels dense, unless the shapes of the parameters in it are
+    given, here or by ``feedback.slot(key, shapes)``.
 
     Attributes:
         rank: Columns of P and Q, 1 or more.
         seed: Seed of the first Q.
         warmup_steps: First steps in which gradients travel dense: at the start of a training they change too
             fast for the directions found in the step before.
+        shapes: Shapes of the parameters that lie end to end in an array; None for the array's own shape.
 
     Example:
         >>> codec = PowerSGD(rank=1)
@@ -52,6 +58,7 @@ class PowerSGD:
     rank: int = 4
     seed: int = 0
     warmup_steps: int = 0
+    shapes: tuple[tuple[int, ...], ...] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if not (isinstance(self.rank, int) and self.rank >= 1):
@@ -60,7 +67,7 @@ class PowerSGD:
     def encode(self, x: Any) -> Payload:
         """Encodes an array (float32) as P', Q' and the elements that are not part of a matrix."""
         flat = check_floats(x).reshape(-1)
-        layout = find_matrices(flat.size, None if x.ndim < 2 else [x.shape], self.rank)
+        layout = find_matrices(flat.size, [x.shape], self.rank)
         if not layout.matrices:
             none = flat[:0].reshape(1, 0)
             return Payload(self.name, flat.size, (none, none, flat.copy()))
@@ -82,8 +89,8 @@ class PowerSGD:
         return out
 
     def ratio(self, count: int, ranks: int = 2) -> float:
-        """The ratio for one matrix that is about square."""
-        return min(find_matrices(count, None, self.rank).sent / max(count, 1), 1.0)
+        """That of the shapes; without any, the ratio for one matrix that is about square."""
+        return min(find_matrices(count, self.shapes, self.rank).sent / max(count, 1), 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +115,7 @@ def find_matrices(count: int, shapes: Sequence[tuple[int, ...]] | None, rank: in
         count: Its elements.
         shapes: Shapes of the parameters that lie end to end in it. Those of more than two dimensions are
             taken as matrices with as many rows as the first has. If None, the array is one matrix that is
-            about square, and a rest.
+            about square, and a rest: for estimates.
         rank: Columns of P and Q.
     """
     if shapes is None:
@@ -132,18 +139,29 @@ def find_matrices(count: int, shapes: Sequence[tuple[int, ...]] | None, rank: in
 
 
 class PowerReduce(CodecReduce[PowerSGD]):
-    """The all-reduce of an array's matrices by two dense ones of their factors."""
+    """The all-reduce of an array's matrices by two dense ones of their factors.
 
-    def __init__(self, peers: Peers, codec: PowerSGD, count: int, factor: float, slot: Slot) -> None:
-        super().__init__(peers, codec, count, float(np.float32(factor)), slot)
-        self._layout = find_matrices(count, slot.shapes, codec.rank)
+    A matrix with infinity or NaN on any rank comes out as such on all; what the ranks have of it that is
+    finite stays in their residuals, and the next step begins with the factors of the step before.
+    """
+
+    def __init__(self, peers: Peers, codec: PowerSGD, count: int, op: ReduceOp, slot: Slot) -> None:
+        super().__init__(peers, codec, count, op, slot)
+        self._factor = float(np.float32(self._factor))
+        shapes = codec.shapes or ((count,),)
+        total = sum(map(math.prod, shapes))
+        if total != count:
+            raise ArgumentError(
+                f"the shapes of a PowerSGD have {total} elements together, but the array has {count}"
+            )
+        self._layout = find_matrices(count, shapes, codec.rank)
 
     def run(self, sendbuf: Any, recvbuf: Any) -> None:
         slot, peers, layout = self._slot, self._peers, self._layout
         kept = slot.total(sendbuf, peers.scratch, peers.size)
         if slot.step <= self._codec.warmup_steps:
             peers.allreduce(kept, recvbuf)
-            slot.sent(slice(None))
+            slot.sent_all()
             if self._factor != 1:
                 recvbuf *= self._factor
             return
@@ -153,8 +171,15 @@ class PowerReduce(CodecReduce[PowerSGD]):
             factors = [first_factors(x, self._codec, i) for i, x in enumerate(matrices)]
         left, vectors = self._left(kept, matrices, factors)
         right = self._right(matrices, left)
-        slot.memory["factors"] = [revived(q, self._codec, slot.step) for q in right]
-        self._write(kept, recvbuf, left, right, vectors)
+        good = [is_finite(p) and is_finite(q) for p, q in zip(left, right, strict=True)]
+        self._write(recvbuf, left, right, vectors, good)
+        if slot.lasting:
+            new = zip(factors, right, good, strict=True)
+            slot.memory["factors"] = [revived(q, self._codec, slot.step) if ok else old for old, q, ok in new]
+        if all(good):
+            slot.heal_velocity()
+        else:
+            slot.heal()
 
     def _left(self, kept: Any, matrices: list[Any], factors: list[Any]) -> tuple[list[Any], list[Any]]:
         """P' of every matrix, orthogonal and the same on all ranks; and the sums of the vectors."""
@@ -183,11 +208,14 @@ class PowerReduce(CodecReduce[PowerSGD]):
             self._peers.allreduce(flat, flat)
         return views
 
-    def _write(self, kept: Any, recvbuf: Any, left: list[Any], right: list[Any], vectors: list[Any]) -> None:
+    def _write(
+        self, recvbuf: Any, left: list[Any], right: list[Any], vectors: list[Any], good: list[bool]
+    ) -> None:
         residual, share = self._slot.residual, np.float32(1 / self._peers.size)
-        for (start, m, n), p, q in zip(self._layout.matrices, left, right, strict=True):
+        for (start, m, n), p, q, ok in zip(self._layout.matrices, left, right, good, strict=True):
             part = slice(start, start + m * n)
-            product(p, q, recvbuf[part].reshape(m, n), self._factor, residual, start, share)
+            lost = residual if ok else None
+            product(p, q, recvbuf[part].reshape(m, n), self._factor, lost, start, share)
         for part, summed in zip(self._layout.vectors, vectors, strict=True):
             recvbuf[part] = summed if self._factor == 1 else summed * self._factor
             if residual is not None:

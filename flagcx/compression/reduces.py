@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -12,13 +14,20 @@ from flagcx.compression.slot import Slot
 from flagcx.compression.sparse_reduce import RandomKReduce, SparseReduce, TopKReduce
 from flagcx.compression.topk import RandomK, Sparse, TopK
 from flagcx.compression.two_step import TwoStep
+from flagcx.dtypes import ReduceOp
 
 _REDUCES: MappingProxyType[type, Any] = MappingProxyType(
     {TopK: TopKReduce, RandomK: RandomKReduce, Sparse: SparseReduce, PowerSGD: PowerReduce}
 )
 
 
-def reduce_of(peers: Peers, codec: Any, count: int, factor: float, slot: Slot) -> CodecReduce:
+def reduce_of(peers: Peers, codec: Any, count: int, op: ReduceOp, slot: Slot) -> CodecReduce:
     """The all-reduce of a codec other than "auto"; takes what ``CodecReduce`` does."""
     kind = TwoStep if isinstance(codec, FixedRate) else _REDUCES[type(codec)]
-    return kind(peers, codec, count, factor, slot)
+    return kind(peers, codec, count, op, slot)
+
+
+def with_shapes(codec: Any, shapes: Sequence[tuple[int, ...]]) -> Any:
+    """The codec for parameters of these shapes; the codec itself where it minds none, or has its own."""
+    minds = isinstance(codec, PowerSGD) and codec.shapes is None
+    return replace(codec, shapes=tuple(shapes)) if minds else codec

@@ -16,8 +16,9 @@ from flagcx.compression.codec import Scratch, namespace
 
 _TILE = 1 << 17
 _MANTISSA = MappingProxyType({4: (np.uint32, 0x7FFFFFFF), 8: (np.uint64, 0x7FFFFFFFFFFFFFFF)})
-_FOUND_IN_SAMPLE, _FOUND_IN_CHECK = 512, 96
+_FOUND_IN_SAMPLE = 128  # so that thresholds are a tenth off, and seldom more than twice that
 _LEAST_SAMPLE, _MOST_SAMPLE = 4096, 1 << 20
+_CROWD, _CHANCE = 4, 0.005  # times the density at which a threshold is worthless, and what chance may add
 
 
 def magnitudes(x: Any) -> Any:
@@ -52,13 +53,14 @@ def estimate_threshold(x: Any, density: float, seed: int, add: Any = None) -> in
     return max(int(np.partition(found, place)[place]), 1)
 
 
-def reaches(x: Any, threshold: int, density: float, seed: int, add: Any = None) -> bool:
-    """Whether about ``density`` of the numbers of ``x + add`` still reach a threshold, by a small sample."""
-    size = min(max(int(_FOUND_IN_CHECK / density), _LEAST_SAMPLE // 8), _MOST_SAMPLE // 8)
-    drawn = sample(x, size, seed)
-    found = magnitudes(drawn if add is None else drawn + sample(add, size, seed))
-    share = int((found >= threshold).sum()) / max(found.size, 1)
-    return 0.75 * density <= share <= 1.25 * density
+def is_crowded(x: Any, threshold: int, density: float, seed: int, add: Any = None) -> bool:
+    """Whether far more than ``density`` of the numbers of ``x + add`` reach a threshold, by a small sample.
+
+    Then it is not worth while to find all of them.
+    """
+    drawn = sample(x, _LEAST_SAMPLE, seed)
+    found = magnitudes(drawn if add is None else drawn + sample(add, _LEAST_SAMPLE, seed))
+    return int((found >= threshold).sum()) > (_CROWD * density + _CHANCE) * found.size
 
 
 def density_of(x: Any, seed: int, size: int = _LEAST_SAMPLE) -> float:

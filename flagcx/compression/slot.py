@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from flagcx.arguments import on_device
-from flagcx.compression.codec import Scratch, captures, namespace
+from flagcx.compression.checkpoint import load_memory, on_host, save_memory
+from flagcx.compression.codec import Scratch, captures, clear_nonfinite, namespace
 from flagcx.errors import ArgumentError
 
 
@@ -18,11 +20,14 @@ class Slot:
 
     Attributes:
         codec: The codec.
-        shapes: Shapes of the parameters that lie end to end in the array, or None.
+        shapes: Shapes of the parameters that lie end to end in the array; None for that of the array itself.
         residual: The part of this rank's gradients that is not sent yet (float32, one dimension), or None.
         velocity: The momentum of this rank's gradients, or None.
         step: Calls so far; the same on every rank.
+        shape: The shape of the caller's arrays, if it matters to the codec.
+        place: The rank, and the number of ranks, of the calls.
         memory: State of the codec's all-reduce, by name.
+        resumes: Whether a state was loaded that no call has used yet.
         plans: The plans of calls with this slot.
         lasting: Whether the slot belongs to one array. Otherwise all arrays of one length share it, and it
             keeps nothing that depends on an array's content.
@@ -50,13 +55,30 @@ class Slot:
         self.velocity: Any = None
         self.step = 0
         self.memory: dict[str, Any] = {}
+        self.place, self.resumes = (0, 1), False
         self._count: int | None = None
+        self.shape: tuple[int, ...] | None = None
 
-    def begin(self, x: Any) -> None:
+    def check_shapes(self, shapes: Sequence[tuple[int, ...]]) -> None:
+        """Raises ArgumentError where the slot is not one for parameters of these shapes."""
+        given = tuple(tuple(shape) for shape in shapes)
+        if given != self.shapes:
+            known = "no shapes" if self.shapes is None else f"the shapes {_short(self.shapes)}"
+            raise ArgumentError(
+                f"the slot {self.key!r} of this Feedback was made for {known}, and is asked for with "
+                f"{_short(given)}; use another key, or feedback.drop({self.key!r}) first"
+            )
+
+    def begin(self, x: Any, shape: tuple[int, ...] | None = None) -> None:
         """Counts a call with ``x``; the first call allocates the residual and the velocity.
 
+        Args:
+            x: The array, in one dimension.
+            shape: The caller's, if it matters to the codec.
+
         Raises:
-            ArgumentError: Earlier calls had another number of elements, or the slot is new inside a capture.
+            ArgumentError: Earlier calls had another number of elements or another shape, or the slot is new
+                inside a capture.
         """
         if self._count is None:
             total = x.size if self.shapes is None else sum(map(math.prod, self.shapes))
@@ -71,18 +93,24 @@ class Slot:
                     f"the slot {self.key!r} of this Feedback is new: a graph that captures its first call "
                     f"would clear its memory in every replay; make one call before the capture"
                 )
-            self._count = x.size
-            xp = namespace(x)
-            if keeps:
-                self.residual = xp.zeros(x.size, np.float32)
-            if self._momentum:
-                self.velocity = xp.zeros(x.size, np.float32)
+            if self.shape not in (None, shape):
+                raise self._other_shape(shape)
+            self._allocate(x, keeps)
+            self._count, self.shape = x.size, shape
         elif self._count != x.size:
             raise ArgumentError(
                 f"the slot {self.key!r} of this Feedback remembers an array of {self._count} elements, and "
                 f"got one of {x.size}; use a slot for each array: compression=feedback[key]"
             )
+        elif self.shape != shape and self.shapes is None:
+            raise self._other_shape(shape)
         self.step += 1
+
+    def _other_shape(self, shape: tuple[int, ...] | None) -> ArgumentError:
+        return ArgumentError(
+            f"the slot {self.key!r} of this Feedback remembers the matrix of an array of shape {self.shape}, "
+            f"and got an array of shape {shape}; use a slot for each array, or reshape it"
+        )
 
     def source(self, x: Any, scratch: Scratch, ranks: int) -> Any:
         """This step's contribution before the residual: clipped, and with momentum.
@@ -93,16 +121,14 @@ class Slot:
             ranks: Number of ranks; each clips at ``clip / sqrt(ranks)``.
         """
         if self._clip is not None:
-            norm = float(math.sqrt(float(namespace(x).vdot(x, x))))
-            limit = self._clip / math.sqrt(ranks)
-            if norm > limit:
-                clipped = scratch.get("clipped", x.size, np.float32, x)
-                clipped[...] = x
-                clipped *= np.float32(limit / norm)
+            norm, limit = _norm(x), self._clip / math.sqrt(ranks)
+            if limit < norm < math.inf:
+                clipped = scratch.get(f"clipped {x.dtype.itemsize}", x.size, x.dtype, x)
+                namespace(x).multiply(x, x.dtype.type(limit / norm), out=clipped)
                 x = clipped
         if self.velocity is None:
             return x
-        self.velocity *= np.float32(self._momentum)
+        self.velocity *= self.velocity.dtype.type(self._momentum)
         self.velocity += x
         return self.velocity
 
@@ -114,11 +140,95 @@ class Slot:
         self.residual += source
         return self.residual
 
+    def ahead(self, kept: Any, scratch: Scratch) -> Any:
+        """What is kept, with all that momentum would still add to it: m + m^2 + ... of the velocity.
+
+        It is 1 / (1 - m) of the gradients since ``sent`` cleared an element, which without compression would
+        move the parameters as far, only later.
+        """
+        whole = scratch.get("ahead", kept.size, np.float32, kept)
+        namespace(kept).multiply(self.velocity, np.float32(self._momentum / (1 - self._momentum)), out=whole)
+        whole += kept
+        return whole
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the slot remembers; see ``Feedback.state_dict``."""
+        state: dict[str, Any] = {"step": self.step, "rank": self.place[0], "ranks": self.place[1]}
+        for name, shape in (("shapes", self.shapes), ("shape", self.shape)):
+            if shape is not None:
+                state[name] = repr(shape)
+        for name, array in (("residual", self.residual), ("velocity", self.velocity)):
+            if array is not None:
+                state[name] = on_host(array)
+        return state | save_memory(self.memory)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over what ``state_dict`` gave. The first call moves it to where the arrays are."""
+        self.reset()
+        self.step, self.place = int(state["step"]), (int(state["rank"]), int(state["ranks"]))
+        self.residual, self.velocity = (
+            np.array(state[name]) if name in state else None for name in ("residual", "velocity")
+        )
+        self.shape = ast.literal_eval(str(state["shape"])) if "shape" in state else None
+        self.memory, self.resumes = load_memory(state), True
+
+    def drop_own(self) -> None:
+        """Drops what the memory has of one rank alone."""
+        self.residual = self.velocity = None
+        self.memory.pop("threshold", None)
+
+    def drop_common(self) -> None:
+        """Drops what the memory has of a number of ranks, and what all of them must have alike."""
+        for name in ("regions", "loaded"):
+            self.memory.pop(name, None)
+
+    def _allocate(self, x: Any, keeps: bool) -> None:
+        """Makes the residual and the velocity for arrays like ``x``, from what was loaded if anything was.
+
+        Raises:
+            ArgumentError: What was loaded is of another length.
+        """
+        xp = namespace(x)
+        for name, kept, dtype in (
+            ("residual", keeps, np.dtype(np.float32)),
+            ("velocity", bool(self._momentum), x.dtype),
+        ):
+            loaded = getattr(self, name) if kept else None
+            if loaded is not None and loaded.size != x.size:
+                raise ArgumentError(
+                    f"the slot {self.key!r} has loaded the {name} of an array of {loaded.size} elements, and "
+                    f"got one of {x.size}"
+                )
+            made = (
+                xp.asarray(loaded, dtype) if loaded is not None else xp.zeros(x.size, dtype) if kept else None
+            )
+            setattr(self, name, made)
+        if "factors" in self.memory:
+            self.memory["factors"] = [xp.asarray(factors) for factors in self.memory["factors"]]
+        self.resumes = False
+
     def sent(self, indices: Any) -> None:
         """Clears the elements that were sent, in the residual and in the momentum that led to it."""
         for kept in (self.residual, self.velocity):
             if kept is not None:
                 kept[indices] = 0
+
+    def sent_all(self) -> None:
+        """Clears the residual, since all of it was sent. Momentum goes on: none of it was late."""
+        if self.residual is not None:
+            self.residual[...] = 0
+        self.heal_velocity()
+
+    def heal(self) -> None:
+        """Clears what is infinite or NaN after a step that had such numbers: they would stay for ever."""
+        if self.residual is not None:
+            clear_nonfinite(self.residual)
+        self.heal_velocity()
+
+    def heal_velocity(self) -> None:
+        """Does so in the momentum alone."""
+        if self.velocity is not None:
+            clear_nonfinite(self.velocity)
 
     @property
     def keeps(self) -> bool:
@@ -128,3 +238,17 @@ class Slot:
     def __repr__(self) -> str:
         count = "nothing yet" if self._count is None else f"{self._count} elements"
         return f"<flagcx.compression.Slot {self.key!r} of {self.codec}, {count}, {self.step} steps>"
+
+
+def _short(shapes: Sequence[tuple[int, ...]]) -> str:
+    more = f" and {len(shapes) - 4} more" if len(shapes) > 4 else ""
+    return ", ".join(map(str, shapes[:4])) + more
+
+
+def _norm(x: Any) -> float:
+    """The norm of an array whose squares may be out of range."""
+    norm = math.sqrt(float(namespace(x).vdot(x, x)))
+    if math.isinf(norm):
+        wide = x.astype(np.float64)
+        norm = math.sqrt(float(namespace(x).vdot(wide, wide)))
+    return norm

@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from flagcx.compression.codec import namespace
+from flagcx.compression.codec import is_finite, namespace
 from flagcx.compression.peers import CodecReduce
+from flagcx.compression.regions import Regions
 from flagcx.compression.select import density_of, select
-from flagcx.compression.sparse_sum import Regions, sum_sparse
+from flagcx.compression.sparse_sum import sum_sparse
 from flagcx.compression.topk import RandomK, Sparse, TopK
 
 _TILE = 1 << 17
@@ -18,27 +19,37 @@ _TILE = 1 << 17
 class TopKReduce(CodecReduce[TopK]):
     """The all-reduce of the largest elements; the dense one of all elements where that is cheaper.
 
-    Elements that a rank selected and the owner of their region dropped stay in the rank's residual.
+    Elements that a rank selected and the owner of their region dropped stay in the rank's residual. With
+    momentum, elements take along what it would still add to them; all of an array that goes dense gathers
+    momentum as ever.
     """
 
     def run(self, sendbuf: Any, recvbuf: Any) -> None:
         slot, peers = self._slot, self._peers
         source = slot.source(sendbuf, peers.scratch, peers.size)
         kept = source if slot.residual is None else slot.residual
-        add = None if slot.residual is None else source
+        whole, add = kept, None if slot.residual is None else source
+        if slot.velocity is not None:
+            if add is not None:
+                kept += add
+            whole, add = slot.ahead(kept, peers.scratch), None
         last = slot.memory.get("threshold") if slot.lasting else None
         step = slot.step if slot.lasting else self._codec.warmup_steps + 1
-        indices, slot.memory["threshold"] = self._codec.find(kept, peers.scratch, step, last, add)
+        indices, slot.memory["threshold"] = self._codec.find(whole, peers.scratch, step, last, add)
         regions = slot.memory.setdefault("regions", Regions())
         keep = round(self._codec.keep * self._codec.count(kept.size, step)) or None
-        total = sum_sparse(peers, indices, kept[indices], kept.size, regions, keep)
+        values = whole[indices]  # with all that is infinite or NaN
+        total = sum_sparse(peers, indices, values, kept.size, regions, keep)
+        remembers = slot.residual is not None or slot.velocity is not None
         if total is None:
             peers.allreduce(kept, recvbuf)
             _scale(recvbuf, np.float32(self._factor))
-            slot.sent(slice(None))
+            slot.sent_all()
             return
-        if slot.residual is not None or slot.velocity is not None:
+        if remembers:
             slot.sent(self._common(indices, total.indices, kept))
+            if not is_finite(values):
+                slot.heal()
         _scatter(recvbuf, total.indices, total.values, np.float32(self._factor))
 
     def _common(self, own: Any, summed: Any, like: Any) -> Any:
@@ -51,36 +62,55 @@ class TopKReduce(CodecReduce[TopK]):
 
 
 class RandomKReduce(CodecReduce[RandomK]):
-    """The all-reduce of elements that all ranks draw alike: a dense one of k values."""
+    """The all-reduce of elements that all ranks draw alike: a dense one of k values.
+
+    One number more tells all ranks of infinity or NaN in elements that were not drawn: the step is then NaN,
+    as it would be if all elements were sent.
+    """
 
     def run(self, sendbuf: Any, recvbuf: Any) -> None:
         slot, peers = self._slot, self._peers
         source = slot.total(sendbuf, peers.scratch, peers.size)
-        indices = namespace(source).asarray(self._codec.places(source.size, slot.step))
-        values = source[indices]
-        peers.allreduce(values, values)
+        xp = namespace(source)
+        indices = xp.asarray(self._codec.places(source.size, slot.step))
+        message = xp.empty(len(indices) + 1, np.float32)
+        values, spoilt = message[:-1], message[-1:]
+        whole = source if slot.velocity is None else slot.ahead(source, peers.scratch)
+        values[...] = whole[indices]
+        finite = is_finite(whole) if xp is np else xp.isfinite(whole).all()  # on a GPU nothing waits
+        spoilt[...] = xp.where(finite, np.float32(0), np.float32(np.nan))
+        peers.allreduce(message, message)
         slot.sent(indices)
-        _scatter(recvbuf, indices, values, np.float32(self._factor))
+        if xp is not np or not finite:
+            slot.heal()
+        values *= np.float32(self._factor) + spoilt
+        _scatter(recvbuf, indices, values)
 
 
 class SparseReduce(CodecReduce[Sparse]):
-    """The all-reduce of all elements that are not zero. Nothing is lost."""
+    """The all-reduce of all elements that are not zero, which ends with the bits of the dense one."""
 
     def run(self, sendbuf: Any, recvbuf: Any) -> None:
-        slot, peers = self._slot, self._peers
-        full = density_of(sendbuf, slot.step) > self._codec.most
-        indices = select(sendbuf[:0] if full else sendbuf, 1, peers.scratch)
+        slot, peers, op = self._slot, self._peers, self._op
+        source = slot.source(sendbuf, peers.scratch, peers.size)
+        full = density_of(source, slot.step) > self._codec.most
+        indices = select(source[:0] if full else source, 1, peers.scratch)
         regions = slot.memory.setdefault("regions", Regions())
-        total = sum_sparse(peers, indices, sendbuf[indices], sendbuf.size, regions, full=full)
-        factor = sendbuf.dtype.type(self._factor)
+        values = source[indices]
+        if op.scale is not None:
+            values *= source.dtype.type(op.scale)
+        total = sum_sparse(peers, indices, values, source.size, regions, full=full)
         if total is None:
-            peers.allreduce(sendbuf, recvbuf)
-            _scale(recvbuf, factor)
+            peers.allreduce(source, recvbuf, op)
         else:
-            _scatter(recvbuf, total.indices, total.values, factor)
+            sums = total.values
+            if op.average:
+                sums /= source.dtype.type(peers.size)
+            _scatter(recvbuf, total.indices, sums)
+        slot.heal_velocity()
 
 
-def _scatter(out: Any, indices: Any, values: Any, factor: Any) -> None:
+def _scatter(out: Any, indices: Any, values: Any, factor: Any = 1) -> None:
     """Writes the elements, in order of their indices, and zeros between them."""
     if factor != 1:
         values *= factor

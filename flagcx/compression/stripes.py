@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flagcx.arguments import on_device
-from flagcx.compression.codec import FixedRate, namespace
+from flagcx.compression.codec import FixedRate, clear_nonfinite, namespace
 from flagcx.compression.device import StripeKernels
 
 if TYPE_CHECKING:
@@ -112,8 +111,7 @@ def _keep_lost(coded: Any, decoded: Any, lost: Any, factor: Any = 1) -> None:
         xp.subtract(coded, decoded, out=lost)
         if factor != 1:
             lost /= factor
-        if on_device(lost) or not np.isfinite(lost.sum()):
-            lost[~xp.isfinite(lost)] = 0
+    clear_nonfinite(lost)
 
 
 class FusedStripes:

@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 import numpy as np
 
 from flagcx.compression.codec import Payload, Scratch, check_floats, namespace
-from flagcx.compression.select import estimate_threshold, largest, reaches, select
+from flagcx.compression.select import estimate_threshold, is_crowded, largest, magnitudes, select
 from flagcx.errors import ArgumentError
 
 _WARM_FROM = 0.25
 TOO_MANY, TOO_FEW = 1.25, 0.8
-"""Shares of k beyond which a threshold is not used again."""
+"""Shares of k beyond which a threshold does not fit."""
 
 
 class _Selecting:
@@ -47,10 +47,11 @@ class _Selecting:
 class TopK(_Selecting):
     """The largest elements, as indices and values.
 
-    The threshold comes from a sample, so that about k elements reach it, and is used again as long as a
-    smaller sample agrees; where many more elements reach it than k, the largest k of them are taken. Of the
-    sum of all ranks the largest 4k are kept. Use it with ``Feedback``: without, most of a gradient is lost.
-    Training is best with momentum correction and a warm-up.
+    The threshold comes from a sample, so that about k elements reach it, and is used again as long as it
+    fits; where many more elements reach it than k, the largest k of them are taken, and the least of these is
+    the next threshold. Of the sum of all ranks the largest 4k are kept. Use it with ``Feedback``: without,
+    most of a gradient is lost; and with its momentum and a warm-up, without which a training falls short
+    (``bench/convergence.py``).
 
     Attributes:
         density: k as a share of the elements, above 0 and at most 1.
@@ -101,13 +102,19 @@ class TopK(_Selecting):
         if not x.size:
             return namespace(x).empty(0, np.int32), None
         k, density = self.count(x.size, step), self.density_at(step)
-        if threshold is None or not reaches(x, threshold, density, step, add):
+        if threshold is not None and is_crowded(x, threshold, density, step, add):
+            threshold = None
+        used_again = threshold is not None
+        if threshold is None:
             threshold = estimate_threshold(x, density, step, add)
         indices = select(x, threshold, scratch, add)
-        found = len(indices)
-        if found > TOO_MANY * k:
+        if used_again and len(indices) < TOO_FEW * k:
+            threshold = estimate_threshold(x, density, step)
+            indices = select(x, threshold, scratch)
+        if len(indices) > TOO_MANY * k:
             indices = indices[largest(x[indices], k)]
-        return indices, threshold if TOO_FEW * k <= found <= TOO_MANY * k else None
+            threshold = int(magnitudes(x[indices]).min())
+        return indices, threshold if len(indices) >= TOO_FEW * k else None
 
     def ratio(self, count: int, ranks: int = 2) -> float:
         """At most (2 + 2 keep) k (n-1)/n words, over 2 (n-1)/n words for each element."""

@@ -30,6 +30,7 @@ from flagcx.compression.codec import FixedRate
 from flagcx.compression.peers import CodecReduce, Peers
 from flagcx.compression.slot import Slot
 from flagcx.compression.stripes import Piece, Stripes, stripes_of
+from flagcx.dtypes import ReduceOp
 
 PIECE_NBYTES = 4 << 20
 """Bytes of float32 in a piece on a host."""
@@ -42,8 +43,8 @@ _GRAIN = 32
 class TwoStep(CodecReduce[FixedRate]):
     """The all-reduce by a codec with a fixed rate."""
 
-    def __init__(self, peers: Peers, codec: FixedRate, count: int, factor: float, slot: Slot) -> None:
-        super().__init__(peers, codec, count, factor, slot)
+    def __init__(self, peers: Peers, codec: FixedRate, count: int, op: ReduceOp, slot: Slot) -> None:
+        super().__init__(peers, codec, count, op, slot)
         nbytes = DEVICE_PIECE_NBYTES if peers.on_device else PIECE_NBYTES
         self._pieces = cut_in_pieces(count, peers.size, nbytes // 4)
         self._wire = codec.wire_nbytes(self._pieces[0].width)
@@ -61,14 +62,15 @@ class TwoStep(CodecReduce[FixedRate]):
         if self._stages == 1:
             for turn in range(len(self._pieces)):
                 self._run_piece(turn, source, residual, recvbuf)
-            return
-        pending: list[Future] = []
-        with self._peers.overlap():
-            try:
-                self._run_pieces(source, residual, recvbuf, pending)
-            finally:
-                for call in pending:
-                    _end(call)
+        else:
+            pending: list[Future] = []
+            with self._peers.overlap():
+                try:
+                    self._run_pieces(source, residual, recvbuf, pending)
+                finally:
+                    for call in pending:
+                        _end(call)
+        self._slot.heal_velocity()  # the residual holds no coding error that is infinite or NaN
 
     def _run_piece(self, turn: int, source: Any, residual: Any, recvbuf: Any) -> None:
         piece, stripes = self._pieces[turn], self._stripes

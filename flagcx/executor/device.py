@@ -8,9 +8,10 @@ from typing import Any, NoReturn
 from flagcx.algorithms.candidate import Candidate
 from flagcx.algorithms.catalogue import Algorithm
 from flagcx.errors import ArrayError, CommunicatorError
-from flagcx.executor.host import FORKED, TWO_THREADS, Executor
+from flagcx.executor.host import Executor
+from flagcx.executor.point_to_point import TWO_THREADS
 from flagcx.executor.work import Work
-from flagcx.forks import keep_in_child
+from flagcx.forks import FORKED, keep_in_child
 from flagcx.profiler import RecordBuffer, RecordedPlan
 from flagcx.selection.device_rules import DeviceRules
 from flagcx.selection.selector import Selector
@@ -61,6 +62,7 @@ class DeviceExecutor(Executor):
     def run(self, plan: Plan, sendbuf: Any, recvbuf: Any) -> None:
         """Enqueues a plan on the current stream; see ``Executor.run``."""
         if not self._enter(False):
+            self.check()
             raise CommunicatorError(TWO_THREADS)
         try:
             if self.over:

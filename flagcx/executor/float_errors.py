@@ -18,6 +18,11 @@ from typing import Any
 import numpy as np
 
 _MODES = MappingProxyType({"overflow": "over", "divide by zero": "divide", "invalid value": "invalid"})
+SAME_MODE = (
+    "where every rank adds up for itself, such numbers come out different on ranks that do and ranks that do "
+    "not. Load the same libraries on all ranks (one that was built with -ffast-math sets the mode) before "
+    "fc.init(), or set it alike, as torch.set_flush_denormal(False) does"
+)
 _OURS = str(Path(__file__).parents[1])
 
 

@@ -15,34 +15,22 @@ import numpy as np
 from flagcx.algorithms import entries
 from flagcx.algorithms.candidate import Candidate
 from flagcx.dtypes import OPS, DType, ReduceOp, dtype_of, flushes_subnormals, resolve_op
-from flagcx.errors import ArgumentError, CommunicationError, CommunicatorError, MismatchError
-from flagcx.executor.float_errors import FloatErrors
+from flagcx.errors import AbortedError, ArgumentError, CommunicationError, CommunicatorError, MismatchError
+from flagcx.executor.float_errors import SAME_MODE, FloatErrors
 from flagcx.executor.plan_cache import PlanCache, plan_nbytes
+from flagcx.executor.point_to_point import TWO_THREADS, PointToPoint
 from flagcx.executor.progress_thread import progress_thread
 from flagcx.executor.work import Work
-from flagcx.forks import abandon_in_children
+from flagcx.forks import FORKED, abandon_in_children
 from flagcx.profiler import OperationInfo, Progress, RecordBuffer, RecordedPlan
 from flagcx.profiler.records import Uncounted
 from flagcx.schedule.collectives import Counts, largest_block
 from flagcx.selection.candidates import Request
-from flagcx.selection.online_tuning import Exploration, Explored, Finding
+from flagcx.selection.online_tuning import Exploration, Explored
 from flagcx.selection.selector import Selector
 from flagcx.transport.base import Call, Plan, Transport
 
 _MOST_EXPLORED = 1024
-SAME_MODE = (
-    "where every rank adds up for itself, such numbers come out different on ranks that do and ranks that do "
-    "not. Load the same libraries on all ranks (one that was built with -ffast-math sets the mode) before "
-    "fc.init(), or set it alike, as torch.set_flush_denormal(False) does"
-)
-FORKED = (
-    "this communicator was made before a fork and cannot be used in the child; start ranks with flagcx run, "
-    "fc.launch or multiprocessing's spawn method, and call fc.init() in each"
-)
-TWO_THREADS = (
-    "two threads use one communicator at the same time; give each thread its own, from comm.split(), or let "
-    "one thread make all calls"
-)
 
 
 class Executor:
@@ -57,41 +45,41 @@ class Executor:
 
     Attributes:
         selector: What chooses how a call runs.
+        explorations: The trials for each kind of call.
         quick: Plans of calls that may skip all checks but those of the array itself. Empty whenever a
             call must not go straight through: closed, broken, in a group, or after started work.
         remember: See ``PlanCache.remember``.
         quietly: Runs a plan; see ``FloatErrors.run``, likewise ``noted``.
         over: Why no further call can be made; empty where one can.
+        partner: The executor of the same communicator for the other kind of array, which ends with this one.
         blames: Whether a peer is to blame that no further call can be made.
+        messages: Sends and receives under way; None where the transport makes them in order.
         forked: Whether this is a copy in a forked child of the process that made it.
+        retired: Whether no thread is in a call, nor will be.
     """
 
     def __init__(
-        self,
-        rank: int,
-        size: int,
-        transport: Transport,
-        selector: Selector,
-        ring: RecordBuffer | None = None,
+        self, rank: int, size: int, transport: Transport, selector: Selector, ring: RecordBuffer | None = None
     ) -> None:
         self.rank, self.size, self.transport = rank, size, transport
         self.turn = threading.Lock()
         self._cache = PlanCache()
-        self.quick = self._cache.straight
-        self.remember = self._cache.remember
-        self.selector = selector
-        self.ring = ring
+        self.quick, self.remember = self._cache.straight, self._cache.remember
+        self.selector, self.ring = selector, ring
         self._progress: Progress = transport.progress or Uncounted()
-        self._explorations: dict[tuple, Exploration] = {}
+        self.explorations: dict[tuple, Exploration] = {}
         self._flushes = flushes_subnormals()
         self.over, self.blames = "", False
         self.float_errors = FloatErrors()
         self.quietly, self.noted = self.float_errors.run, self.float_errors.noted
         self._worker: ThreadPoolExecutor | None = None
         self._last: Future | None = None
-        self._hurried = False
         self._untold: BaseException | None = None  # an error of started work, until some caller has got it
-        self._closed = self.forked = False
+        self.partner: Executor | None = None
+        self.forked = self.retired = self._hurried = self._closed = False
+        messenger = transport.messenger
+        self.messages = None if messenger is None else PointToPoint(messenger, self)
+        self.record: Callable[[CommunicationError], object] = lambda error: None  # in the flight record
         abandon_in_children(self)
 
     # -- plans ------------------------------------------------------------------------------------
@@ -193,21 +181,11 @@ class Executor:
         """The trials for a kind of call; every rank makes and counts them alike."""
         if not self.selector.live:
             return None
-        found = self._explorations.get(key)
-        if found is None and len(self._explorations) < _MOST_EXPLORED:
+        found = self.explorations.get(key)
+        if found is None and len(self.explorations) < _MOST_EXPLORED:
             choices = self.selector.alternatives(request)
             if len(choices) > 1:
-                found = self._explorations[key] = Exploration(choices, self._agree)
-        return found
-
-    def findings(self) -> list[Finding]:
-        """What trials found about calls like those that ``flagcx tune`` measures: float32, and sums of it."""
-        found = []
-        for (collective, counts, code, op, _), exploration in self._explorations.items():
-            like = code == dtype_of(np.float32).code and (op is None or op == OPS["sum"])
-            if like and exploration.typical_us:
-                nbytes = counts * np.dtype(np.float32).itemsize
-                found.append(Finding(collective, nbytes, exploration.typical_us))
+                found = self.explorations[key] = Exploration(choices, self._agree)
         return found
 
     def _agree(self, values: Sequence[int]) -> list[int]:
@@ -219,12 +197,15 @@ class Executor:
         plan.run(largest, largest)
         return [int(value) for value in largest]
 
+    def transfer_info(self, nbytes: int) -> OperationInfo:
+        """What records call messages between some of the ranks."""
+        return OperationInfo("transfer", nbytes, "bytes", "direct", 1, "", self.transport.name)
+
     def recorded_transfer(self, plan: Plan, nbytes: int) -> Plan:
         """Wraps messages between some of the ranks, so that they are recorded."""
         if self.ring is None:
             return plan
-        what = OperationInfo("transfer", nbytes, "bytes", "direct", 1, "", self.transport.name)
-        return RecordedPlan(plan, what, self.ring, self._progress, shared=False)
+        return RecordedPlan(plan, self.transfer_info(nbytes), self.ring, self._progress, shared=False)
 
     def beside(self, plan: Plan) -> Plan:
         """The plan for use beside a computation; the same one where there is none for that.
@@ -261,6 +242,7 @@ class Executor:
         """
         self.catch_up()
         if not self.turn.acquire(blocking=False):
+            self.check()
             raise CommunicatorError(TWO_THREADS)
         try:
             self._run(plan.run, sendbuf, recvbuf)
@@ -286,6 +268,8 @@ class Executor:
             Work whose ``wait`` returns ``value``.
         """
         self.check()
+        if self.turn.locked():
+            raise CommunicatorError(TWO_THREADS)
         if self._worker is None:
             self._worker = progress_thread()
 
@@ -294,25 +278,31 @@ class Executor:
             run = partial(plan.run_queued, queued_at_ns=perf_counter_ns())
 
         def call() -> Any:
-            with self.turn:
-                self._progress.background = not self._hurried
-                try:
-                    self._run(run, sendbuf, recvbuf)
-                except BaseException as error:
-                    self._untold = self._untold or error
-                    raise
-                finally:
-                    self._progress.background = False
+            self._progress.background = not self._hurried
+            try:
+                if self.over:  # what was started before has failed, or was aborted
+                    raise AbortedError(self.over)
+                self._run(run, sendbuf, recvbuf)
+            except BaseException as error:
+                self.leave_untold(error)
+                raise
+            finally:
+                self._progress.background = False
             return value
 
         self.hold()
         self._hurried = False
         self._last = self._worker.submit(call)
-        return Work(self._last, what, self.hurry, self._tell, self.float_errors)
+        return Work(self._last, what, self.hurry, self.take_untold, self.float_errors)
 
-    def _tell(self) -> None:
-        """Notes that a caller got the error of started work; those of later work follow from it."""
-        self._untold = None
+    def leave_untold(self, error: BaseException) -> None:
+        """Keeps an error that no caller has got so far; those of later work follow from the first."""
+        self._untold = self._untold or error
+
+    def take_untold(self) -> BaseException | None:
+        """The error that no caller has got so far, which this one gets."""
+        untold, self._untold = self._untold, None
+        return untold
 
     def hurry(self) -> None:
         """Lets started work have the core, since the caller waits and computes nothing beside it.
@@ -345,24 +335,32 @@ class Executor:
     # -- the end ----------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raises CommunicatorError where no further call can be made."""
+        """Raises where no further call can be made: CommunicatorError, or what no caller has got so far."""
         if self.over:
-            self._untold = None  # this tells it
+            untold = self.take_untold()  # this tells it
+            if isinstance(untold, CommunicationError):
+                raise type(untold)(self.over, peer=untold.peer)
             raise CommunicatorError(self.over)
 
     def broke(self, error: BaseException) -> None:
         """Ends the communicator after an error that left ranks in different places, and tells the peers."""
         if self.over or isinstance(error, ArgumentError):
             return
-        culprit = error.peer if isinstance(error, CommunicationError) else None
-        self.blames = isinstance(error, CommunicationError) and not isinstance(error, MismatchError)
+        text = str(error) or type(error).__name__
+        if isinstance(error, CommunicationError):
+            self.blames = not isinstance(error, MismatchError)
+            self.record(error)  # while the others still wait where they are
         self.end(f"this communicator cannot be used after {type(error).__name__}: {error}; make a new one")
-        self.transport.abort(str(error) or type(error).__name__, culprit)
+        self.transport.abort(text, getattr(error, "peer", None))
+        if self.partner is not None:
+            self.partner.broke(error)
 
     def end(self, why: str) -> None:
         """Refuses every further call, with ``why`` as the reason."""
         self.over = self.over or why
         self.hold()
+        if self.messages is not None:
+            self.messages.stop(self.forked)
         self._cache.clear()
 
     def abandon(self) -> None:
@@ -370,7 +368,6 @@ class Executor:
         if self._closed:
             return
         self.forked, self._last, self.turn = True, None, threading.Lock()
-        self.over = FORKED
         self.end(FORKED)
 
     def close(self) -> None:
@@ -381,7 +378,12 @@ class Executor:
             FlagcxError: Work that was started failed, and nothing has waited for it.
         """
         self.catch_up()
-        untold, self._untold = self._untold, None
+        if self.messages is not None and not self.over:
+            try:
+                self.messages.finish()
+            except CommunicationError as error:
+                self.leave_untold(error)
+        untold = self.take_untold()
         ended = bool(self.over)
         if self._worker is not None:
             self._worker.shutdown()

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from flagcx.algorithms.candidate import Groups
 from flagcx.config import environment
 from flagcx.errors import CommunicatorError
-from flagcx.executor.host import SAME_MODE, Executor
+from flagcx.executor.float_errors import SAME_MODE
+from flagcx.executor.host import Executor
 from flagcx.profiler import RecordBuffer
 from flagcx.selection.rules import HostRules, MultiHostRules
 from flagcx.selection.selector import PiggybackExchange, Selector, TuningInfo, look_for_table
@@ -51,7 +52,15 @@ def open_host_executor(context: TransportContext, ring: RecordBuffer | None) -> 
     else:
         selector = Selector(HostRules(transport, context.hosts[context.rank]), exchange.told)
     throttle = context.config.throttle
-    return Executor(context.rank, context.size, throttled(transport, throttle), selector, ring)
+    executor = Executor(context.rank, context.size, throttled(transport, throttle), selector, ring)
+    return recorded(executor, context)
+
+
+def recorded(executor: Executor, context: TransportContext) -> Any:
+    """Has the errors of an executor written into the job's flight record."""
+    if context.waits is not None:
+        executor.record = context.waits.record
+    return executor
 
 
 def _told_by_rank_0(context: TransportContext, entry: TransportEntry, groups: Groups) -> TuningInfo:
@@ -117,4 +126,4 @@ def open_device_executor(context: TransportContext, ring: RecordBuffer | None) -
 
     transport: Any = open_transport(DEVICE, replace(context, exchange=exchange))
     selector = device_selector(store, transport, config, environment(), detect)
-    return DeviceExecutor(transport, selector, ring)
+    return recorded(DeviceExecutor(transport, selector, ring), context)

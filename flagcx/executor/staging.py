@@ -47,9 +47,9 @@ class Staged:
 
     def run(self, sendbuf: Any, recvbuf: Any) -> None:
         """Runs the plan on plain arrays."""
-        _copy(self._before)
+        copy(self._before)
         self._plan.run(sendbuf, recvbuf)
-        _copy(self._after)
+        copy(self._after)
 
 
 def stage(executor: Executor, sendbuf: Any, recvbuf: Any, writes: bool = True) -> Staging | None:
@@ -74,7 +74,8 @@ def stage(executor: Executor, sendbuf: Any, recvbuf: Any, writes: bool = True) -
     return Staging(send, recv, before, [(recvbuf, recv)] if odd_recv and writes else [])
 
 
-def _copy(copies: Copies) -> None:
+def copy(copies: Copies) -> None:
+    """Copies arrays, of any dtype and on any device."""
     for to, source in copies:
         if source.dtype.isbuiltin != 1:  # CuPy computes with none of these
             carrier = f"u{source.dtype.itemsize}"

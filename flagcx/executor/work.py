@@ -27,7 +27,7 @@ class Work:
         future: Future,
         what: str,
         hurry: Callable[[], None] | None = None,
-        told: Callable[[], None] | None = None,
+        told: Callable[[], object] | None = None,
         float_errors: FloatErrors | None = None,
     ) -> None:
         self._future, self._what, self._hurry, self._told = future, what, hurry, told

@@ -57,6 +57,21 @@ class Profiler:
         """The last operations of this rank, oldest first."""
         return self.ring.records()
 
+    def last_as_values(self) -> list[list]:
+        """The last operations of this rank, oldest first, as plain values for the flight record.
+
+        Returns:
+            For each: number of the call, name, dtype, algorithm, bytes, begin and end on the machine's
+            monotonic clock and time waiting for peers, in ns.
+        """
+        return [
+            [
+                *(r.sequence, r.operation.collective, r.operation.dtype, r.operation.algorithm),
+                *(r.operation.nbytes, r.start_ns, r.end_ns, r.waiting_ns),
+            ]
+            for r in self.records()
+        ]
+
     def clear(self) -> None:
         """Drops all records, so that reports show later operations alone."""
         self.ring.clear()

@@ -102,14 +102,13 @@ class RecordBuffer:
         """The records, oldest first."""
         return [Record(*fields) for fields in self._records.copy()]
 
-    def mark_queued(self, queued_ns: int) -> None:
-        """Notes in the last record how long its call waited for its turn."""
-        fields = self._records.pop()
-        self._records.append((*fields[:5], queued_ns, *fields[6:]))
-
     def mark_sent(self, sent_nbytes: int) -> None:
-        """Notes in the last record how many bytes its call sent."""
-        self._records.append((*self._records.pop()[:6], sent_nbytes))
+        """Notes in the last record of a collective how many bytes it sent."""
+        messages = []  # that have ended on another thread since
+        while (fields := self._records.pop())[1] == NO_CALL and fields[0].collective == "transfer":
+            messages.append(fields)
+        self._records.append((*fields[:6], sent_nbytes))
+        self._records.extend(reversed(messages))
 
     def clear(self) -> None:
         """Forgets all records."""
@@ -127,10 +126,11 @@ class RecordedPlan:
         shared: Whether all ranks make this call together.
 
     Attributes:
-        run: See ``transport.base.Plan``. A function, not a method: it costs a third less.
+        run: See ``transport.base.Plan``; a third argument says how long the call waited for its turn, in ns.
+            A function, not a method: it costs a third less.
     """
 
-    __slots__ = ("_ring", "operation", "plan", "run")
+    __slots__ = ("operation", "plan", "run")
 
     def __init__(
         self,
@@ -140,14 +140,12 @@ class RecordedPlan:
         progress: Progress,
         shared: bool = True,
     ) -> None:
-        self.plan, self.operation, self._ring = plan, operation, ring
+        self.plan, self.operation = plan, operation
         self.run = _recording(plan.run, operation, ring, progress if shared else _NoCall(progress))
 
     def run_queued(self, given: Any, result: Any, queued_at_ns: int) -> None:
         """Runs the plan of a call that was made at ``queued_at_ns`` and had to wait for its turn."""
-        queued_ns = now() - queued_at_ns
-        self.run(given, result)
-        self._ring.mark_queued(queued_ns)
+        self.run(given, result, now() - queued_at_ns)
 
 
 class _NoCall:
@@ -165,14 +163,14 @@ class _NoCall:
 
 def _recording(
     run: Callable[[Any, Any], object], operation: OperationInfo, ring: RecordBuffer, progress: Any
-) -> Callable[[Any, Any], None]:
+) -> Callable[..., None]:
     """A function that does what ``run`` does, and adds a record."""
     append, clock = ring.append, now
 
-    def recorded(given: Any, result: Any) -> None:
+    def recorded(given: Any, result: Any, queued_ns: int = 0) -> None:
         waited = progress.waited_ns
         start = clock()
         run(given, result)
-        append((operation, progress.sequence, start, clock(), progress.waited_ns - waited, 0))
+        append((operation, progress.sequence, start, clock(), progress.waited_ns - waited, queued_ns))
 
     return recorded

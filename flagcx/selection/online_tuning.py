@@ -22,7 +22,10 @@ from statistics import median
 from time import perf_counter_ns as now
 from typing import Any
 
+import numpy as np
+
 from flagcx.algorithms.candidate import Candidate
+from flagcx.dtypes import OPS, dtype_of
 from flagcx.errors import ArgumentError
 from flagcx.profiler.records import OperationInfo, Progress, RecordBuffer, RecordedPlan
 from flagcx.selection.table import Point, Table, read_table, save_table
@@ -111,7 +114,7 @@ class Explored(RecordedPlan):
         progress: What the transport counts.
     """
 
-    __slots__ = ("_at", "_compile", "_describe", "_exploration", "_plans", "_progress", "_run")
+    __slots__ = ("_at", "_compile", "_describe", "_exploration", "_plans", "_progress", "_ring", "_run")
 
     def __init__(
         self,
@@ -138,22 +141,22 @@ class Explored(RecordedPlan):
             plan = self._plans[choice] = made
         return plan
 
-    def run(self, sendbuf: Any, recvbuf: Any) -> None:  # type: ignore[override]
+    def run(self, sendbuf: Any, recvbuf: Any, queued_ns: int = 0) -> None:  # type: ignore[override]
         """Runs the call once, with the candidate in use or on trial."""
         exploration = self._exploration
         exploration.calls += 1
         if exploration.calls >= exploration.due:
-            self._try(sendbuf, recvbuf)
+            self._try(sendbuf, recvbuf, queued_ns)
             return
         if exploration.current is not self._at:
             self._use(exploration.current)
-        self._run(sendbuf, recvbuf)
+        self._run(sendbuf, recvbuf, queued_ns)
 
-    def _try(self, sendbuf: Any, recvbuf: Any) -> None:
+    def _try(self, sendbuf: Any, recvbuf: Any, queued_ns: int) -> None:
         exploration = self._exploration
         plan = self._plan(exploration.candidate())
         start = now()
-        plan.run(sendbuf, recvbuf)
+        plan.run(sendbuf, recvbuf, queued_ns)
         exploration.note(start, now())
 
 
@@ -173,6 +176,19 @@ class Finding:
     collective: str
     nbytes: int
     typical_us: Mapping[Candidate, float]
+
+
+def findings_of(explorations: Mapping[tuple, Exploration]) -> list[Finding]:
+    """What trials found about calls like those that ``flagcx tune`` measures: float32, and sums of it.
+
+    Args:
+        explorations: The trials, by collective, elements, code of the dtype, operation and root.
+    """
+    found, float32 = [], dtype_of(np.float32)
+    for (collective, counts, code, op, _), exploration in explorations.items():
+        if code == float32.code and (op is None or op == OPS["sum"]) and exploration.typical_us:
+            found.append(Finding(collective, counts * float32.numpy.itemsize, exploration.typical_us))
+    return found
 
 
 def corrected(table: Table, findings: Iterable[Finding]) -> Table:

@@ -21,6 +21,8 @@ Contract
                           rank at fault.
 ``transfer(...)``         point to point: only the ranks concerned call it; messages of a pair of ranks arrive
                           in the order in which they are sent.
+``messenger``             where there is one, it carries what users send and receive, so that this waits for
+                          no collective; see ``flagcx.transport.messenger``.
 ``take``, ``result``      check a caller's arrays, without a copy.
 ``empty``                 makes an array that peers reach with the fewest copies.
 ``protocols(...)``        the ways that ``Call.protocol`` may name; the same answer on all ranks.
@@ -36,6 +38,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any, ClassVar, Protocol
 
 from flagcx.bootstrap.store import Store
@@ -44,10 +47,16 @@ from flagcx.dtypes import DType, ReduceOp
 from flagcx.errors import ArgumentError
 from flagcx.schedule.collectives import COLLECTIVES, ChunkLayout, Counts, chunk_layout
 from flagcx.schedule.model import Program, Schedule
+from flagcx.transport.messenger import Messenger
 from flagcx.transport.waits import Waits
 
 HOST, DEVICE = "host", "device"
 """The kinds of array that a transport may carry: NumPy arrays, or arrays on GPUs."""
+
+
+def signature_of(text: str) -> int:
+    """A number of 64 bits that stands for a text, in every process."""
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +104,10 @@ class Call:
         protocol = f", {self.protocol}" if self.protocol else ""
         part_of = f", in {self.part_of}" if self.part_of else ""
         return f"{words} ({schedule.algorithm}, {schedule.chunks} chunks{protocol}){part_of}"
+
+    def signature(self) -> int:
+        """A number of 64 bits, not 0, that stands for ``describe()``."""
+        return signature_of(self.describe()) or 1
 
     def program(self) -> Program:
         """This rank's program."""
@@ -216,6 +229,8 @@ class Transport(ABC):
         modelled: Whether ``flagcx.cost.shared_memory`` says how long its calls take.
         link: The speed of the link between ranks where it is known beforehand, else None.
         progress: What it counts, or None if it counts nothing.
+        messenger: What carries sends and receives beside collectives, any number at once; where it is None
+            they go by ``transfer``, one after the other and each after the collectives before it.
     """
 
     name: str
@@ -227,6 +242,7 @@ class Transport(ABC):
     modelled: bool = False
     link: LinkSpeed | None = None
     progress: Progress | None = None
+    messenger: Messenger | None = None
 
     @classmethod
     def open(cls, context: TransportContext) -> Transport:
@@ -302,6 +318,10 @@ class Transport(ABC):
         Raises:
             MismatchError: A peer called something else, or sent what this rank has never received.
         """
+
+    def no_shrink(self) -> str:
+        """Why ranks that are left cannot go on over this transport after a loss; empty where they can."""
+        return ""
 
     @abstractmethod
     def abort(self, reason: str, culprit: int | None) -> None:

@@ -64,3 +64,28 @@ def compare_last(told: Mapping[int, Sequence[tuple[int, str]]]) -> None:
     calls = {rank: dict(few) for rank, few in told.items()}
     for number in sorted(set.intersection(*(set(few) for few in calls.values()))):
         check_alike({rank: few[number] for rank, few in calls.items()})
+
+
+def compare_marks(told: Mapping[int, Sequence[tuple[int, int]]]) -> None:
+    """Compares what stands for all calls of ranks so far.
+
+    Args:
+        told: For each rank its marks: (number of calls, what stands for all calls up to it).
+
+    Raises:
+        MismatchError: They differ. The calls that are known to agree, and those that do not, are numbered.
+    """
+    marks = {rank: dict(few) for rank, few in told.items()}
+    agreed = 0
+    for number in sorted(set.intersection(*(set(few) for few in marks.values()))):
+        counts = Counter(few[number] for few in marks.values())
+        if len(counts) > 1:
+            usual = counts.most_common(1)[0][0]
+            odd = next(rank for rank, few in marks.items() if few[number] != usual)
+            raise MismatchError(
+                f"the ranks made different calls, first rank {odd}, somewhere between their calls {agreed:,} "
+                f"and {number:,}; every rank must make the same calls in the same order. FLAGCX_DEBUG=check "
+                f"names the call",
+                peer=odd,
+            )
+        agreed = number

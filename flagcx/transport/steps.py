@@ -159,6 +159,11 @@ class Steps(ABC):
         """Elements of SCRATCH."""
         return self._layout.count(Buffer.SCRATCH)
 
+    def _overlap(self, a: Part, b: Part) -> bool:
+        """Whether two parts share memory."""
+        (x, a0, a1), (y, b0, b1) = self._place(a), self._place(b)
+        return x == y and a0 < b1 and b0 < a1
+
     def _messages(self, step: StepParts) -> Any:
         """What ``_exchange`` needs to know of a step."""
         return step

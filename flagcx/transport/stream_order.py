@@ -20,7 +20,10 @@ from flagcx.kernels.cuda import PER_THREAD, THREAD_LOCAL, capture_mode, is_captu
 _NOT_READY = 600
 _SPIN_S = 100e-6
 _SLEEP_S = 200e-6
+_KEPT_S = 1.0
 _RECENT = 64
+_MARK_EVERY = 1024
+_MARKS = 1024
 
 
 class StreamOrder:
@@ -31,7 +34,8 @@ class StreamOrder:
         rank: This rank, for messages.
         issued: Operations enqueued so far.
         what: The last operation; its ``str()`` describes it.
-        calls: Calls of all ranks so far.
+        mark: (Calls of all ranks so far, what stands for all of them in their order); the same on all ranks.
+        marks: The mark after every 1024 calls, the latest last.
         captured: Whether a stream was being captured, so that graphs of the caller may replay calls.
         inside: Whether a thread is inside a call into NCCL.
         failure: The error that ended the communicator, or None.
@@ -44,7 +48,8 @@ class StreamOrder:
         self._current = cupy.cuda.get_current_stream
         self.issued, self.inside = 0, False
         self.what: object = "nothing yet"
-        self.calls, self.captured = 0, False
+        self.mark, self.captured = (0, 0), False
+        self.marks: deque[tuple[int, int]] = deque(maxlen=_MARKS)
         self._recent: deque[tuple[int, Any]] = deque(maxlen=_RECENT)
         self._remember = self._recent.append
         self.failure: FlagcxError | None = None
@@ -54,16 +59,19 @@ class StreamOrder:
         self._latest: tuple[Any, int] | None = None  # on a stream that other threads cannot name
         self._captured: Any = None
         self._marker: tuple[Any, int, float] | None = None
-        self._done = 0
+        self._enqueued = self._done = 0  # operations that have been left, and that are known to be done
+        self._entered = (0, 0.0)
+        self._looking: float | None = None
+        self._one_look = threading.Lock()
         self._kept: deque[tuple[Any, tuple]] = deque()
         self._keeping = threading.Lock()
 
-    def enter(self, what: object, shared: bool = True) -> Any:
+    def enter(self, what: object, signature: int = 0) -> Any:
         """Begins an operation on the current stream, and returns that stream.
 
         Args:
             what: The operation: a ``Call``, where all ranks take part.
-            shared: Whether all ranks take part.
+            signature: The call's signature; 0 if not all ranks take part.
 
         Raises:
             FlagcxError: The communicator failed before, or the current device is not its own.
@@ -81,11 +89,19 @@ class StreamOrder:
             self._follow(stream)
         self.issued += 1
         self.what = what
-        if shared:
-            number = self.calls
+        if signature:
+            number, before = self.mark
             self._remember((number, what))
-            self.calls = number + 1
+            # One assignment, since the watchdog reads it; hashes of integers are the same in every process.
+            self.mark = mark = number + 1, hash((before, signature))
+            if not mark[0] % _MARK_EVERY:
+                self.marks.append(mark)
         return stream
+
+    @property
+    def calls(self) -> int:
+        """Calls of all ranks so far."""
+        return self.mark[0]
 
     def last_calls(self) -> list[tuple[int, str]]:
         """The last calls of all ranks that this one has made: their numbers, and words equal on all ranks."""
@@ -93,6 +109,7 @@ class StreamOrder:
 
     def leave(self, stream: Any) -> None:
         """Ends what ``enter`` began, after the operation has been enqueued."""
+        self._enqueued = self.issued
         if stream.ptr == PER_THREAD and not self.is_capturing(stream):
             self._latest = stream.record(self.event()), self.issued
         if self._marker is None and not self.is_capturing(stream):
@@ -152,33 +169,67 @@ class StreamOrder:
         raise self._runtime.CUDARuntimeError(status)
 
     def _mark(self, stream: Any) -> None:
-        event, issued = self._latest or (stream.record(self.event()), self.issued)
-        self._marker = event, issued, time.monotonic()
+        enqueued = self._enqueued  # before the event: another thread may enqueue meanwhile
+        event, enqueued = self._latest or (stream.record(self.event()), enqueued)
+        self._marker = event, enqueued, time.monotonic()
 
     def pending_since(self) -> float | None:
         """When the oldest operation that is known to be unfinished was seen first; None if all are done.
 
-        The watchdog calls this, which releases arrays too. An operation gets a marker only after the last
+        A thread inside NCCL counts too: NCCL connects ranks in their first call, and waits on the host for a
+        peer that makes another one. So does a ``look`` that CUDA keeps: it may while another thread copies
+        from the GPU, which may wait for an operation that never ends.
+        """
+        marker, looking, now = self._marker, self._looking, time.monotonic()
+        if self.inside and self._entered[0] != self.issued:
+            self._entered = self.issued, now
+        kept = looking is not None and now - looking > _KEPT_S and self._enqueued > self._done
+        times = [
+            marker[2] if marker is not None else None,
+            self._entered[1] if self.inside else None,
+            looking if kept else None,
+        ]
+        return min((at for at in times if at is not None), default=None)
+
+    def look(self) -> None:
+        """Finds out which operations are done, and releases the arrays that were kept for them.
+
+        A thread of the watchdog calls this now and then. An operation gets a marker only after the last
         marker has been reached, so a busy loop of calls records no events.
         """
-        with capture_mode(THREAD_LOCAL):  # A caller may be capturing in the mode that restricts all threads.
-            return self._pending_since()
+        with self._one_look:
+            self._looking = time.monotonic()
+            try:
+                with capture_mode(THREAD_LOCAL):  # a caller may capture and restrict all threads
+                    self._look()
+            finally:
+                self._looking = None
 
-    def _pending_since(self) -> float | None:
+    def all_done(self) -> bool:
+        """Whether no operation is unfinished by now."""
+        looker = threading.Thread(target=self.look, name="flagcx-look", daemon=True)
+        looker.start()
+        looker.join(2 * _KEPT_S)
+        return self.pending_since() is None
+
+    def _look(self) -> None:
         self._runtime.setDevice(self.device)
-        marker = self._marker
         try:
             self._release()
-            if marker is not None and self.reached(marker[0]):
-                self._done, self._marker, marker = marker[1], None, None
-            if marker is None and self.issued > self._done and self._last is not None:
+            for _ in range(2):  # of operations after the marker's, all may be done too
+                marker = self._marker
+                if marker is not None:
+                    if not self.reached(marker[0]):
+                        return
+                    self._done, self._marker = marker[1], None
+                if self._enqueued == self._done or self._last is None:
+                    return
                 enqueuing = self._last.ptr == PER_THREAD and self._latest is None
                 if enqueuing or self.is_capturing(self._last):
-                    return None
+                    return
                 self._mark(self._last)
-        except self._runtime.CUDARuntimeError:
-            self._done, self._marker, marker = self.issued, None, None  # The stream is gone, or was captured.
-        return None if marker is None else marker[2]
+        except self._runtime.CUDARuntimeError:  # the stream is gone, or was captured
+            self._done, self._marker = self._enqueued, None
 
     def wait(self, event: Any, timeout_s: float) -> None:
         """Waits on the host until an event is reached.

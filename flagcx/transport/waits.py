@@ -4,6 +4,8 @@ A rank that has waited nearly ``Config.explain_wait_s`` notes which call of whic
 for which rank it waits. After that time it follows the notes of the others from rank to rank, and warns once.
 The notes count the calls of both kinds too: so two ranks find that one of them calls with NumPy arrays, and
 the other one with arrays on GPUs. Short waits cost nothing.
+
+The rank's page shows its waits too, to ``flagcx status``.
 """
 
 from __future__ import annotations
@@ -16,16 +18,22 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from flagcx.bootstrap.store import Store
-from flagcx.errors import FlagcxError, MismatchError, PeerTimeoutError
+from flagcx.bootstrap.store_state import NOTES
+from flagcx.errors import CommunicationError, FlagcxError, MismatchError, PeerTimeoutError
 
 logger = logging.getLogger("flagcx")
 
 ON_HOST, ON_GPU = "NumPy arrays", "arrays on GPUs"
+IN_MESSAGES = "sends and receives"
 _KINDS = ON_HOST, ON_GPU
+_NOTES = *_KINDS, IN_MESSAGES
+"""A rank may wait for a message while a collective that it has started waits too, so each has a note."""
 _NOTE = 0.8
 """The part of ``after_s`` after which a note is left, so that notes are there when they are looked for."""
 _POLL_S = 0.25
 _MARGIN_S = 0.5
+_SHOW_S = 0.5
+"""The length of a wait from which on the rank's page shows it."""
 
 Note = Mapping[str, Any]
 
@@ -43,6 +51,7 @@ class Waits:
         name: What the communicator is called in messages.
         after_s: When a wait is long, in seconds.
         calls: For each kind of array, what returns how many calls of all ranks this rank has made.
+        shown: What the rank's page shows of the communicator; None where the rank has no page.
     """
 
     def __init__(self, store: Store, name: str, after_s: float, timeout_s: float = math.inf) -> None:
@@ -50,10 +59,34 @@ class Waits:
         self._note_s = min(_NOTE * after_s, timeout_s / 2)
         self._grace_s = min(after_s, timeout_s) - self._note_s + _MARGIN_S
         whole, self._ranks = store.in_job()
-        self._store, self._notes = store, whole.scoped("waits/", self._ranks)
+        self._store, self._notes = store, whole.scoped(NOTES, self._ranks)
         self._me = self._ranks[self.rank]
         self.calls: dict[str, Callable[[], int]] = dict.fromkeys(_KINDS, int)
         self._looks: dict[str, int] = {}
+        self.shown = None if whole.page is None else whole.page.add(name, self._ranks)
+        self._showing: dict[str, Note] = {}
+        self.offer("counts", lambda: {kind: count() for kind, count in self.calls.items()})
+
+    def show(self, **fields: Any) -> None:
+        """Shows something of the communicator on the rank's page."""
+        if self.shown is not None:
+            self.shown.set(**fields)
+
+    def offer(self, name: str, source: Callable[[], Any]) -> None:
+        """Says where the flight recorder gets something from, such as the last calls."""
+        if self.shown is not None:
+            self.shown.sources[name] = source
+
+    def record(self, error: BaseException) -> None:
+        """Writes the job's flight record after an error. An error of flagcx's own then says where it is."""
+        where = "" if self.shown is None else self.shown.record(error)
+        if where and isinstance(error, CommunicationError) and where not in str(error):
+            error.args = (f"{error} ({where})", *error.args[1:])
+
+    def close(self) -> None:
+        """Shows the communicator no more."""
+        if self.shown is not None:
+            self.shown.close()
 
     def due_s(self, kind: str) -> float:
         """The length of a wait at which to look into it next, in seconds."""
@@ -61,13 +94,13 @@ class Waits:
         if not looks:
             return self._note_s
         # Every look at GPUs brings messages of all ranks; a rank that comes later looks by itself.
-        return self.after_s * (looks if kind == ON_HOST else 1 << looks - 1)
+        return self.after_s * (1 << looks - 1 if kind == ON_GPU else looks)
 
     def look(self, kind: str, call: str, peer: int | None, waited_s: float, late: bool = False) -> str:
         """Explains a wait that is long, now and then.
 
         Args:
-            kind: The arrays of the call: ``ON_HOST`` or ``ON_GPU``.
+            kind: The arrays of the call, ``ON_HOST`` or ``ON_GPU``; or ``IN_MESSAGES``.
             call: The call, in words.
             peer: The rank that is waited for; None where all ranks have come to the call.
             waited_s: How long this rank has waited so far, in seconds.
@@ -79,14 +112,19 @@ class Waits:
         Raises:
             MismatchError: A rank calls with arrays of the other kind.
         """
+        if waited_s >= _SHOW_S and kind not in self._showing:
+            target = None if peer is None else self._ranks[peer]
+            self._showing[kind] = {"call": call, "for": target, "since": time.monotonic() - waited_s}
+            self.show(waits=dict(self._showing))
         if not late and waited_s < self.due_s(kind):
             return ""
         looks = self._looks[kind] = self._looks.get(kind, 0) + 1
         try:
-            self._leave(kind, call, peer)
+            self._leave(kind, call, peer, waited_s)
             if looks == 1:
                 self._notes.add(kind, 1)
-            self._compare_kinds(kind, call)
+            if kind != IN_MESSAGES:
+                self._compare_kinds(kind, call)
             chain = self._chain(self._ranks[peer]) if peer is not None and (looks == 2 or late) else ""
         except MismatchError:
             time.sleep(self._grace_s)  # the others find it too, before this rank ends
@@ -102,6 +140,8 @@ class Waits:
 
     def end(self, kind: str) -> None:
         """Takes the note of a wait back that is over."""
+        if self._showing.pop(kind, None):
+            self.show(waits=dict(self._showing))
         if self._looks.pop(kind, 0):
             try:
                 self._notes.delete(f"{self._me}/{kind}")
@@ -140,10 +180,11 @@ class Waits:
             return late.peer is not None  # a rank has left, which the next exchange says
         return True
 
-    def _leave(self, kind: str, call: str, peer: int | None) -> None:
+    def _leave(self, kind: str, call: str, peer: int | None, waited_s: float) -> None:
         counts = {one: count() for one, count in self.calls.items()}
         target = None if peer is None else self._ranks[peer]
-        note = {"communicator": self.name, "call": call, "for": target, "counts": counts}
+        place = {"communicator": self.name, "ranks": self._ranks, "since": time.time() - waited_s}
+        note = {**place, "call": call, "for": target, "counts": counts}
         self._notes.set(f"{self._me}/{kind}", json.dumps(note).encode())
 
     def _read(self, rank: int, kind: str) -> Note | None:
@@ -176,7 +217,7 @@ class Waits:
         seen, text = [self._me], ""
         while rank not in seen:
             seen.append(rank)
-            note = next((n for kind in _KINDS if (n := self._read(rank, kind)) is not None), None)
+            note = next((n for kind in _NOTES if (n := self._read(rank, kind)) is not None), None)
             if note is None:
                 return f"{text}; {self._name(rank)} itself waits for no rank"
             text += f"; {self._name(rank)} waits"

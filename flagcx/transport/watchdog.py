@@ -5,8 +5,8 @@ a rank that gave up, an operation of its own that is not done within the time-ou
 different things. It then ends the communicator with an error that names every rank's last operation, and
 aborts NCCL's operations, which frees the streams that wait for them.
 
-Nothing is compared while calls go on. A rank whose operation takes long asks all ranks for their last calls,
-and the threads of the others answer, whatever the ranks do.
+A rank whose operation takes long asks all ranks for their last calls, and the threads of the others answer,
+whatever the ranks do. While calls go on, neighbours compare now and then what stands for all calls so far.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass
 from typing import Protocol
 
 from flagcx.bootstrap.store import Store
@@ -27,7 +28,7 @@ from flagcx.errors import (
     PeerDiedError,
     PeerTimeoutError,
 )
-from flagcx.transport.compared import compare_last
+from flagcx.transport.compared import compare_last, compare_marks
 from flagcx.transport.stream_order import StreamOrder
 from flagcx.transport.waits import ON_GPU, Waits
 
@@ -40,6 +41,24 @@ _ANSWER_S = 1.0
 _END_S = 0.5
 _ASK = 1 << 32  # added to the counter of failures, so that one look at it tells of both
 _FINAL = 1 << 30  # the number of a question that the calls of a rank that closes answer
+_TOLD_MARKS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a rank tells of its calls.
+
+    Attributes:
+        captured: Whether a stream was being captured, so that graphs of the caller may replay calls.
+        calls: The number of calls.
+        last: The last calls: their numbers, and words equal on all ranks.
+        marks: Numbers of calls, and what stands for all calls up to there.
+    """
+
+    captured: bool
+    calls: int
+    last: list[tuple[int, str]]
+    marks: list[tuple[int, int]]
 
 
 class Watched(Protocol):
@@ -80,19 +99,30 @@ class Watchdog:
         self._timeout_s, self._leave, self._waits = timeout_s, leave, waits
         self._asked, self._ended = 0, False
         self._since: float | None = None
+        self._compared: object = None
+        self._shown: tuple[int, int, float | None] | None = None
         if waits is not None:
             waits.calls[ON_GPU] = lambda: order.calls
+            waits.offer("gpu_calls", order.last_calls)
         self._tick_s = min(_TICK_S, timeout_s / 8)
         self._stop = threading.Event()
         self._published = (0.0, -1)
         self._thread = threading.Thread(target=self._run, name="flagcx-watchdog", daemon=True)
+        self._looker = threading.Thread(target=self._keep_looking, name="flagcx-looker", daemon=True)
         self._thread.start()
+        self._looker.start()
 
     def close(self) -> None:
         """Stops watching."""
         self._stop.set()
-        if self._thread is not threading.current_thread():
-            self._thread.join(timeout=5.0)
+        for thread in (self._thread, self._looker):
+            if thread is not threading.current_thread():
+                thread.join(timeout=5.0)
+
+    def _keep_looking(self) -> None:
+        """Asks the GPU on a thread of its own, since CUDA may keep it for as long as another thread waits."""
+        while not self._stop.wait(self._tick_s):
+            self._order.look()
 
     def _run(self) -> None:
         while not self._stop.wait(self._tick_s):
@@ -101,6 +131,8 @@ class Watchdog:
             except PeerDiedError as death:
                 here = f"rank {self._store.rank} was in {self._order.what}"
                 error = PeerDiedError(f"{death}; {here}", peer=death.peer)
+            except MismatchError as different:
+                error = different
             except FlagcxError:
                 return  # The store is closed: the job is ending.
             if error is not None:
@@ -108,9 +140,15 @@ class Watchdog:
                 return
 
     def _look(self) -> CommunicationError | None:
-        """Publishes the progress, then looks for an error."""
+        """Publishes the progress, then looks for an error.
+
+        Raises:
+            MismatchError: The ranks call different things.
+        """
         self._publish_progress()
+        self._compare_with_neighbour()
         since = self._order.pending_since()
+        self._show(since)
         self._store.check()
         fault = self._watched.fault()
         if fault is not None:
@@ -122,33 +160,43 @@ class Watchdog:
             self._answer(asked)
         if since is not None and time.monotonic() - since > self._timeout_s:
             return self._late()
-        return self._explain(since)
+        self._explain(since)
+        return None
+
+    def _show(self, since: float | None) -> None:
+        """Shows on the rank's page how far it has come, and since when an operation is under way."""
+        progress = self._order.calls, self._order.issued, since
+        if self._waits is not None and progress != self._shown:
+            self._shown = progress
+            calls, issued, _ = progress
+            what = str(self._order.what)
+            self._waits.show(gpu={"calls": calls, "issued": issued, "what": what, "since": since})
 
     # -- what the ranks called lately -------------------------------------------------------------
 
     def _answer(self, question: int) -> None:
         """Lets the other ranks see this rank's last calls."""
         self._asked = question
-        answer = (
-            _FINAL if self._ended else question,
-            self._order.captured,
-            self._order.calls,
-            self._order.last_calls(),
-        )
+        told = self._told(self._order.last_calls())
+        answer = [_FINAL if self._ended else question, *astuple(told)]
         self._store.set(f"nccl/calls/{self._store.rank}", json.dumps(answer).encode())
 
-    def _answers(self, question: int, limit_s: float) -> dict[int, tuple[bool, int, list[tuple[int, str]]]]:
-        """The last calls of the ranks that answer in time: whether they capture, how many, and which."""
+    def _told(self, last: list[tuple[int, str]]) -> Told:
+        order, mark = self._order, self._order.mark
+        return Told(order.captured, mark[0], last, [*order.marks][-_TOLD_MARKS:] + [mark])
+
+    def _answers(self, question: int, limit_s: float) -> dict[int, Told]:
+        """What the ranks that answer in time tell of their calls."""
         end, answers = time.monotonic() + limit_s, {}
         for rank in range(self._store.size):
             while rank not in answers:
                 left = end - time.monotonic()
                 try:
-                    told = json.loads(
+                    number, *told = json.loads(
                         self._store.get(f"nccl/calls/{rank}", min(max(left, 0.0), self._tick_s))
                     )
-                    if told[0] >= question:
-                        answers[rank] = told[1], told[2], [(number, words) for number, words in told[3]]
+                    if number >= question:
+                        answers[rank] = _unpacked(told)
                         break
                 except PeerTimeoutError:
                     pass
@@ -157,29 +205,61 @@ class Watchdog:
                 time.sleep(self._tick_s / 8)
         return answers
 
-    def _explain(self, since: float | None) -> CommunicationError | None:
-        """Looks into an operation that takes long: the error of ranks that call different things, or None."""
+    def _ask(self) -> dict[int, Told]:
+        """What all ranks that answer in time tell of their calls by now."""
+        question = self._store.add("nccl/failures", _ASK) // _ASK
+        self._answer(question)
+        return self._answers(question, _ANSWER_S)
+
+    def difference(self) -> MismatchError | None:
+        """The error of ranks that call different things; None if they do not, or do not answer."""
+        try:
+            _compare(self._ask())
+        except MismatchError as error:
+            return error
+        except FlagcxError:
+            pass  # the job is ending
+        return None
+
+    def _compare_with_neighbour(self) -> None:
+        """Compares this rank's calls so far with those that the next rank has published.
+
+        Raises:
+            MismatchError: They differ.
+        """
+        store, order = self._store, self._order
+        if not order.marks or self._compared == order.marks[-1]:
+            return
+        peer = (store.rank + 1) % store.size
+        try:
+            theirs = _unpacked(json.loads(store.get(f"nccl/progress/{peer}", 0.0))[2:])
+        except PeerTimeoutError:
+            return
+        self._compared = order.marks[-1]
+        if not (order.captured or theirs.captured):
+            compare_marks({store.rank: list(order.marks), peer: theirs.marks})
+
+    def _explain(self, since: float | None) -> None:
+        """Looks into an operation that takes long.
+
+        Raises:
+            MismatchError: The ranks call different things.
+        """
         waits, now = self._waits, time.monotonic()
         if waits is None:
-            return None
+            return
         if since is None or since != self._since:
             waits.end(ON_GPU)
             self._since = since
-            return None
+            return
         if now - since < waits.due_s(ON_GPU):
-            return None
-        question = self._store.add("nccl/failures", _ASK) // _ASK
-        self._answer(question)
-        answers = self._answers(question, _ANSWER_S)
-        made = {rank: answers[rank][1] if rank in answers else -1 for rank in range(self._store.size)}
+            return
+        answers = self._ask()
+        made = {rank: answers[rank].calls if rank in answers else -1 for rank in range(self._store.size)}
         behind = min(made, key=lambda rank: made[rank])
-        try:
-            _compare(answers)
-            peer = behind if made[behind] < made[self._store.rank] else None
-            waits.look(ON_GPU, str(self._order.what), peer, now - since)
-        except MismatchError as error:
-            return error
-        return None
+        _compare(answers)
+        peer = behind if made[behind] < made[self._store.rank] else None
+        waits.look(ON_GPU, str(self._order.what), peer, now - since)
 
     def check_end(self) -> None:
         """Compares the last calls with those of the ranks that have closed, or do within half a second.
@@ -195,7 +275,7 @@ class Watchdog:
             answers = self._answers(_FINAL, _END_S)
         except FlagcxError:
             return  # The job is ending.
-        alike = {rank: told for rank, told in answers.items() if told[1] == self._order.calls}
+        alike = {rank: told for rank, told in answers.items() if told.calls == self._order.calls}
         _compare(alike)  # after other numbers of calls a difference may come from a graph of the caller
 
     def _publish_progress(self) -> None:
@@ -206,7 +286,7 @@ class Watchdog:
             self._store.set(f"nccl/progress/{self._store.rank}", self._progress())
 
     def _progress(self) -> bytes:
-        return json.dumps([self._order.issued, str(self._order.what)]).encode()
+        return json.dumps([self._order.issued, str(self._order.what), *astuple(self._told([]))]).encode()
 
     def _late(self) -> PeerTimeoutError:
         """The error of a late operation: it names each rank's last operation, and the rank that is behind."""
@@ -229,7 +309,7 @@ class Watchdog:
 
     def _progress_of(self, rank: int) -> tuple[int, str]:
         try:
-            issued, what = json.loads(self._store.get(f"nccl/progress/{rank}", 2 * self._tick_s))
+            issued, what, *_ = json.loads(self._store.get(f"nccl/progress/{rank}", 2 * self._tick_s))
         except FlagcxError:
             return 0, ""
         return issued, what
@@ -247,6 +327,8 @@ class Watchdog:
         )
 
     def _give_up(self, error: CommunicationError) -> None:
+        if self._waits is not None:
+            self._waits.record(error)
         self._watched.fail(error)
         logger.error("%s", error)
         if not isinstance(error, AbortedError):
@@ -269,7 +351,13 @@ class Watchdog:
             logger.debug("the store is closed; the other ranks find out by themselves")
 
 
-def _compare(answers: Mapping[int, tuple[bool, int, list[tuple[int, str]]]]) -> None:
-    """Compares what ranks called lately, unless only some of them capture, whose graphs replay calls."""
-    if len({captured for captured, _, _ in answers.values()}) == 1:
-        compare_last({rank: calls for rank, (_, _, calls) in answers.items()})
+def _unpacked(told: Sequence) -> Told:
+    captured, calls, last, marks = told
+    return Told(captured, calls, [(n, words) for n, words in last], [(n, trail) for n, trail in marks])
+
+
+def _compare(answers: Mapping[int, Told]) -> None:
+    """Compares what ranks called, unless only some of them capture, whose graphs replay calls."""
+    if len({told.captured for told in answers.values()}) == 1:
+        compare_last({rank: told.last for rank, told in answers.items()})
+        compare_marks({rank: told.marks for rank, told in answers.items()})

@@ -34,29 +34,25 @@ def test_the_bench_measures_and_writes(tmp_path, capsys):
 
 
 def test_a_training_that_falls_short_is_a_miss():
-    def of(codec: str, ratio: float, equal: bool = True) -> str:
-        return convergence.Row("digits", 4, 10, codec, 1.0, ratio, equal, 1.0).verdict
+    def of(codec: str, *ratios: float, equal: bool = True) -> str:
+        return convergence.Row("digits", 4, 10, codec, (1.0,) * len(ratios), ratios, equal, 1.0).verdict
 
     assert of("int8", 1.019) == "ok" and of("int8", 1.03) == "MISSED"
+    assert of("topk+", 0.99, 1.01, 1.05) == "ok" and of("topk+", 0.99, 1.03, 1.05) == "MISSED"
     assert of("topk", 2.0) == "" and of("int4+", 1.0, equal=False) == "RANKS DIFFER"
+    said = convergence._cells(convergence.Row("cnn", 4, 9, "topk+", (2.0, 4.0), (0.9, 1.1), True, 1.0))
+    assert said == ["topk+", "3.0000", "1.000", "0.900", "1.100", "ok"]
 
 
 @pytest.mark.exhaustive
-def test_a_short_training_runs(tmp_path):
+@pytest.mark.parametrize("task", ["digits", "cnn"])
+def test_a_short_training_runs(tmp_path, task):
+    if task == "cnn":
+        pytest.importorskip("torch", reason="the network is torch's")
     path = tmp_path / "rows.jsonl"
-    options = [
-        "--tasks",
-        "digits",
-        "--steps",
-        "60",
-        "--ranks",
-        "2",
-        "--codecs",
-        "int8,int4+",
-        "--json",
-        str(path),
-    ]
-    assert convergence.main([*options, "--json", str(path)]) == 0
+    options = ["--steps", "60", "--ranks", "2", "--seeds", "2", "--codecs", "int8,int4+"]
+    assert convergence.main(["--tasks", task, *options, "--json", str(path)]) == 0
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [r["codec"] for r in rows] == ["dense", "int8", "int4+"]
-    assert all(r["equal"] and r["loss"] < 1.5 for r in rows)
+    assert all(r["equal"] and len(r["losses"]) == 2 and max(r["losses"]) < 2.5 for r in rows)
+    assert all(r["versions"]["numpy"] and "cpu" in r for r in rows)

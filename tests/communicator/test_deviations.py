@@ -6,14 +6,21 @@ makes another call than the rest, and all go on to a barrier and close.
 
 from __future__ import annotations
 
+import importlib
+import json
 import random
+import sys
+import tempfile
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import flagcx as fc
+from tests.mpi import run_mpi
 from tests.ranks import run_ranks
 
 Program = Callable[[fc.Communicator], object]
@@ -28,24 +35,26 @@ ALGORITHMS = ("ring", "tree", "one_shot", "two_shot", "recursive_doubling")
 CODECS = ("int8", "fp8", "fp16", "bf16", "int4", "topk")
 
 
-def call(comm: fc.Communicator, name: str, count: int, dtype: str, op: str, root: int, more: dict) -> None:
-    """One collective of ``count`` elements (a block), with arrays of its own."""
-    x = np.ones((comm.size, count) if name in ("reduce_scatter", "alltoall", "scatter") else count, dtype)
+def call(
+    comm: fc.Communicator, xp: Any, name: str, count: int, dtype: str, op: str, root: int, more: dict
+) -> None:
+    """One collective of ``count`` elements (a block), with arrays of its own from the module ``xp``."""
+    x = xp.ones((comm.size, count) if name in ("reduce_scatter", "alltoall", "scatter") else count, dtype)
     waits = more.get("async_op", False)
     if name in ("allreduce", "reduce", "reduce_scatter"):
         more = {"op": op, **more}
     if name in ("broadcast", "reduce", "gather", "scatter"):
         more = {"root": root, **more}
     if name == "scatter":
-        more = {"out": np.empty(count, dtype), **more}
+        more = {"out": xp.empty(count, dtype), **more}
     done = getattr(comm, name)(x, **more)
     if waits:
         done.wait()
 
 
-def together(comm: fc.Communicator, counts: tuple[int, ...], how: str, dtype: str) -> None:
+def together(comm: fc.Communicator, xp: Any, counts: tuple[int, ...], how: str, dtype: str) -> None:
     """All-reduces of several arrays, as a list or in a group."""
-    arrays = [np.ones(count, dtype) for count in counts]
+    arrays = [xp.ones(count, dtype) for count in counts]
     if how == "list":
         comm.allreduce(arrays)
         return
@@ -65,14 +74,14 @@ def without(values: tuple, one: object) -> list:
     return [value for value in values if value != one]
 
 
-def program_of(arguments: tuple) -> Program:
+def program_of(arguments: tuple, xp: Any = np) -> Program:
     name, count, dtype, op, root, more = arguments
-    return partial(call, name=name, count=count, dtype=dtype, op=op, root=root, more=more)
+    return partial(call, xp=xp, name=name, count=count, dtype=dtype, op=op, root=root, more=more)
 
 
-def deviating(draw: random.Random, size: int) -> tuple[str, Program, Program]:
+def deviating(draw: random.Random, size: int, xp: Any = np) -> tuple[str, Program, Program]:
     """What differs, the call of most ranks, and that of one."""
-    kind = draw.choice(KINDS)
+    kind = draw.choice(KINDS if xp is np else (*KINDS, "module"))
     name, count, dtype, op, root, more = some_call(draw, size)
     if kind == "op":
         name = draw.choice(REDUCING)
@@ -90,16 +99,18 @@ def deviating(draw: random.Random, size: int) -> tuple[str, Program, Program]:
         )
     elif kind in ("parts", "kind"):
         parts = tuple(draw.sample((3, 10, 20, 500, 40), 3))
-        several = partial(together, how=draw.choice(("list", "group")), dtype=dtype)
-        whole = program_of(("allreduce", sum(parts), dtype, "sum", 0, {}))
+        several = partial(together, xp=xp, how=draw.choice(("list", "group")), dtype=dtype)
+        whole = program_of(("allreduce", sum(parts), dtype, "sum", 0, {}), xp)
         moved = partial(several, counts=parts[1:] + parts[:1])
         return kind, partial(several, counts=parts), moved if kind == "parts" else whole
     right = (name, count, dtype, op, root, more)
+    if kind == "module":
+        return kind, program_of(right, xp), program_of(right)
     if kind == "order":
         other = some_call(draw, size)
         while other[0] == name:
             other = some_call(draw, size)
-        calls = [program_of(right), program_of(other)]
+        calls = [program_of(right, xp), program_of(other, xp)]
         return kind, in_turn(calls), in_turn(calls[::-1])
     wrong = {
         "count": lambda: (name, draw.choice(without(COUNTS, count)), dtype, op, root, more),
@@ -110,7 +121,7 @@ def deviating(draw: random.Random, size: int) -> tuple[str, Program, Program]:
         "algorithm": lambda: (*right[:5], {"algorithm": draw.choice(without(ALGORITHMS, more["algorithm"]))}),
         "codec": lambda: (*right[:5], {"compression": draw.choice(without(CODECS, more["compression"]))}),
     }[kind]()
-    return kind, program_of(right), program_of(wrong)
+    return kind, program_of(right, xp), program_of(wrong, xp)
 
 
 def in_turn(calls: list[Program]) -> Program:
@@ -123,13 +134,15 @@ def in_turn(calls: list[Program]) -> Program:
     return run
 
 
-def outcome(comm: fc.Communicator, programs: list[Program]) -> str:
+def outcome(comm: fc.Communicator, programs: list[Program], settle: Callable[[], object] = int) -> str:
     """What this rank is told, in some call or when the communicator closes.
+
+    ``settle()`` is called after the programs.
 
     A rank that has not quite done with a right call may be told of the wrong one of a peer that went on.
     """
     told = []
-    for step in (*(partial(program, comm) for program in programs), comm.barrier, comm.close):
+    for step in (*(partial(program, comm) for program in programs), settle, comm.barrier, comm.close):
         try:
             step()
         except fc.CommunicatorError:
@@ -139,40 +152,76 @@ def outcome(comm: fc.Communicator, programs: list[Program]) -> str:
     return " | ".join(told) or "nothing"
 
 
-def deviate(seeds: range) -> list[tuple[int, str, str]]:
+def deviate(seeds: range, module: str = "numpy", **settings: Any) -> list[tuple[int, str, str]]:
     """Runs programs; what each comes to here: its seed, what differs, what this rank is told."""
-    world = fc.init(timeout_s=20)
+    xp = importlib.import_module(module)
+    world = fc.init(timeout_s=20, **settings)
     found = []
     for seed in seeds:
         draw = random.Random(seed)
         comm = world.split(0)
-        before = [program_of(some_call(draw, world.size)) for _ in range(draw.randrange(4))] * 2
-        kind, right, wrong = deviating(draw, world.size)
+        before = [program_of(some_call(draw, world.size), xp) for _ in range(draw.randrange(4))] * 2
+        kind, right, wrong = deviating(draw, world.size, xp)
         culprit = draw.randrange(world.size)
         if draw.random() < 0.5:  # plans of both exist already, on all ranks
             before += [right, right, wrong, wrong]
-        found.append((seed, kind, outcome(comm, [*before, wrong if world.rank == culprit else right])))
+        settle = int if xp is np or draw.random() < 0.5 else xp.cuda.get_current_stream().synchronize
+        told = outcome(comm, [*before, wrong if world.rank == culprit else right], settle)
+        found.append((seed, kind, told))
         world.barrier()
     return found
 
 
-def check(size: int, seeds: range) -> None:
-    by_rank = run_ranks(deviate, size, seeds, timeout_s=300)
+def not_told(by_rank: list[list[tuple[int, str, str]]]) -> list[tuple]:
+    """The programs of ``deviate`` whose ranks were not all told."""
     wrong = []
     for told in zip(*by_rank, strict=True):
         texts = [text for _, _, text in told]
         by_all = all("MismatchError" in text or "AbortedError" in text for text in texts)
         if not (by_all and any("MismatchError" in text for text in texts)):
-            wrong.append((size, *told[0][:2], texts))
-    assert not wrong, f"{len(wrong)} of {len(seeds)}\n" + "\n".join(map(str, wrong[:5]))
+            wrong.append((len(by_rank), *told[0][:2], texts))
+    return wrong
+
+
+def check(by_rank: list[list[tuple[int, str, str]]]) -> None:
+    wrong = not_told(by_rank)
+    assert not wrong, f"{len(wrong)} of {len(by_rank[0])}\n" + "\n".join(map(str, wrong[:5]))
+
+
+def check_between_hosts(size: int, seeds: range) -> None:
+    """The same on two hosts, which MPI joins."""
+    with tempfile.TemporaryDirectory() as directory:
+        bounds = [str(bound) for bound in (seeds.start, seeds.stop)]
+        code, printed = run_mpi(size, "tests.communicator.test_deviations", *bounds, directory, timeout_s=300)
+        assert code == 0, printed
+        by_rank = [json.loads((Path(directory) / str(rank)).read_text()) for rank in range(size)]
+    check(by_rank)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_a_deviating_call_is_told_to_every_rank(size):
-    check(size, range(size * 1000, size * 1000 + 20))
+    check(run_ranks(deviate, size, range(size * 1000, size * 1000 + 20), timeout_s=300))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_many_deviating_calls(size):
-    check(size, range(size * 1000 + 20, size * 1000 + 190))
+    check(run_ranks(deviate, size, range(size * 1000 + 20, size * 1000 + 190), timeout_s=300))
+
+
+@pytest.mark.slow
+def test_a_deviating_call_between_hosts_is_told_to_every_rank():
+    check_between_hosts(3, range(13_000, 13_030))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("size", [3, 4])
+def test_many_deviating_calls_between_hosts(size):
+    check_between_hosts(size, range(size * 10_000, size * 10_000 + 100))
+
+
+if __name__ == "__main__":
+    first, last, directory = sys.argv[1:]
+    told = deviate(range(int(first), int(last)))
+    assert fc.init().hosts[0] != fc.init().hosts[-1]
+    (Path(directory) / str(fc.init().rank)).write_text(json.dumps(told))

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from flagcx.compression.codec import Scratch
+from flagcx.dtypes import OPS, ReduceOp
 
 
 class Meeting:
@@ -50,11 +51,14 @@ class ThreadPeers:
         result[...] = np.concatenate(self._meeting.exchange(self.rank, given.copy()))
         self.sent_nbytes += given.nbytes * (self.size - 1)
 
-    def allreduce(self, given: np.ndarray, result: np.ndarray) -> None:
-        everybodys = self._meeting.exchange(self.rank, given.copy())
+    def allreduce(self, given: np.ndarray, result: np.ndarray, op: ReduceOp = OPS["sum"]) -> None:
+        mine = given.copy() if op.scale is None else given * given.dtype.type(op.scale)
+        everybodys = self._meeting.exchange(self.rank, mine)
         result[...] = everybodys[0]
         for other in everybodys[1:]:
             result += other
+        if op.average:
+            result /= self.size
         self.dense_calls += 1
         self.sent_nbytes += 2 * given.nbytes * (self.size - 1) // self.size
 

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from flagcx.compression import Cast, PowerSGD, Quantized, RandomK, Sparse, TopK, catalogue, codec_of
+from flagcx.compression import Cast, PowerSGD, Quantized, RandomK, Sparse, TopK, catalogue, codec_of, select
 from flagcx.compression.codec import Scratch
 from flagcx.errors import ArgumentError, ArrayError
 
@@ -112,6 +112,16 @@ def test_topk_sends_what_is_no_number():
     assert 123 in TopK(0.01).encode(x).parts[0]
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("codec", [Cast("fp16"), Cast("bf16"), Quantized("int8"), Quantized("fp8")])
+def test_infinities_that_meet_are_no_number_and_no_warning(codec):
+    x = np.float32([np.inf, 1, -np.inf])
+    wire, out = np.empty(codec.wire_nbytes(3), np.uint8), np.float32([-np.inf, 2, np.inf])
+    codec.encode_into(x, wire, Scratch())
+    codec.decode_into(wire, out, Scratch(), add=True)
+    assert np.isnan(out[[0, 2]]).all()
+
+
 def test_topk_warms_up():
     codec = TopK(0.01, warmup_steps=4)
     densities = [codec.density_at(step) for step in range(1, 7)]
@@ -127,6 +137,40 @@ def test_a_threshold_is_used_again_only_where_it_still_fits():
     assert codec.find(x * np.float32(1.001), scratch, 2, threshold)[1] == threshold
     indices, renewed = codec.find(x * np.float32(8), scratch, 3, threshold)
     assert renewed != threshold and len(indices) <= 1.25 * codec.count(x.size, 3)
+
+
+@pytest.mark.parametrize("factor", [0.01, 0.5, 2, 100])
+def test_a_threshold_that_no_longer_fits_costs_no_elements(factor):
+    x, scratch, codec = numbers(200_000), Scratch(), TopK(0.01)
+    _, threshold = codec.find(x, scratch, 1)
+    add = np.zeros_like(x)
+    indices, renewed = codec.find(x * np.float32(factor), scratch, 2, threshold, add + np.float32(0.0))
+    k = codec.count(x.size, 2)
+    assert 0.7 * k <= len(indices) <= 1.25 * k
+    left = np.delete(abs(x), indices)
+    assert left.max() <= abs(x[indices]).min()
+    if renewed is not None:
+        again, _ = codec.find(x * np.float32(factor), scratch, 3, renewed)
+        assert 0.8 * k <= len(again) <= 1.25 * k
+
+
+@pytest.mark.parametrize("density", [0.1, 0.01, 0.001, 0.0001])
+def test_few_elements_are_found_with_as_small_samples_as_many(density, monkeypatch):
+    """A sample of half a million numbers, for a density of 0.1%, took as long as to look at all of them."""
+    drawn, real = [], select.sample
+
+    def sample(x, size, seed):
+        drawn.append(size)
+        return real(x, size, seed)
+
+    monkeypatch.setattr(select, "sample", sample)
+    codec, scratch, threshold, kept = TopK(density), Scratch(), None, np.zeros(1 << 20, np.float32)
+    x = numbers(kept.size)
+    for step in range(1, 13):
+        indices, threshold = codec.find(kept, scratch, step, threshold, np.roll(x, 1000 * step))
+        kept[indices] = 0
+        assert 0.7 * codec.count(x.size, step) <= len(indices) <= 1.25 * codec.count(x.size, step)
+    assert max(drawn[:2]) <= max(200 / density, 5000) and sum(n > 5000 for n in drawn[8:]) <= 4
 
 
 def test_randomk_draws_alike_and_anew_at_each_step():

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from flagcx.compression import Cast, Feedback, PowerSGD, Quantized, RandomK, Sparse, TopK
 from flagcx.compression.powersgd import PowerReduce, find_matrices, orthogonalise
+from flagcx.compression.regions import Regions
 from flagcx.compression.slot import Slot
 from flagcx.compression.sparse_reduce import RandomKReduce, SparseReduce, TopKReduce
-from flagcx.compression.sparse_sum import Regions, sum_sparse
+from flagcx.compression.sparse_sum import sum_sparse
 from flagcx.compression.two_step import TwoStep, cut_in_pieces
+from flagcx.dtypes import OPS, scaled_sum
 from flagcx.errors import ArgumentError
 from tests.compression.peers import on_ranks
 
 SIZES = (1, 2, 3, 4, 7)
+SUM = OPS["sum"]
 
 
 def gradient(rank: int, step: int, count: int) -> np.ndarray:
@@ -23,8 +29,12 @@ def gradient(rank: int, step: int, count: int) -> np.ndarray:
 
 
 def make(peers, codec, count, factor, slot):
-    plans = {TopK: TopKReduce, RandomK: RandomKReduce, PowerSGD: PowerReduce}
-    return plans.get(type(codec), TwoStep)(peers, codec, count, factor, slot)
+    op = SUM if factor == 1 else scaled_sum(factor)
+    if isinstance(codec, PowerSGD):
+        rows = next(m for m in range(math.isqrt(count), 0, -1) if count % m == 0)
+        return PowerReduce(peers, replace(codec, shapes=((rows, count // rows),)), count, op, slot)
+    plans = {TopK: TopKReduce, RandomK: RandomKReduce, Sparse: SparseReduce}
+    return plans.get(type(codec), TwoStep)(peers, codec, count, op, slot)
 
 
 def train(peers, codec, count, steps, factor=1.0, in_place=False, **options):
@@ -80,7 +90,7 @@ def test_quantised_sum_is_near_and_needs_a_quarter_of_the_bytes(size):
         slot = Slot(Quantized("int8"), residual=False)
         x = gradient(peers.rank, 0, count)
         slot.begin(x)
-        TwoStep(peers, Quantized("int8"), count, 1.0, slot).run(x, x)
+        TwoStep(peers, Quantized("int8"), count, SUM, slot).run(x, x)
         return x, peers.sent_nbytes
 
     done = on_ranks(size, rank)
@@ -118,7 +128,7 @@ def test_topk_traffic_does_not_grow_with_the_ranks(size, keep):
     def rank(peers):
         _, slot = train(peers, codec, count, 1)
         before = peers.sent_nbytes
-        plan = TopKReduce(peers, codec, count, 1.0, slot)
+        plan = TopKReduce(peers, codec, count, SUM, slot)
         for step in range(1, 4):
             x = gradient(peers.rank, step, count)
             slot.begin(x)
@@ -162,7 +172,7 @@ def test_many_or_few_elements_of_a_region_add_up_alike(share):
         slot = Slot(Sparse())
         slot.begin(x)
         out = np.empty_like(x)
-        SparseReduce(peers, Sparse(), count, 1.0, slot).run(x, out)
+        SparseReduce(peers, Sparse(), count, SUM, slot).run(x, out)
         return x, out, peers.dense_calls
 
     done = on_ranks(3, rank)
@@ -178,7 +188,7 @@ def test_one_full_rank_makes_all_go_dense():
         slot = Slot(Sparse())
         slot.begin(x)
         out = np.empty_like(x)
-        SparseReduce(peers, Sparse(), 5000, 0.5, slot).run(x, out)
+        SparseReduce(peers, Sparse(), 5000, scaled_sum(0.5), slot).run(x, out)
         return out, peers.dense_calls
 
     for out, dense in on_ranks(3, rank):
@@ -192,18 +202,43 @@ def test_momentum_correction_gathers_velocity_and_masks_what_was_sent():
     slot.begin(x)
 
     def rank(peers):
-        plan, out = TopKReduce(peers, TopK(0.5), 4, 1.0, slot), np.empty_like(x)
+        plan, out = TopKReduce(peers, TopK(0.5), 4, SUM, slot), np.empty_like(x)
         plan.run(x, out)
         return out
 
-    # Alone a rank goes dense; with two elements of four it need not, so look at the slot's own arithmetic.
+    # Alone a rank goes dense, and keeps its momentum; else look at the slot's own arithmetic.
     assert on_ranks(1, rank)[0].tolist() == [1, 10, 2, 20]
-    assert slot.velocity.tolist() == [0, 0, 0, 0]
+    assert slot.velocity.tolist() == [1, 10, 2, 20] and not slot.residual.any()
     slot.velocity[:] = [1, 0, 2, 0]
     assert slot.source(x, None, 1).tolist() == [pytest.approx(1.9), 10, pytest.approx(3.8), 20]
     slot.residual[:] = 5
     slot.sent(np.array([1, 3]))
     assert slot.residual.tolist() == [5, 0, 5, 0] and slot.velocity[1] == slot.velocity[3] == 0
+
+
+@pytest.mark.parametrize("codec", [TopK(0.1), TopK(0.01), TopK(0.9), RandomK(0.1)])
+def test_all_of_a_gradient_arrives_with_momentum_as_without_compression(codec):
+    """After the last gradient, momentum 0.8 moves parameters by five times the sum of all gradients."""
+    count, steps, size = 4000, 40, 3
+    kind = TopKReduce if isinstance(codec, TopK) else RandomKReduce
+
+    def rank(peers):
+        slot = Feedback(codec, momentum=0.8)["g"]
+        total, given, out = np.zeros(count), np.zeros(count), np.empty(count, np.float32)
+        plan = kind(peers, codec, count, SUM, slot)
+        for step in range(steps):
+            x = gradient(peers.rank, step, count)
+            given += x
+            slot.begin(x)
+            plan.run(x, out)
+            total += out
+        kept = slot.residual + slot.velocity.astype(float) * 4
+        return total, given, kept
+
+    done = on_ranks(size, rank)
+    given, kept = (np.sum([one[i] for one in done], axis=0) for i in (1, 2))
+    np.testing.assert_allclose(done[0][0] + kept, 5 * given, atol=0.02)
+    assert np.abs(kept).mean() > 0.01
 
 
 def test_clipping_is_by_the_norm_and_the_root_of_the_ranks():
@@ -249,8 +284,9 @@ def test_powersgd_comes_nearer_with_each_step():
     x = matrix.astype(np.float32).reshape(-1)
 
     def rank(peers):
-        slot = Feedback(PowerSGD(3), residual=False).slot("m", [(60, 60)])
-        plan, errors = PowerReduce(peers, PowerSGD(3), x.size, 0.5, slot), []
+        codec = PowerSGD(3, shapes=((60, 60),))
+        slot = Feedback(codec, residual=False)["m"]
+        plan, errors = PowerReduce(peers, codec, x.size, scaled_sum(0.5), slot), []
         for _ in range(8):
             out = np.empty_like(x)
             slot.begin(x)
@@ -265,8 +301,9 @@ def test_powersgd_comes_nearer_with_each_step():
 
 def test_a_zero_gradient_does_not_end_powersgd():
     def rank(peers):
-        slot = Feedback(PowerSGD(2), residual=False).slot("m", [(20, 20)])
-        plan = PowerReduce(peers, PowerSGD(2), 400, 1.0, slot)
+        codec = PowerSGD(2, shapes=((20, 20),))
+        slot = Feedback(codec, residual=False)["m"]
+        plan = PowerReduce(peers, codec, 400, SUM, slot)
         rows = np.arange(20, dtype=np.float32)
         for x in (np.zeros(400, np.float32), np.outer(rows, rows + 1).reshape(-1).astype(np.float32)):
             out = np.empty_like(x)

@@ -25,6 +25,7 @@ class FakeTransport:
 
     name, rank, size, nccl_version, array_class = "nccl", 1, 4, 22809, np.ndarray
     progress = None
+    messenger = None
 
     def __init__(self) -> None:
         self.own_ways: frozenset[tuple[str, str]] = frozenset()
@@ -214,3 +215,15 @@ def test_two_threads_at_once_are_refused(executor):
     plan = executor.find("allreduce", 10, dtype_of("float32"), OPS["sum"])
     with executor.turn, pytest.raises(CommunicatorError, match="two threads use one communicator"):
         executor.run(plan, "x", "x")
+
+
+def test_an_error_ends_the_calls_with_both_kinds_of_array(executor):
+    other = DeviceExecutor(FakeTransport())
+    executor.partner, other.partner = other, executor
+    other.transport.error = ValueError("no such kernel")
+    plan = other.find("allreduce", 10, dtype_of("float32"), OPS["sum"])
+    with pytest.raises(ValueError, match="no such kernel"):
+        other.run(plan, "x", "x")
+    assert executor.transport.aborted == other.transport.aborted == ["no such kernel"]
+    with pytest.raises(CommunicatorError, match="no such kernel"):
+        executor.find("allreduce", 10, dtype_of("float32"), OPS["sum"])

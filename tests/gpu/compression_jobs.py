@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+import math
 
 import numpy as np
 
@@ -15,6 +17,13 @@ SAME_BITS = ("fp16", "bf16", "fp8", "fp8_e5m2", "int8", "int4", "sparse")
 
 def data(rank: int, count: int, step: int = 0) -> np.ndarray:
     return np.random.default_rng([rank, count, step]).standard_normal(count).astype(np.float32)
+
+
+def slot_of(feedback: fc.compression.Feedback, count: int) -> fc.compression.Slot:
+    """The slot of an array that is a matrix, about square, and a rest."""
+    rows = math.isqrt(count)
+    columns = count // rows
+    return feedback.slot("x", [(rows, columns), (count - rows * columns,)])
 
 
 def as_on_the_host(
@@ -30,8 +39,8 @@ def as_on_the_host(
             device, host = fc.compression.Feedback(name), fc.compression.Feedback(name)
             for step in range(steps):
                 x = cupy.asarray(data(comm.rank, count, step))
-                got = comm.allreduce(x, "avg", compression=device["x"]).get()
-                want = comm.allreduce(data(comm.rank, count, step), "avg", compression=host["x"])
+                got = comm.allreduce(x, "avg", compression=slot_of(device, count)).get()
+                want = comm.allreduce(data(comm.rank, count, step), "avg", compression=slot_of(host, count))
                 where = f"{name} of {count}, step {step}, rank {comm.rank} of {comm.size}"
                 if len(set(comm.allgather_object(hashlib.sha256(got.tobytes()).hexdigest()))) > 1:
                     faults.append(f"{where}: ranks differ")
@@ -48,7 +57,7 @@ def nothing_is_lost(count: int, steps: int) -> list[str]:
 
     comm, faults = fc.init(), []
     for name in ("int8", "int4", "topk", "randomk", "powersgd"):
-        slot = fc.compression.Feedback(name)["x"]
+        slot = slot_of(fc.compression.Feedback(name), count)
         total = np.zeros(count)
         for step in range(steps):
             total += comm.allreduce(cupy.asarray(data(comm.rank, count, step)), compression=slot).get()
@@ -57,6 +66,94 @@ def nothing_is_lost(count: int, steps: int) -> list[str]:
         worst = abs(total + kept - np.sum(every, axis=0, dtype=np.float64)).max()
         if worst > 1e-3:
             faults.append(f"{name}: {worst:.2g} of a gradient was lost or counted twice")
+    return faults
+
+
+def heals(count: int) -> list[str]:
+    """A step with NaN or infinity on one rank is seen on all of them, once, and leaves nothing behind."""
+    import cupy
+
+    comm, faults = fc.init(), []
+    for name, momentum, residual in itertools.product(NAMES, (0.0, 0.9), (True, False)):
+        for bad in (np.nan, np.inf):
+            feedback = fc.compression.Feedback(name, momentum=momentum, residual=residual)
+            slot, spoilt = slot_of(feedback, count), []
+            for step in range(5):
+                x = cupy.asarray(data(comm.rank, count, step))
+                if step == 2 and comm.rank == comm.size - 1:
+                    x[count // 3] = bad
+                comm.allreduce(x, "avg", compression=slot)
+                if not bool(cupy.isfinite(x).all()):
+                    spoilt.append(step)
+            kept = [k for k in (slot.residual, slot.velocity) if k is not None]
+            if spoilt != [2] or not all(bool(cupy.isfinite(k).all()) for k in kept):
+                faults.append(f"{name}, momentum {momentum}, residual {residual}, {bad}: {spoilt}")
+    return faults
+
+
+def low_rank() -> list[str]:
+    """PowerSGD takes the array as the matrix that it is."""
+    import cupy
+
+    comm, faults = fc.init(), []
+    random = np.random.default_rng(3)
+    w = (random.normal(size=(256, 2)) @ random.normal(size=(2, 1000))).astype(np.float32)
+    for compression in ("powersgd", fc.compression.Feedback("powersgd")["w"]):
+        x = cupy.asarray(w)
+        comm.allreduce(x, "avg", compression=compression)
+        error = float(np.linalg.norm(x.get() - w) / np.linalg.norm(w))
+        if error > 1e-5:
+            faults.append(f"{compression}: off by {error:.2g}")
+    return faults
+
+
+def sparse_means_have_the_bits_of_dense_ones(count: int) -> list[str]:
+    """Sums and means of sparse arrays by the lossless codec; zeros have no sign there."""
+    import cupy
+
+    comm, faults = fc.init(), []
+    random = np.random.default_rng(comm.rank)
+    x = cupy.asarray(np.where(random.random(count) < 0.01, data(comm.rank, count), np.float32(0)))
+    for op in ("sum", "avg"):
+        want = comm.allreduce(x.copy(), op, algorithm="ring")
+        got = comm.allreduce(x.copy(), op, compression="sparse")
+        if comm.size == 2 and not bool((got == want).all()):
+            faults.append(op)
+    return faults
+
+
+def momentum_and_bytes(count: int, steps: int) -> list[str]:
+    """Momentum moves elements as far as without compression; bytes sent are recorded; speeds are a GPU's."""
+    import cupy
+
+    from flagcx.compression.link import measure_speed
+
+    comm, faults = fc.init(), []
+    for codec in (fc.compression.TopK(0.1), fc.compression.RandomK(0.1)):
+        slot = fc.compression.Feedback(codec, momentum=0.8)["x"]
+        total = np.zeros(count)
+        for step in range(steps):
+            total += comm.allreduce(cupy.asarray(data(comm.rank, count, step)), compression=slot).get()
+        mine = slot.residual.get() + 4.0 * slot.velocity.get()
+        kept = np.sum(comm.allgather_object(mine), axis=0, dtype=np.float64)
+        every = [data(q, count, s) for q in range(comm.size) for s in range(steps)]
+        worst = abs(total + kept - 5 * np.sum(every, axis=0, dtype=np.float64)).max()
+        if worst > 0.02:
+            faults.append(f"{codec.name}: {worst:.2g} of a gradient with momentum was lost")
+    x = cupy.asarray(data(comm.rank, count))
+    predicted = comm.explain_compression(x, "int8").sent_nbytes["int8"]
+    comm.profiler.clear()
+    comm.allreduce(x, compression="int8")
+    rows = [r for r in comm.profiler.summary().rows if r.algorithm == "compressed (int8)"]
+    if [abs(row.sent_nbytes - predicted) < 0.01 * predicted for row in rows] != [True]:
+        faults.append(f"bytes sent: {[row.sent_nbytes for row in rows]}, not {predicted}")
+    for name, entry in fc.compression.catalogue().items():
+        speed = measure_speed(entry.codec, True, comm.size, entry.needs_feedback, 1 << 24)
+        if not speed > (1 if entry.device_call_us else 50):
+            faults.append(f"{name}: {speed:.3g} GB/s")
+    chosen = comm.explain_compression(x, fc.compression.Auto(lossy=("int8", "topk", "randomk")))
+    if "randomk" in chosen.predicted_us or "topk" not in chosen.predicted_us:
+        faults.append(str(chosen))
     return faults
 
 

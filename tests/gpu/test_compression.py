@@ -84,5 +84,22 @@ def test_with_feedback_nothing_is_lost(ranks):
     assert faults_of(ranks(2, jobs.nothing_is_lost, 50_021, 4)) == ""
 
 
+@pytest.mark.parametrize("size", [n for n in SIZES if n in (2, 3)])
+def test_a_spoilt_step_is_seen_once_and_leaves_nothing_behind(ranks, size):
+    assert faults_of(ranks(size, jobs.heals, 5003)) == ""
+
+
+def test_powersgd_uses_the_shape_of_the_array(ranks):
+    assert faults_of(ranks(2, jobs.low_rank)) == ""
+
+
+def test_sparse_means_have_the_bits_of_dense_ones(ranks):
+    assert faults_of(ranks(2, jobs.sparse_means_have_the_bits_of_dense_ones, 70_001)) == ""
+
+
+def test_momentum_arrives_and_bytes_and_speeds_are_those_of_gpus(ranks):
+    assert faults_of(ranks(2, jobs.momentum_and_bytes, 50_021, 20)) == ""
+
+
 def test_sparse_arrays_other_dtypes_and_ways_of_calling(ranks):
     assert faults_of(ranks(2, jobs.sparse_and_other_dtypes, 70_001)) == ""

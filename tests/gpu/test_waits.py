@@ -33,6 +33,21 @@ def test_a_late_rank_is_warned_of(ranks):
     assert told[1][0] == []
 
 
+@pytest.mark.parametrize("peer_memory", [True, False])
+def test_a_job_is_explained_from_outside(ranks, peer_memory):
+    said = ranks(2, wait_jobs.seen_from_outside, peer_memory)[1]
+    assert any(one.startswith("rank 0 waits for rank 1 in allreduce") for one in said), said
+    assert any(one.startswith("rank 1 (process") for one in said), said
+
+
+@pytest.mark.parametrize("peer_memory", [True, False])
+def test_a_time_out_is_recorded(ranks, peer_memory, tmp_path):
+    (error, said), _ = ranks(2, wait_jobs.recorded, str(tmp_path), peer_memory)
+    assert "flagcx doctor" in error, error
+    assert any("rank 0 waits for rank 1 in allreduce" in one for one in said), said
+    assert any(one.startswith("rank 1 stands at") for one in said), said
+
+
 def test_graphs_of_one_rank_are_no_mismatch(ranks):
     assert ranks(2, wait_jobs.captured_on_one_rank) == ["", ""]
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
@@ -79,6 +81,53 @@ def late() -> tuple[list[str], str]:
     return warned, ""
 
 
+def seen_from_outside(peer_memory: bool) -> list[str]:
+    """Rank 1 does not come to a call until ``flagcx status`` would say so; returns what it says."""
+    import cupy
+
+    from flagcx.diagnosis.explain import explain
+    from flagcx.diagnosis.jobs import find_jobs
+
+    comm = fc.init(timeout_s=60.0, peer_memory=peer_memory)
+    x, said = cupy.ones(100, cupy.float32), []
+    for _ in range(2):
+        comm.allreduce(x)
+    cupy.cuda.Device().synchronize()
+    comm.barrier()
+    end = time.monotonic() + 20.0
+    while comm.rank == 1 and time.monotonic() < end and not any("(arrays on GPUs)" in one for one in said):
+        (job,) = [job for job in find_jobs() if job.is_called(str(os.getpid()))]
+        said = explain(job.size, job.states()).sentences
+    comm.allreduce(x)
+    cupy.cuda.Device().synchronize()
+    return said
+
+
+def recorded(directory: str, peer_memory: bool) -> tuple[str, list[str]]:
+    """Rank 1 does not come to a call at all; returns the error, and what the flight record says."""
+    import cupy
+
+    from flagcx.diagnosis.account import account
+
+    comm = fc.init(timeout_s=3.0, record=directory, peer_memory=peer_memory)
+    x, error = cupy.ones(100, cupy.float32), ""
+    comm.allreduce(x)
+    cupy.cuda.Device().synchronize()
+    comm.barrier()
+    try:
+        if comm.rank == 0:
+            comm.allreduce(x)
+            cupy.cuda.Device().synchronize()
+        else:
+            time.sleep(8.0)
+        comm.allreduce(x)
+        comm.close()
+    except FlagcxError as caught:
+        error = str(caught)
+    (path,) = Path(directory).glob("*.json")
+    return error, account(path).sentences
+
+
 def captured_on_one_rank() -> str:
     """Rank 0 replays a graph of one call, rank 1 makes the calls; then both make another one."""
     import cupy
@@ -114,13 +163,15 @@ def cost_of_noting() -> float:
     cupy.cuda.Device().synchronize()
     enter, what = comm._device.transport._order.enter, "a call for a measurement"
 
-    def seconds(shared: bool) -> float:
+    def seconds(signature: int) -> float:
         begin = time.perf_counter()
         for _ in range(20_000):
-            enter(what, shared)
+            enter(what, signature)
         return (time.perf_counter() - begin) / 20_000
 
-    least = {shared: min(seconds(shared) for _ in range(5)) for shared in (True, False)}
-    comm._device.transport._order._recent.clear()
-    comm._device.transport._order.calls = 0
-    return least[True] - least[False]
+    least = {signature: min(seconds(signature) for _ in range(5)) for signature in (0, 1 << 60)}
+    order = comm._device.transport._order
+    order._recent.clear()
+    order.marks.clear()
+    order.mark = 0, 0
+    return least[1 << 60] - least[0]

@@ -16,6 +16,7 @@ from flagcx.compression.codec import Scratch
 from flagcx.compression.device import StripeKernels
 from flagcx.compression.stripes import FusedStripes, LoopedStripes
 from flagcx.compression.two_step import cut_in_pieces
+from flagcx.dtypes import OPS
 from flagcx.errors import OperationError
 from flagcx.kernels import compress
 from flagcx.kernels.source import OPTIONS
@@ -195,7 +196,7 @@ def test_a_gpu_takes_piece_after_piece_and_ends_with_the_bits_of_the_host(librar
     def train(peers, device):
         slot = Feedback(codec)["x"]
         peers.on_device = device
-        plan, results = two_step.TwoStep(peers, codec, count, 1 / size, slot), []
+        plan, results = two_step.TwoStep(peers, codec, count, OPS["avg"], slot), []
         for step in range(3):
             x = np.random.default_rng([peers.rank, step]).standard_normal(count, np.float32)
             if step == 1 and peers.rank == 1:

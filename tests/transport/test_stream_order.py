@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 import weakref
 from contextlib import nullcontext
@@ -73,6 +74,11 @@ def operation(order: StreamOrder) -> None:
     order.leave(order.enter("allreduce"))
 
 
+def pending(order: StreamOrder) -> float | None:
+    order.look()
+    return order.pending_since()
+
+
 def test_one_stream_waits_for_nothing(fake, order):
     operation(order)
     operation(order)
@@ -135,11 +141,11 @@ def test_who_watches_records_nothing_on_a_stream_of_another_thread(fake, order):
     operation(order)
     last = order._latest[0]
     order._marker[0].done = True
-    assert order.pending_since() is None
+    assert pending(order) is not None
     assert order._marker == (last, 2, order._marker[2])
     order.enter("one that is being enqueued")
     last.done = True
-    assert order.pending_since() is None
+    assert pending(order) is None
     assert order._marker is None
 
 
@@ -161,22 +167,21 @@ def test_a_failure_is_raised_anew_by_every_call(order):
 
 
 def test_what_is_unfinished_shows_and_ends(fake, order):
-    assert order.pending_since() is None
+    assert pending(order) is None
     operation(order)
-    assert order.pending_since() is not None
+    assert pending(order) is not None
     order._marker[0].done = True
-    assert order.pending_since() is None
+    assert pending(order) is None
 
 
 def test_an_operation_behind_the_marker_gets_one_of_its_own(fake, order):
     operation(order)
     operation(order)
     order._marker[0].done = True
-    since = order.pending_since()
-    order._marker[0].done = False
-    assert since is None
+    assert pending(order) is not None
     assert order._marker[1] == 2
-    assert order.pending_since() is not None
+    order._marker[0].done = True
+    assert pending(order) is None
 
 
 def test_arrays_are_kept_until_their_event(fake, order):
@@ -231,10 +236,25 @@ def test_the_last_calls_of_all_ranks_have_numbers_and_words(order):
 
     assert order.last_calls() == []
     for number in range(70):
-        order.leave(order.enter(call(number)))
-        order.leave(order.enter("send of 3 bytes", shared=False))
+        order.leave(order.enter(call(number), number + 1))
+        order.leave(order.enter("send of 3 bytes"))
     assert (order.calls, order.issued) == (70, 140)
     assert order.last_calls() == [(number, f"call {number}") for number in range(6, 70)]
+
+
+def test_a_mark_stands_for_all_calls_and_their_order(order):
+    def after(*signatures: int) -> tuple[int, int]:
+        order.mark = 0, 0
+        for signature in signatures:
+            order.leave(order.enter("a call", signature))
+        return order.mark
+
+    assert after(5, 6, 7) == after(5, 6, 7) != after(6, 5, 7)
+    assert after(5, 6)[1] != after(5, 6, 6)[1] and after() == (0, 0)
+    order.marks.clear()
+    last = after(*range(1, 2500))
+    assert [number for number, _ in order.marks] == [1024, 2048]
+    assert after(*range(2, 2501)) != last and order.marks[0] != order.marks[2]
 
 
 def test_a_capture_is_remembered(fake, order):
@@ -243,3 +263,40 @@ def test_a_capture_is_remembered(fake, order):
     fake.streams[200].capturing, fake.stream = True, fake.streams[200]
     operation(order)
     assert order.captured
+
+
+def test_a_look_while_a_call_is_enqueued_does_not_take_it_for_done(order):
+    operation(order)
+    order._marker[0].done = True
+    stream = order.enter("allreduce")
+    assert pending(order) is None, "the first is done, the second not yet enqueued"
+    order.leave(stream)
+    assert pending(order) is not None
+
+
+def test_a_thread_inside_nccl_is_pending(order):
+    begin = time.monotonic()
+    order.enter("scatter")
+    order.inside = True
+    since = pending(order)
+    assert since is not None and since >= begin
+    assert pending(order) == since
+    order.inside = False
+    assert pending(order) is None
+
+
+def test_a_look_that_cuda_keeps_is_pending_if_an_operation_may_be(order, monkeypatch):
+    monkeypatch.setattr("flagcx.transport.stream_order._KEPT_S", 0.05)
+    operation(order)
+    order._marker[0].done = True
+    assert order.all_done()
+    free, looking = threading.Event(), threading.Thread(target=order.look)
+    monkeypatch.setattr(order._runtime, "setDevice", lambda device: free.wait(10))
+    operation(order)
+    order._marker = None
+    looking.start()
+    assert not order.all_done(), "the look does not return"
+    order._enqueued = order._done
+    assert order.all_done(), "nothing was enqueued"
+    free.set()
+    looking.join(10)

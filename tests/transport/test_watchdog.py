@@ -8,8 +8,11 @@ import time
 
 import pytest
 
+from flagcx.bootstrap.rank_page import RankPage, read_page
 from flagcx.bootstrap.remote_store import RemoteStore
 from flagcx.bootstrap.store_server import StoreServer
+from flagcx.diagnosis.explain import explain
+from flagcx.diagnosis.state import state_of
 from flagcx.errors import (
     AbortedError,
     CommunicationError,
@@ -20,6 +23,7 @@ from flagcx.errors import (
 )
 from flagcx.transport.waits import Waits
 from flagcx.transport.watchdog import Watchdog
+from tests.bootstrap.processes import wait_until
 
 
 class Fake:
@@ -28,14 +32,23 @@ class Fake:
     def __init__(self, what: str, issued: int) -> None:
         self.what, self.issued = what, issued
         self.calls, self.captured, self.texts = issued, False, [what]
+        self.marks: list[tuple[int, int]] = []
+        self.trail = 7
         self.since: float | None = None
         self.inside = False
         self.error: FlagcxError | None = None
         self.given_up: CommunicationError | None = None
         self.failed, self.aborted = threading.Event(), threading.Event()
 
+    @property
+    def mark(self) -> tuple[int, int]:
+        return self.calls, self.trail
+
     def last_calls(self) -> list[tuple[int, str]]:
         return list(enumerate(self.texts, self.calls - len(self.texts)))
+
+    def look(self) -> None:
+        pass
 
     def pending_since(self) -> float | None:
         return self.since
@@ -121,6 +134,26 @@ def test_a_rank_that_nccl_does_not_let_go_of_leaves(stores, monkeypatch):
     dogs[0]._thread.join(10)
     assert any("still inside NCCL" in reason for reason in left)
     dogs[1].close()
+
+
+def test_the_page_of_a_rank_shows_what_waits_on_its_gpu_and_what_is_behind(stores):
+    for store in stores:
+        store.page = RankPage({"rank": store.rank, "host": "here", "store": "job"})
+    late, behind = calling("a barrier", "a sum", waits=True), calling("a barrier")
+    dogs = watch(stores, late, behind, timeout_s=100.0, explain_s=50.0)
+
+    def found() -> list[str]:
+        pages = [read_page(f"/proc/self/fd/{store.page.descriptor}") for store in stores]
+        return explain(2, [state_of(page, 0, "sleeps") for page in pages]).sentences
+
+    wait_until(lambda: len(found()) == 2)
+    assert found()[0].startswith("rank 0 waits for rank 1 in a sum of communicator world (arrays on GPUs)")
+    assert found()[1].endswith("its last call of communicator world was a barrier.")
+    late.since = None
+    wait_until(lambda: found()[0].startswith("No rank waits"))
+    for dog, store in zip(dogs, stores, strict=True):
+        dog.close()
+        store.page.close()
 
 
 def test_a_closed_store_ends_the_watch(stores):
@@ -213,5 +246,65 @@ def test_a_close_waits_for_no_rank_and_finds_nothing_in_equal_calls(stores):
     assert time.monotonic() - begin < 1.5
     dogs[1].check_end()
     assert time.monotonic() - begin < 2.5
+    for dog in dogs:
+        dog.close()
+
+
+def marked(*marks: tuple[int, int]) -> Fake:
+    fake = calling("allreduce of 3 int8")
+    fake.calls, fake.trail, fake.marks = marks[-1][0] + 5, marks[-1][1], list(marks)
+    return fake
+
+
+def test_calls_that_differed_long_ago_are_told_while_all_ranks_go_on(stores):
+    fakes = marked((1024, 5), (2048, 6)), marked((1024, 5), (2048, 7), (3072, 8))
+    dogs = watch(stores, *fakes, timeout_s=60.0)
+    for fake in fakes:
+        assert fake.failed.wait(5)
+        assert isinstance(fake.error, MismatchError)
+        assert "between their calls 1,024 and 2,048" in str(fake.error)
+    for dog in dogs:
+        dog.close()
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_marks_that_agree_or_cannot_be_compared_are_no_mismatch(stores, captured):
+    fakes = marked((1024, 5), (2048, 6)), marked((1024, 5), (2048, 7 if captured else 6), (3072, 8))
+    fakes[1].captured = captured
+    dogs = watch(stores, *fakes, timeout_s=60.0)
+    assert not fakes[0].failed.wait(1.5)
+    for dog in dogs:
+        dog.close()
+    assert all(fake.error is None for fake in fakes)
+
+
+def test_a_close_finds_calls_that_differed_long_ago(stores):
+    fakes = calling("a", "b"), calling("a", "b")
+    fakes[1].trail += 1
+    dogs = watch(stores, *fakes, timeout_s=60.0)
+    told: list[str] = []
+
+    def end(rank: int) -> None:
+        with pytest.raises(MismatchError) as error:
+            dogs[rank].check_end()
+        told.append(str(error.value))
+
+    threads = [threading.Thread(target=end, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(5)
+    assert len(told) == 2 and all("between their calls 0 and 2" in text for text in told)
+    for dog in dogs:
+        dog.close()
+
+
+def test_the_calls_of_ranks_are_compared_when_nccl_fails(stores):
+    fakes = calling("a", "allreduce of 3 int8"), calling("a", "allreduce of 4 int8")
+    dogs = watch(stores, *fakes, timeout_s=60.0)
+    error = dogs[0].difference()
+    assert isinstance(error, MismatchError) and "rank 1: allreduce of 4 int8" in str(error)
+    fakes[1].texts = fakes[0].texts
+    assert dogs[0].difference() is None
     for dog in dogs:
         dog.close()

@@ -110,6 +110,7 @@ class SchedulePlan:
         guard: Callable[[Callable[[], None]], None],
     ) -> None:
         self._call, self._steps, self._order = call, tuple(steps), order
+        self._signature = call.signature()
         self._communicator, self._scratch, self._guard = communicator, scratch, guard
         # Room for a shift of up to 16 bytes of either memory: see _memories.
         self._scaled_at = -(-scratch_nbytes // 16) * 16 + 16
@@ -131,7 +132,7 @@ class SchedulePlan:
         order = self._order
         source = address(sendbuf, order)
         target = source if recvbuf is sendbuf else address(recvbuf, order)
-        stream = order.enter(self._call)
+        stream = order.enter(self._call, self._signature)
         if order.is_capturing(stream):
             self._run_into_capture(source, target, stream)
             return
@@ -231,7 +232,7 @@ class NativePlan:
         fault: Takes an exception of ``enqueue`` and returns the one to raise.
     """
 
-    __slots__ = ("_call", "_enqueue", "_fault", "_order")
+    __slots__ = ("_call", "_enqueue", "_fault", "_order", "_signature")
 
     def __init__(
         self,
@@ -241,13 +242,14 @@ class NativePlan:
         fault: Callable[[BaseException], BaseException],
     ) -> None:
         self._call, self._enqueue, self._order, self._fault = call, enqueue, order, fault
+        self._signature = call.signature()
 
     def run(self, sendbuf: Any, recvbuf: Any) -> None:
         """Enqueues the call on the current stream."""
         order = self._order
         source = address(sendbuf, order)
         target = source if recvbuf is sendbuf else address(recvbuf, order)
-        stream = order.enter(self._call)
+        stream = order.enter(self._call, self._signature)
         order.inside = True
         try:
             self._enqueue(source, target, stream.ptr)

@@ -25,7 +25,7 @@ from flagcx.bootstrap.environment import host_name
 from flagcx.bootstrap.store import Store
 from flagcx.config import Config, set_default
 from flagcx.dtypes import DType, ReduceOp
-from flagcx.errors import CommunicationError, CommunicatorError, FlagcxError, OperationError
+from flagcx.errors import CommunicationError, CommunicatorError, FlagcxError, MismatchError, OperationError
 from flagcx.kernels.cuda import load_cupy
 from flagcx.kernels.launch import FusedKernels
 from flagcx.kernels.views import device_array, device_result, empty
@@ -261,7 +261,7 @@ class NcclTransport(DeviceTransport):
         messages = [(True, 0, address(a, self._order), a.nbytes, peer) for a, peer in sends]
         messages += [(False, 0, address(a, self._order), a.nbytes, peer) for a, peer in receives]
         sized = [m for m in messages if m[3]]
-        stream = self._order.enter(f"send and receive of {sum(m[3] for m in messages)} bytes", shared=False)
+        stream = self._order.enter(f"send and receive of {sum(m[3] for m in messages)} bytes")
         if sized:
             self._guarded(lambda: self._communicator.group(sized, (0, 0, 0, 0), stream.ptr))
         self._order.leave(stream)
@@ -291,19 +291,18 @@ class NcclTransport(DeviceTransport):
             order.inside = False
 
     def _fault(self, error: BaseException) -> BaseException:
-        """The exception to raise for one that an operation raised while it was enqueued.
-
-        Part of the operation may be under way, so the communicator ends, and the other ranks learn of it.
-        """
+        """The exception to raise for one of an operation that may be half enqueued; ends the communicator."""
         if self._order.failure is not None:
             return self._order.report()
         failure = CommunicationError(
             f"rank {self.rank}: {self._order.what} could not be enqueued: "
             f"{message_of(error) or type(error).__name__}; {hints()}"
         )
+        ours = isinstance(error, (self._cupy.cuda.runtime.CUDARuntimeError, RuntimeError, KeyError))
+        if ours and self._watchdog is not None:  # NCCL fails too where ranks connect for different calls
+            failure = self._watchdog.difference() or failure
         self._give_up(failure)
-        ours = self._cupy.cuda.runtime.CUDARuntimeError, RuntimeError, KeyError
-        return failure if isinstance(error, ours) else error
+        return failure if ours else error
 
     def abort(self, reason: str, culprit: int | None) -> None:
         """Ends the communicator, on all ranks, because of this rank."""
@@ -324,10 +323,10 @@ class NcclTransport(DeviceTransport):
 
     def fail(self, error: FlagcxError) -> None:
         """Ends the communicator with an error, which every later call and every wait on the host raises;
-        ``close`` too, if no other call has and an operation may be unfinished."""
+        ``close`` too, if no other call has and results may be wrong."""
         if self._order.failure is None:
-            self._order.reported = self._order.pending_since() is None and self.fault() is None
-            self._order.failure = error
+            done = self._order.all_done() and self.fault() is None
+            self._order.failure, self._order.reported = error, done and not isinstance(error, MismatchError)
 
     def abort_enqueued(self) -> None:
         """Ends the operations that wait for peers, which frees their streams. May take long."""

@@ -31,7 +31,7 @@ class PeerPlan:
 
     __slots__ = (
         "__weakref__", "_blocks", "_check", "_function", "_handle_of", "_keep", "_launch", "_nbytes", "_odd",
-        "_order", "_params", "_threads", "args", "call", "grid", "kernel",
+        "_order", "_params", "_signature", "_threads", "args", "call", "grid", "kernel",
     )  # fmt: skip
 
     def __init__(
@@ -51,6 +51,7 @@ class PeerPlan:
         self.call, self.kernel, self.grid = call, kernel, grid
         self._launch, self.args, self._nbytes = launch, args, nbytes
         self._function, self._blocks, self._threads = function, grid.blocks, grid.threads
+        self._signature = call.signature()
         self._odd = call.dtype.numpy.alignment - 1
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(args))
         self._keep, self._params = pointers, ctypes.addressof(pointers)
@@ -62,7 +63,7 @@ class PeerPlan:
         target = source if recvbuf is sendbuf else address(recvbuf, order)
         if (source | target) & self._odd:
             check_alignment(self._odd + 1, source, target)
-        stream = order.enter(self.call)
+        stream = order.enter(self.call, self._signature)
         if self._blocks:
             self._check()
             args.sendbuf, args.recvbuf = source, target

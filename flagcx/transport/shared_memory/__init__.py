@@ -17,6 +17,8 @@ Plans
 ``one_shot.Barrier``      a barrier is the entry in the call log itself
 ``steps.ChannelSteps``    any schedule of any collective
 ========================  =====================================================================
+
+What ranks send to each other on their own goes through channels apart from these (``messages.py``).
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from flagcx.transport.base import Call, Plan, TransportContext
 from flagcx.transport.shared_memory.arena import ONE_SHOT_NBYTES, Arena
 from flagcx.transport.shared_memory.channel import RENDEZVOUS_NBYTES, Exchange, Receive, run_exchange
 from flagcx.transport.shared_memory.direct import Direct
+from flagcx.transport.shared_memory.messages import SharedMemoryMessenger
 from flagcx.transport.shared_memory.one_shot import Barrier, OneShot
 from flagcx.transport.shared_memory.steps import ChannelSteps
 from flagcx.transport.shared_memory.two_shot import TwoShotSlots
@@ -72,7 +75,10 @@ class SharedMemoryTransport(HostTransport):
         self._arena = arena = Arena(self.rank, self.size, context.exchange, context.config)
         self.cross_memory, self.progress = arena.cross_memory, arena.signals
         arena.signals.explain(context.waits)
+        if context.waits is not None:
+            context.waits.show(segment=list(arena.own_handle))
         self._compiling = threading.Lock()
+        self.messenger = SharedMemoryMessenger(arena, self._kind)
         self._kinds: dict[np.dtype, int] = {}
 
     @staticmethod
@@ -142,13 +148,16 @@ class SharedMemoryTransport(HostTransport):
         """The signature of messages between two ranks, which belong to no call of all ranks."""
         kind = self._kinds.get(dtype)
         if kind is None:
-            kind = self._kinds[dtype] = self._arena.signals.log.kind(f"send and receive of {dtype.name}")
+            with self._compiling:
+                kind = self._arena.signals.log.kind(f"send and receive of {dtype.name}")
+            self._kinds[dtype] = kind
         return kind
 
     def check_end(self) -> None:
         """Checks that the peers have made the same calls; see ``Transport.check_end``."""
-        signals = self._arena.signals
-        signals.log.check_end(signals.sequence, self._arena.received)
+        arena = self._arena
+        received = arena.steps.received, arena.messages.received
+        arena.signals.log.check_end(arena.signals.sequence, received)
 
     def abort(self, reason: str, culprit: int | None) -> None:
         """Tells the peers why this rank cannot go on; see ``Transport.abort``."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import os
 import secrets
 from collections import deque
 from collections.abc import Callable
@@ -15,14 +14,21 @@ from typing import Protocol
 import numpy as np
 
 from flagcx.config import Config
-from flagcx.errors import BootstrapError, PeerDiedError, ResourceError
+from flagcx.errors import AbortedError, BootstrapError, CommunicationError, PeerDiedError, ResourceError
 from flagcx.forks import abandon_in_children
 from flagcx.transport.scratch import Scratch
 from flagcx.transport.shared_memory.cross_memory import CrossMemory, allow_peers, probe
 from flagcx.transport.shared_memory.heap import Heap, PeerHeaps
-from flagcx.transport.shared_memory.segment import ONE_NAMESPACE, Handle, Segment, pid_namespace
+from flagcx.transport.shared_memory.segment import (
+    ONE_NAMESPACE,
+    Handle,
+    Segment,
+    has_ended,
+    is_closed,
+    pid_namespace,
+)
 from flagcx.transport.shared_memory.signals import Signals
-from flagcx.transport.shared_memory.words import READY, words_nbytes
+from flagcx.transport.shared_memory.words import LANES, MESSAGES, READY, STEPS, words_nbytes
 
 ONE_SHOT_NBYTES = 64 << 10
 STAGES = 4
@@ -47,7 +53,7 @@ class Areas:
         one_shot: Two slots of ONE_SHOT_NBYTES.
         contributed: STAGES slots: what this rank contributes to the other stripes of a piece.
         reduced: STAGES slots: this rank's reduced stripe of a piece.
-        pairs: For each peer PIECES slots of PIECE_NBYTES, each with its header.
+        pairs: For each peer and lane PIECES slots of PIECE_NBYTES, each with its header.
         nbytes: Size of a segment.
     """
 
@@ -66,12 +72,31 @@ class Areas:
         contributed = one_shot + 2 * ONE_SHOT_NBYTES
         reduced = contributed + STAGES * slot_nbytes
         pairs = reduced + STAGES * slot_nbytes
-        nbytes = pairs + size * PIECES * PIECE_NBYTES
+        nbytes = pairs + size * LANES * PIECES * PIECE_NBYTES
         return cls(size, slot_nbytes, one_shot, contributed, reduced, pairs, nbytes)
 
-    def piece(self, peer: int, number: int) -> int:
+    def piece(self, peer: int, lane: int, number: int) -> int:
         """Where piece ``number`` to ``peer`` lies."""
-        return self.pairs + (peer * PIECES + number % PIECES) * PIECE_NBYTES
+        return self.pairs + ((peer * LANES + lane) * PIECES + number % PIECES) * PIECE_NBYTES
+
+
+class Lane:
+    """One of the two sets of channels between this rank and its peers, each used by one thread at a time.
+
+    Args:
+        number: ``words.STEPS`` or ``words.MESSAGES``.
+        pids: The process of each rank.
+
+    Attributes:
+        sent: How many pieces this rank has sent to each.
+        received: How many pieces it has received from each.
+        attached: The private memory of each.
+    """
+
+    def __init__(self, number: int, pids: list[int]) -> None:
+        self.number = number
+        self.sent, self.received = [0] * len(pids), [0] * len(pids)
+        self.attached = [CrossMemory(pid, q) for q, pid in enumerate(pids)]
 
 
 class Preparation(Protocol):
@@ -144,16 +169,18 @@ class Arena:
         self._probe = ctypes.create_string_buffer(secrets.token_bytes(_PROBE_NBYTES), _PROBE_NBYTES)
         allow_peers()
         own = Segment.create(self.areas.nbytes)
+        self._segments: list[Segment] = []
         try:
             cards = self._exchange_cards(own, exchange)
-            self._segments = [
-                own if q == rank else _attach(q, Handle(*card["segment"])) for q, card in enumerate(cards)
-            ]
+            for q, card in enumerate(cards):
+                self._segments.append(own if q == rank else _attach(q, Handle(*card["segment"])))
+            self.signals = Signals(rank, self._segments, config.timeout_s)
         except BaseException:
-            own.close()
+            for segment in {own, *self._segments}:
+                segment.close()
             raise
+        self.own_handle = own.handle
         self.pids = [card["segment"][0] for card in cards]
-        self.signals = Signals(rank, self._segments, config.timeout_s)
         self.memory = [np.frombuffer(s.memory, np.uint8) for s in self._segments]
         self.scratch = Scratch()
         longest = max(MAPPED_PART_NBYTES, ONE_SHOT_NBYTES, config.slot_nbytes)
@@ -163,14 +190,17 @@ class Arena:
         self.prepared = Prepared(_MOST_VIEWS // size)
         self.heap = Heap(self.signals.own)
         self.peer_heaps = PeerHeaps(self.signals.words, self.pids)
-        self.attached = [CrossMemory(pid, q) for q, pid in enumerate(self.pids)]
+        self.steps, self.messages = Lane(STEPS, self.pids), Lane(MESSAGES, self.pids)
         self.one_shots = 0
         self.pieces = 0
         self.done = 0
-        self.sent = [0] * size
-        self.received = [0] * size
         abandon_in_children(self)
-        self.cross_memory = self._agree_on_cross_memory([card["probe"] for card in cards])
+        try:
+            self.cross_memory = self._agree_on_cross_memory([card["probe"] for card in cards])
+        except BaseException as error:
+            self.signals.abort(str(error), error.peer if isinstance(error, CommunicationError) else None)
+            self.close()
+            raise
 
     def _exchange_cards(self, own: Segment, exchange) -> list[dict]:
         handle = own.handle
@@ -201,7 +231,7 @@ class Arena:
         peer = (self.rank + 1) % self.size
         at, text = probes[peer]
         allowed = self.config.cross_memory and (
-            self.size == 1 or probe(self.attached[peer], at, bytes.fromhex(text))
+            self.size == 1 or probe(self.steps.attached[peer], at, bytes.fromhex(text))
         )
         signals = self.signals
         signals.own[READY] = 2 if allowed else 1
@@ -248,8 +278,10 @@ def _attach(peer: int, handle: Handle) -> Segment:
     try:
         return Segment.attach(handle)
     except ResourceError:
-        if not os.path.exists(f"/proc/{handle.pid}"):
+        if has_ended(handle.pid):
             raise PeerDiedError(
                 f"rank {peer} (process {handle.pid}) died during init; look at its output", peer=peer
             ) from None
+        if is_closed(handle):
+            raise AbortedError(f"rank {peer} gave up during init; look at its output", peer=peer) from None
         raise

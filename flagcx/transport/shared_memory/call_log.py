@@ -8,9 +8,9 @@ operation, root, algorithm and the operation that the call is a step of; its tex
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from hashlib import blake2b
 
 from flagcx.errors import MismatchError
+from flagcx.transport.base import signature_of
 from flagcx.transport.shared_memory.words import (
     CALL_LOG_DEPTH,
     CALL_LOG_MASK,
@@ -51,7 +51,7 @@ class CallLog:
 
     def kind(self, text: str) -> int:
         """Leaves ``text`` for peers to read, and returns the signature that stands for it."""
-        signature = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") & _SIGNATURE
+        signature = signature_of(text) & _SIGNATURE
         record = signature.to_bytes(_SIGNATURE_NBYTES, "little") + text.encode()[:_MOST_TEXT_NBYTES]
         self._write(self._text_at(self._texts % TEXTS), record, TEXT_NBYTES)
         self._texts += 1
@@ -86,6 +86,16 @@ class CallLog:
             if nbytes is not None:
                 return f"{nbytes:,} bytes of {text}"
         return "bytes of another call"
+
+    def calls_of(self, peer: int) -> list[tuple[int, str]]:
+        """The calls of a rank that are still in sight, oldest first: their numbers modulo 65536, in words."""
+        words, texts = self._words[peer], dict(self._texts_of(peer))
+        found = {
+            word >> 1 & SEQUENCE_MASK: word >> SIGNATURE_SHIFT for word in words[:CALL_LOG_DEPTH] if word
+        }
+        last = next((number for number in found if (number + 1) & SEQUENCE_MASK not in found), 0)
+        numbers = sorted(found, key=lambda number: (number - last - 1) & SEQUENCE_MASK)
+        return [(number, texts.get(found[number], "another call")) for number in numbers]
 
     def last_call(self, sequence: int) -> str:
         """This rank's last call in words, if it has made ``sequence`` calls; empty for none."""
@@ -148,22 +158,23 @@ class CallLog:
             if (words[index] ^ mine) > SHARED_BIT:
                 self.compare(sequence + 1)
 
-    def check_end(self, sequence: int, received: Sequence[int]) -> None:
+    def check_end(self, sequence: int, received: Sequence[Sequence[int]]) -> None:
         """Looks for signs, when all calls have been made, that a peer made others.
 
         Args:
             sequence: How many calls this rank has made.
-            received: How many pieces it has received from each.
+            received: How many pieces it has received from each, for each lane.
 
         Raises:
             MismatchError: A peer called something else lately, or sent what this rank has never received.
         """
         self.compare(sequence)
-        for peer, words in enumerate(self._words):
-            if words[sent_index(self._rank)] > received[peer]:
-                sent = self._message_of(peer, words[header_index(self._rank, received[peer])])
-                raise MismatchError(
-                    f"rank {peer} sent {sent}, which rank {self._rank} never received; every rank must make "
-                    f"the same calls",
-                    peer=peer,
-                )
+        for lane, counts in enumerate(received):
+            for peer, words in enumerate(self._words):
+                if words[sent_index(self._rank, lane)] > counts[peer]:
+                    header = words[header_index(self._rank, lane, counts[peer])]
+                    raise MismatchError(
+                        f"rank {peer} sent {self._message_of(peer, header)}, which rank {self._rank} never "
+                        f"received; every rank must make the same calls",
+                        peer=peer,
+                    )

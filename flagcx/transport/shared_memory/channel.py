@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from flagcx.errors import CommunicationError
-from flagcx.transport.shared_memory.arena import PIECE_NBYTES, PIECES, Arena
+from flagcx.transport.shared_memory.arena import PIECE_NBYTES, PIECES, Arena, Lane
 from flagcx.transport.shared_memory.heap import SHARED
 from flagcx.transport.shared_memory.words import (
     ABORTED,
@@ -86,19 +86,20 @@ def run_exchange(
         ufunc: Combines what is received with what is there.
         point_to_point: Whether only the ranks named take part.
     """
+    lane = arena.steps
     sends = [
-        _Sending(arena, peer, arrays[a][start:stop], kinds[a], step.attach_nbytes)
+        Sending(arena, lane, peer, arrays[a][start:stop], kinds[a], step.attach_nbytes)
         for peer, (a, start, stop) in step.sends
     ]
-    receives: list[_Receiving] = []
+    receives: list[Receiving] = []
     for plan in step.receives:
         before = [*(receives[i] for i in plan.after), *(sends if plan.after_sends else ())]
-        receives.append(_Receiving(arena, plan, arrays, kinds, ufunc, point_to_point, before))
+        receives.append(Receiving(arena, lane, plan, arrays, kinds, ufunc, point_to_point, before))
     sending, receiving = _advance(sends), receives
     while sending or receiving:
-        moved = sum(arena.sent) + sum(arena.received)
+        moved = sum(lane.sent) + sum(lane.received)
         sending, receiving = _advance(sending), _advance(receiving)
-        if (sending or receiving) and sum(arena.sent) + sum(arena.received) == moved:
+        if (sending or receiving) and sum(lane.sent) + sum(lane.received) == moved:
             _pause(arena, _held_up_by_peers([*receiving, *sending]), point_to_point)
     for receive in receives:
         receive.settle()
@@ -115,15 +116,15 @@ def _advance(messages: list[Any]) -> list[Any]:
     return left
 
 
-def _held_up_by_peers(messages: list[_Sending | _Receiving]) -> list[_Sending | _Receiving]:
+def _held_up_by_peers(messages: list[Sending | Receiving]) -> list[Sending | Receiving]:
     """The messages that nothing but a peer holds up, of each peer the first."""
-    first: dict[tuple[type, int], _Sending | _Receiving] = {}
+    first: dict[tuple[type, int], Sending | Receiving] = {}
     for message in messages:
         first.setdefault((type(message), message.peer), message)
     return [message for message in first.values() if not message.waits()]
 
 
-def _pause(arena: Arena, waiting: list[_Sending | _Receiving], point_to_point: bool) -> None:
+def _pause(arena: Arena, waiting: list[Sending | Receiving], point_to_point: bool) -> None:
     def ready() -> bool:
         return any(message.ready() for message in waiting)
 
@@ -133,18 +134,30 @@ def _pause(arena: Arena, waiting: list[_Sending | _Receiving], point_to_point: b
             signals.waited_ns += now() - start
             return
     words = signals.words[waiting[0].peer]
-    what = "send" if isinstance(waiting[0], _Sending) else "receive"
+    what = "send" if isinstance(waiting[0], Sending) else "receive"
     signals.wait_for(words, ready, point_to_point=what if point_to_point else "")
     signals.waited_ns += now() - start
 
 
-class _Sending:
-    """A message on its way out."""
+class Sending:
+    """A message on its way out.
+
+    Args:
+        arena: The shared memory.
+        lane: The channels that it takes.
+        peer: The rank that it goes to.
+        message: The data.
+        kind: The signature of the call that it belongs to.
+        attach_nbytes: See ``Exchange``.
+    """
+
+    sends = True
 
     __slots__ = (
         "_arena",
         "_attach_nbytes",
         "_header",
+        "_lane",
         "_message",
         "_piece",
         "_posted",
@@ -153,8 +166,10 @@ class _Sending:
         "peer",
     )
 
-    def __init__(self, arena: Arena, peer: int, message: np.ndarray, kind: int, attach_nbytes: int) -> None:
-        self._arena, self.peer, self._message = arena, peer, message
+    def __init__(
+        self, arena: Arena, lane: Lane, peer: int, message: np.ndarray, kind: int, attach_nbytes: int
+    ) -> None:
+        self._arena, self._lane, self.peer, self._message = arena, lane, peer, message
         self._header = header_of(kind, message.nbytes)
         self._attach_nbytes = attach_nbytes
         self._piece = PIECE_NBYTES // message.itemsize
@@ -167,14 +182,15 @@ class _Sending:
         return False
 
     def _free(self) -> bool:
-        arena = self._arena
-        received = arena.signals.words[self.peer][received_index(arena.rank)]
-        return arena.sent[self.peer] - received < PIECES
+        arena, lane = self._arena, self._lane
+        received = arena.signals.words[self.peer][received_index(arena.rank, lane.number)]
+        return lane.sent[self.peer] - received < PIECES
 
     def ready(self) -> bool:
         """Whether ``advance`` could do something."""
         if self._posted >= 0:
-            return self._arena.signals.words[self.peer][received_index(self._arena.rank)] > self._posted
+            received = received_index(self._arena.rank, self._lane.number)
+            return self._arena.signals.words[self.peer][received] > self._posted
         return self._free()
 
     def advance(self) -> bool:
@@ -185,14 +201,14 @@ class _Sending:
         while self._free():
             location = self._location()
             if location is not None:
-                self._posted = self._arena.sent[self.peer]
+                self._posted = self._lane.sent[self.peer]
                 self._post(self._header | IN_PLACE, location)
                 return False
             stop = self._start + self._piece
             part = self._message[self._start : stop]
             if len(part):
-                arena = self._arena
-                at = arena.areas.piece(self.peer, arena.sent[self.peer])
+                arena, lane = self._arena, self._lane
+                at = arena.areas.piece(self.peer, lane.number, lane.sent[self.peer])
                 arena.view(arena.rank, at, len(part), part.dtype)[...] = part
             self._post(self._header, 0)
             self._start = stop
@@ -212,19 +228,32 @@ class _Sending:
         return location
 
     def _post(self, described: int, location: int) -> None:
-        arena, signals = self._arena, self._arena.signals
-        number = arena.sent[self.peer]
-        index = header_index(self.peer, number)
+        lane, signals = self._lane, self._arena.signals
+        number = lane.sent[self.peer]
+        index = header_index(self.peer, lane.number, number)
         signals.own[index] = described
         signals.own[index + 1] = location
         if signals.fence:
             signals.fence()
-        arena.sent[self.peer] = number + 1
-        signals.own[sent_index(self.peer)] = number + 1
+        lane.sent[self.peer] = number + 1
+        signals.own[sent_index(self.peer, lane.number)] = number + 1
 
 
-class _Receiving:
-    """A message on its way in."""
+class Receiving:
+    """A message on its way in.
+
+    Args:
+        arena: The shared memory.
+        lane: The channels that it takes.
+        plan: Where it lands.
+        arrays: One-dimensional arrays, one of which it lands in.
+        kinds: For each, the signature of the call that its messages belong to.
+        ufunc: Combines what is received with what is there.
+        point_to_point: Whether only the ranks named take part.
+        before: The messages that must have ended before.
+    """
+
+    sends = False
 
     __slots__ = (
         "_arena",
@@ -232,6 +261,7 @@ class _Receiving:
         "_combines",
         "_dst",
         "_header",
+        "_lane",
         "_point_to_point",
         "_start",
         "_target",
@@ -244,17 +274,18 @@ class _Receiving:
     def __init__(
         self,
         arena: Arena,
+        lane: Lane,
         plan: Receive,
         arrays: Sequence[np.ndarray],
         kinds: Sequence[int],
         ufunc: np.ufunc | None,
         point_to_point: bool,
-        before: list[_Sending | _Receiving],
+        before: list[Sending | Receiving],
     ) -> None:
         buffer, start, stop = plan.part
         self._before = before
         self._point_to_point = point_to_point
-        self._arena, self.plan, self.peer = arena, plan, plan.peer
+        self._arena, self._lane, self.plan, self.peer = arena, lane, plan, plan.peer
         self._target = arrays[buffer][start:stop]
         self._header = header_of(kinds[buffer], self._target.nbytes)
         self._dst = np.empty_like(self._target) if plan.staged else self._target
@@ -269,8 +300,8 @@ class _Receiving:
 
     def ready(self) -> bool:
         """Whether a piece is there."""
-        arena = self._arena
-        return arena.signals.words[self.peer][sent_index(arena.rank)] > arena.received[self.peer]
+        arena, lane = self._arena, self._lane
+        return arena.signals.words[self.peer][sent_index(arena.rank, lane.number)] > lane.received[self.peer]
 
     def advance(self) -> bool:
         """Receives what is there. Returns whether the message is complete."""
@@ -280,7 +311,8 @@ class _Receiving:
             signals = self._arena.signals
             if signals.fence:
                 signals.fence()
-            index = header_index(self._arena.rank, self._arena.received[self.peer])
+            lane = self._lane
+            index = header_index(self._arena.rank, lane.number, lane.received[self.peer])
             described, location = signals.words[self.peer][index], signals.words[self.peer][index + 1]
             if described & ~IN_PLACE != self._header:
                 signals.log.refuse(self.peer, described, self._header)
@@ -299,7 +331,7 @@ class _Receiving:
         arena = self._arena
         stop = min(self._start + PIECE_NBYTES // self._dst.itemsize, len(self._dst))
         if stop > self._start:
-            at = arena.areas.piece(arena.rank, arena.received[self.peer])
+            at = arena.areas.piece(arena.rank, self._lane.number, self._lane.received[self.peer])
             self._put(arena.view(self.peer, at, stop - self._start, self._dst.dtype), stop)
         self._start = max(stop, 1)
 
@@ -326,7 +358,7 @@ class _Receiving:
         if location & SHARED:
             self._put(arena.peer_heaps.view(self.peer, location, dst.nbytes).view(dst.dtype), len(dst))
             return
-        attached = arena.attached[self.peer]
+        attached = self._lane.attached[self.peer]
         if not self._combines:
             attached.read(dst.__array_interface__["data"][0], location, dst.nbytes)
             return
@@ -339,11 +371,11 @@ class _Receiving:
             self._ufunc(part, buffer[: len(part)], out=part)  # type: ignore[misc]
 
     def _tell_received(self) -> None:
-        arena, signals = self._arena, self._arena.signals
+        lane, signals = self._lane, self._arena.signals
         if signals.fence:
             signals.fence()
-        arena.received[self.peer] += 1
-        signals.own[received_index(self.peer)] = arena.received[self.peer]
+        lane.received[self.peer] += 1
+        signals.own[received_index(self.peer, lane.number)] = lane.received[self.peer]
 
     def settle(self) -> None:
         """Applies what waited for the end of the step."""

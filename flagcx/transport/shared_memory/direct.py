@@ -176,7 +176,7 @@ class Direct:
         ]
 
     def _prepare_piece(self, start: int, stop: int, inputs, outputs, places: list[int]) -> _Piece:
-        rank, attached, size = self._arena.rank, self._arena.attached, self._dtype.itemsize
+        rank, attached, size = self._arena.rank, self._arena.steps.attached, self._dtype.itemsize
         nbytes = (stop - start) * size
         out = outputs[rank][start:stop]
         peers = [q for q in range(self._arena.size) if q != rank]

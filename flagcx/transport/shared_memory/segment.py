@@ -138,6 +138,27 @@ def pid_namespace() -> str:
         return ""
 
 
+def is_closed(handle: Handle) -> bool:
+    """Whether a peer that lives has closed its segment again."""
+    try:
+        descriptor = os.open(handle.path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)
+    try:
+        return not _is_file_of(handle, descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process has ended, be it that its parent has not noticed yet."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] in b"ZX"
+    except OSError:
+        return True
+
+
 def _unnamed_file() -> int:
     path = f"{_DIRECTORY}/flagcx-{os.getpid()}-{secrets.token_hex(8)}"
     try:

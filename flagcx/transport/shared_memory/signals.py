@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import select
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -24,11 +25,15 @@ from flagcx.transport.shared_memory.words import (
     CALL_LOG_MASK,
     CLOSED,
     HEARTBEAT,
+    MESSAGE_FROM,
+    MESSAGE_SENDS,
+    MESSAGE_SINCE,
     SEQUENCE_MASK,
     SHARED_BIT,
     WAITING_FOR,
+    WAITING_SINCE,
 )
-from flagcx.transport.waits import ON_HOST, Waits
+from flagcx.transport.waits import IN_MESSAGES, ON_HOST, Waits
 
 _SPINS = 50
 _LOOK_NS = 40  # about; reading the clock would take longer than most of the short waits
@@ -72,7 +77,7 @@ class Signals:
         self.background = False
         self.log = CallLog(rank, self.words, [memoryview(s.memory) for s in segments])
         self._waits: Waits | None = None
-        self._poll = select.poll()
+        self._poll, self._polling = select.poll(), threading.Lock()
         self._descriptors: dict[int, int] = {}
         self._let_go = weakref.finalize(self, _close_all, self._descriptors)
         self._let_go.atexit = False
@@ -96,6 +101,7 @@ class Signals:
         self._waits = waits
         if waits is not None:
             waits.calls[ON_HOST] = lambda: self.sequence
+            waits.offer("calls", self.last_calls)
 
     def _watch(self, peer: int, pid: int) -> None:
         if not hasattr(os, "pidfd_open"):
@@ -129,6 +135,12 @@ class Signals:
         """A communicator that is dropped makes no further call either."""
         if getattr(self, "words", None):
             self.own[CLOSED] = self.sequence + 1
+
+    def last_calls(self) -> list[tuple[int, str]]:
+        """The last calls of all ranks that this one has made: their numbers, and their words."""
+        before = self.sequence - 1
+        calls = self.log.calls_of(self.rank) if self.words else []
+        return [(before - ((before - number) & SEQUENCE_MASK), words) for number, words in calls]
 
     def enter(self, signature: int) -> int:
         """Enters the next collective call into the log. Returns the word that peers must show."""
@@ -195,7 +207,7 @@ class Signals:
         start = time.monotonic_ns()
         deadline = start + int((timeout_s or self.timeout_s) * 1e9)
         examine = start + _EXAMINE_NS // 5
-        self.own[HEARTBEAT] = start
+        self.own[HEARTBEAT] = self.own[WAITING_SINCE] = start
         self.own[WAITING_FOR] = peer + 1
         yields = range(1 if self._background else _YIELDS)
         while not self._looked(ready, yields):
@@ -221,6 +233,41 @@ class Signals:
         what = "send or receive" if point_to_point else ""
         self._examine(peer, lambda: False, False, what, 0.0)
 
+    def examine_message(
+        self,
+        peer: int,
+        ready: Callable[[], bool],
+        late: bool,
+        what: str,
+        waited_s: float,
+        caller: bool,
+    ) -> None:
+        """Looks for a reason to give up a message between this rank and a peer.
+
+        Args:
+            peer: The peer.
+            ready: Whether the message can go on.
+            late: Whether the time-out has passed.
+            what: "send" or "receive".
+            waited_s: How long a caller has waited.
+            caller: Whether a caller waits at all.
+
+        Raises:
+            CommunicationError: A rank died, left, gave up or is late.
+        """
+        if caller:
+            self.own[HEARTBEAT] = now = time.monotonic_ns()
+            self.own[MESSAGE_SINCE], self.own[MESSAGE_SENDS] = now - int(waited_s * 1e9), what == "send"
+            self.own[MESSAGE_FROM] = peer + 1
+        self._examine(peer, ready, late, what, waited_s, IN_MESSAGES)
+
+    def end_message_wait(self) -> None:
+        """A caller's wait for a message is over."""
+        if self.own is not None and self.own[MESSAGE_FROM]:
+            self.own[MESSAGE_FROM] = 0
+            if self._waits is not None:
+                self._waits.end(IN_MESSAGES)
+
     @staticmethod
     def _looked(ready: Callable[[], bool], yields: range) -> bool:
         for _ in yields:
@@ -230,7 +277,13 @@ class Signals:
         return False
 
     def _examine(
-        self, peer: int, ready: Callable[[], bool], late: bool, point_to_point: str, waited_s: float
+        self,
+        peer: int,
+        ready: Callable[[], bool],
+        late: bool,
+        point_to_point: str,
+        waited_s: float,
+        kind: str = ON_HOST,
     ) -> None:
         dead = self._dead()
         call = f" in a {point_to_point}" if point_to_point else self.log.last_call(self.sequence)
@@ -249,10 +302,10 @@ class Signals:
         self._examine_closed(peer, point_to_point, call)
         suspects = self._suspects(peer, point_to_point) if late else []
         why = ""
-        if self._waits is not None and (late or waited_s >= self._waits.due_s(ON_HOST)):
+        if self._waits is not None and (late or waited_s >= self._waits.due_s(kind)):
             # While the store is slow, this rank does not seem to stand still.
             self.own[HEARTBEAT] = time.monotonic_ns() + _SLOW_NS
-            why = self._waits.look(ON_HOST, call.removeprefix(" in "), peer, waited_s, late)
+            why = self._waits.look(kind, call.removeprefix(" in "), peer, waited_s, late)
             self.own[HEARTBEAT] = time.monotonic_ns()
         if late:
             raise PeerTimeoutError(
@@ -264,7 +317,8 @@ class Signals:
 
     def _dead(self) -> list[int]:
         """The peers that died without a word; a rank that gave up or closed has said so."""
-        ended = [self._descriptors[d] for d, _ in self._poll.poll(0)] if self._descriptors else []
+        with self._polling:
+            ended = [self._descriptors[d] for d, _ in self._poll.poll(0)] if self._descriptors else []
         return [q for q in ended if not self.words[q][ABORTED] and not self.words[q][CLOSED]]
 
     def _examine_closed(self, peer: int, point_to_point: str, call: str) -> None:
@@ -281,7 +335,7 @@ class Signals:
 
     def _examine_aborted(self) -> None:
         for q, words in enumerate(self.words):
-            if q != self.rank and words[ABORTED]:
+            if words[ABORTED]:  # this rank's own too: another thread of it may have given up
                 raise AbortedError(
                     f"rank {q} gave up: {self.log.reason_of(q)}",
                     peer=words[ABORTED] - 2 if words[ABORTED] > 1 else q,
@@ -294,7 +348,7 @@ class Signals:
         now = time.monotonic_ns()
         suspects = []
         for q, words in enumerate(self.words):
-            breathing = words[WAITING_FOR] and now - words[HEARTBEAT] < _STALE_NS
+            breathing = (words[WAITING_FOR] or words[MESSAGE_FROM]) and now - words[HEARTBEAT] < _STALE_NS
             if q != self.rank and not breathing:
                 suspects.append(q)
         return suspects or [peer]

@@ -41,10 +41,6 @@ class ChannelSteps(Steps):
             receives.append(Receive(peer, part, reduce, staged, sent_too and not long, after))
         return Exchange(sends, tuple(receives), self._attach_nbytes)
 
-    def _overlap(self, a: Part, b: Part) -> bool:
-        (x, a0, a1), (y, b0, b1) = self._place(a), self._place(b)
-        return x == y and a0 < b1 and b0 < a1
-
     def _too_long_to_leave(self, sends: Sequence[tuple[int, Part]]) -> bool:
         """Whether the step's sends may have to wait for the peer to receive."""
         pieces: dict[int, int] = {}

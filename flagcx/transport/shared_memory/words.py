@@ -16,11 +16,16 @@ SHARED_BIT = 1
 
 # The call log is at 0, then two words for each of its words: where INPUT and OUTPUT of that call lie.
 LOCATIONS = 16
-CLOSED, ABORTED, WAITING_FOR, HEARTBEAT, READY, HEAP_COUNT = range(48, 54)
+CLOSED, ABORTED, WAITING_FOR, HEARTBEAT, READY, HEAP_COUNT, MESSAGE_FROM = range(48, 55)
+WAITING_SINCE, MESSAGE_SINCE, MESSAGE_SENDS = range(56, 59)
 ARRIVED, REDUCED, DONE = 64, 72, 80
 HEAPS, HEAP_WORDS, MOST_HEAPS = 96, 5, 64  # a handle each, less its process
 _PAIRS = HEAPS + HEAP_WORDS * MOST_HEAPS
-_PAIR_WORDS = 24  # three lines a peer: SENT to it, headers of what is sent, RECEIVED from it
+_PAIR_WORDS = 24  # three lines a lane and peer: SENT to it, headers of what is sent, RECEIVED from it
+
+STEPS, MESSAGES = range(2)
+"""The lanes of a pair of ranks: for the steps of collectives, and for what the ranks send on their own."""
+LANES = 2
 
 # After the words: why this rank gave up, then the calls that signatures stand for.
 TEXT_NBYTES, TEXTS, REASON_NBYTES = 256, 128, 1024
@@ -34,7 +39,7 @@ _MOST_NBYTES = 1 << 40
 
 def reason_offset(size: int) -> int:
     """Byte at which the reason begins, for ``size`` ranks; the texts follow it."""
-    return 8 * (_PAIRS + _PAIR_WORDS * size)
+    return 8 * (_PAIRS + LANES * _PAIR_WORDS * size)
 
 
 def words_nbytes(size: int) -> int:
@@ -42,19 +47,19 @@ def words_nbytes(size: int) -> int:
     return -(-(reason_offset(size) + REASON_NBYTES + TEXTS * TEXT_NBYTES) // 4096) * 4096
 
 
-def sent_index(peer: int) -> int:
+def sent_index(peer: int, lane: int) -> int:
     """Word that counts the pieces sent to ``peer``."""
-    return _PAIRS + _PAIR_WORDS * peer
+    return _PAIRS + _PAIR_WORDS * (LANES * peer + lane)
 
 
-def header_index(peer: int, number: int) -> int:
+def header_index(peer: int, lane: int, number: int) -> int:
     """First of the two words that describe piece ``number`` to ``peer``."""
-    return _PAIRS + _PAIR_WORDS * peer + 8 + 2 * (number % 4)
+    return sent_index(peer, lane) + 8 + 2 * (number % 4)
 
 
-def received_index(peer: int) -> int:
+def received_index(peer: int, lane: int) -> int:
     """Word that counts the pieces received from ``peer``."""
-    return _PAIRS + _PAIR_WORDS * peer + 16
+    return sent_index(peer, lane) + 16
 
 
 def header_of(kind: int, nbytes: int) -> int:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from flagcx.errors import CommunicationError, PeerDiedError
+from flagcx.errors import AbortedError, CommunicationError, MismatchError, PeerDiedError
 from flagcx.transport.nccl.transport import NcclTransport
 from flagcx.transport.stream_order import StreamOrder
 from tests.transport.test_stream_order import FakeCuda, FakeEvent, operation
@@ -129,3 +129,16 @@ def test_calls_are_compared_at_the_end_unless_the_communicator_failed(transport)
     transport.fail(PeerDiedError("rank 0 died", peer=0))
     transport.check_end()
     assert transport.below.asked == ["check_end"]
+
+
+@pytest.mark.parametrize(
+    ("error", "told"), [(MismatchError("other calls"), True), (AbortedError("a rank gave up"), False)]
+)
+def test_a_close_tells_of_other_calls_though_all_is_done(transport, error, told):
+    transport.fail(error)
+    try:
+        transport.close()
+    except MismatchError:
+        assert told
+    else:
+        assert not told

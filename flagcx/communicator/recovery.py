@@ -1,0 +1,197 @@
+"""Ends a communicator at once, and goes on with the ranks that are left.
+
+::
+
+    comm.allreduce(x)      PeerDiedError: rank 2 died ...          on every rank that is left, or AbortedError
+    comm = comm.shrink()   abort    pending calls end, here and on ranks that don't know of the loss yet
+                           agree    the store answers all ranks alike, once each has come or is gone
+                           build    a new communicator of those, with shared memory of its own
+                           verdict  a second answer to all: if one of them died meanwhile, all go round again
+
+A rank may die at any point of this: the two answers are given by one store to all ranks at once, so no rank
+ends with a communicator that another one doesn't have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import weakref
+from dataclasses import replace
+from typing import Any
+
+from flagcx.communicator.caller import Caller, Lineage
+from flagcx.errors import (
+    AbortedError,
+    CommunicationError,
+    CommunicatorError,
+    FlagcxError,
+    PeerDiedError,
+    PeerTimeoutError,
+)
+from flagcx.executor.abort import abort_calls, retire
+from flagcx.executor.point_to_point import TWO_THREADS
+
+logger = logging.getLogger("flagcx")
+
+_LEAVE_S = 0.5
+"""How long ``abort`` waits until another thread has left its call, before it gives memory back."""
+_AGAIN = "again"
+
+
+def abort(self: Caller, reason: str = "") -> None:
+    """Ends the communicator at once, and those split from it, on all ranks.
+
+    Any rank may call it, at any time, from any thread and from a signal handler. Calls that wait, on this
+    rank and on its peers, raise ``AbortedError`` within moments (peers on other hosts, and calls on GPUs,
+    within two seconds), and so does work that was started; later calls raise ``CommunicatorError``. What the
+    arrays of such calls then hold is undefined.
+
+    Shared memory and descriptors are given back, at the latest when ``close`` is called. ``fc.init()`` or
+    ``shrink()``, called by all ranks, makes a new communicator.
+
+    Args:
+        reason: Why, for the messages of the peers.
+
+    Example:
+        >>> threading.Timer(60, comm.abort, ["no result within a minute"]).start()  # doctest: +SKIP
+    """
+    if self._host.forked:
+        return
+    for child in list(self._children):
+        abort(child, reason)
+    _end_calls(self, reason or "comm.abort() was called")
+    # A thread that is inside a call leaves it now; in a signal handler that may be this very thread.
+    if _retire(self):
+        with contextlib.suppress(FlagcxError):  # of what was aborted
+            self._give_back()
+
+
+def _end_calls(comm: Caller, reason: str) -> None:
+    for executor in comm.executors():
+        abort_calls(executor, reason)
+
+
+def _retire(comm: Caller) -> bool:
+    return all(retire(executor, _LEAVE_S) for executor in comm.executors())
+
+
+def shrink(self: Caller) -> Caller:
+    """Makes a communicator of the ranks that are left, after a rank was lost.
+
+    Every rank that is left calls it, after a call has raised ``PeerDiedError`` or ``AbortedError``, or
+    without that. Calls in which others still wait end with ``AbortedError``, so that they come too. A rank
+    that is computing is waited for, up to ``Config.init_timeout_s``; one that dies meanwhile is left out too.
+
+    The new ranks are 0 to n-1 in the order of the old ones. This communicator is closed. Communicators split
+    from it go on if they lost no rank; else they shrink too. Arrays of ``comm.empty`` stay as they are, and
+    are ordinary memory to the new one. The call that failed may have been done on some ranks and not on
+    others: agree on where to go on, such as by a ``broadcast`` from one of them.
+
+    Returns:
+        The new communicator. ``fc.init()`` returns it too, where this is the one it made.
+
+    Raises:
+        CommunicatorError: The communicator was closed, or is of ranks that cannot go on: MPI's, where MPI
+            cannot (see the message).
+        PeerTimeoutError: A rank that lives did not come in time. ``shrink`` may be called again.
+        ResourceError: A rank has no memory or descriptors left.
+
+    Example:
+        >>> try:                                                  # doctest: +SKIP
+        ...     comm.allreduce(gradient)
+        ... except (fc.PeerDiedError, fc.AbortedError):
+        ...     comm = comm.shrink()
+        ...     comm.broadcast(parameters)
+
+    Source: MPIX_Comm_shrink of ULFM, Bland et al., "Post-failure recovery of MPI communication capability",
+        IJHPCA 27(3), 2013; ncclCommShrink of NCCL 2.27.
+    """
+    lineage = self._lineage
+    if lineage is None or self._host.forked or self._shut:
+        why = "it was made without a store" if lineage is None else "it was closed, or carried through a fork"
+        raise CommunicatorError(f"comm.shrink() cannot go on from this communicator: {why}; use fc.init()")
+    if obstacle := self._host.transport.no_shrink():
+        raise CommunicatorError(f"comm.shrink() is not possible here: {obstacle}")
+    _end_calls(self, "it calls comm.shrink(), as every rank that is left must")
+    if not _retire(self):
+        raise CommunicatorError(f"comm.shrink() waits for another thread to leave its call: {TWO_THREADS}")
+    children, self._children = self._children, weakref.WeakSet()
+    with contextlib.suppress(FlagcxError):  # of the calls that the loss has ended
+        self._give_back()
+    made = _go_on(self, lineage)
+    self._shut, self.successor = True, made
+    made._children |= children
+    made._at_close, self._at_close = self._at_close, []
+    return made
+
+
+def _go_on(old: Caller, lineage: Lineage) -> Caller:
+    """Makes the new communicator, however many more ranks are lost meanwhile."""
+    limit_s, known = old.config.init_timeout_s, lineage.members
+    for _ in range(2 * len(known) + 1):
+        came = lineage.store.agree("shrink", str(lineage.generation).encode(), limit_s)
+        newest = max(int(generation) for generation in came.values())
+        lineage = replace(lineage, members=tuple(came), generation=newest + 1)
+        made = _build(old, lineage)
+        if made is not None:
+            made.lost = tuple(rank for rank, member in enumerate(known) if member not in came)
+            logger.info("rank %d goes on as rank %d without %s", old.rank, made.rank, made.lost)
+            return made
+    raise CommunicationError(f"rank {old.rank} could not go on with ranks {lineage.members}: each try failed")
+
+
+def _build(old: Caller, lineage: Lineage) -> Caller | None:
+    """Makes a communicator of the ranks that are left; None, on all of them, if one has died meanwhile.
+
+    Raises:
+        FlagcxError: One of them could not, for another reason.
+    """
+    limit_s, generation = old.config.init_timeout_s, lineage.generation
+    store = lineage.store.scoped(f"shrink {generation}/", lineage.members)
+    hosts = [lineage.hosts[member] for member in lineage.members]
+    make: Any = type(old)
+    made: Caller | None = None
+    failure: FlagcxError | None = None
+    try:
+        made = make(
+            store.rank,
+            store.size,
+            lambda mine: store.exchange("communicator", mine, limit_s),
+            hosts,
+            old.config,
+            store,
+            f"{lineage.name} after {generation} losses" if generation > 1 else f"{lineage.name} after a loss",
+        )
+        made._lineage = lineage
+    except FlagcxError as error:
+        failure = error
+    try:
+        verdicts = [json.loads(raw) for raw in store.exchange("made", _verdict(failure), limit_s)]
+    except PeerTimeoutError:
+        _discard(made)
+        raise
+    except CommunicationError:  # a rank died, or left, and all of them know
+        verdicts = [_AGAIN]
+    if not any(verdicts):
+        return made
+    _discard(made)
+    for rank, verdict in enumerate(verdicts):
+        if verdict not in ("", _AGAIN):
+            raise failure or CommunicationError(f"rank {rank} cannot go on: {verdict}", peer=rank)
+    return None
+
+
+def _verdict(failure: FlagcxError | None) -> bytes:
+    """What a rank tells the others of its part: nothing, that a rank was lost, or why it cannot go on."""
+    if failure is None:
+        return json.dumps("").encode()
+    again = isinstance(failure, (PeerDiedError, AbortedError))
+    return json.dumps(_AGAIN if again else f"{type(failure).__name__}: {failure}").encode()
+
+
+def _discard(made: Caller | None) -> None:
+    if made is not None:
+        with contextlib.suppress(FlagcxError):
+            abort(made, "a rank was lost while ranks went on without others")

@@ -1,0 +1,98 @@
+"""Runs schedules step by step over MPI's messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from flagcx.schedule.model import Buffer
+from flagcx.transport.base import Call
+from flagcx.transport.mpi.message import FIRST_NBYTES, Message, kind_of
+from flagcx.transport.mpi.watch import Watch
+from flagcx.transport.mpi.wire import COLLECTIVE_TAG, Wire
+from flagcx.transport.scratch import Scratch
+from flagcx.transport.steps import Part, StepParts, Steps
+
+_SCRATCH = int(Buffer.SCRATCH)
+
+
+@dataclass(frozen=True, slots=True)
+class _Exchange:
+    """The messages of one step.
+
+    Attributes:
+        sends: What this rank sends, and where it lies.
+        receives: What comes, and where it goes.
+        late: What is added when all of it has come and gone: the target, and where it waits meanwhile.
+    """
+
+    sends: tuple[tuple[Message, Part], ...]
+    receives: tuple[tuple[Message, Part], ...]
+    late: tuple[tuple[Part, Part], ...]
+
+
+class MpiSteps(Steps):
+    """A program over MPI's messages.
+
+    Small messages are added when all of a step have come. Of a long one each piece is added as it comes,
+    unless the target is sent in the same step, or is that of an earlier message.
+
+    Args:
+        wire: Carries the messages.
+        watch: Counts the calls.
+        call: The call.
+        scratch: The memory that plans share. What is added late follows the schedule's SCRATCH there.
+        words: The call in words that are the same on every rank.
+    """
+
+    def __init__(self, wire: Wire, watch: Watch, call: Call, scratch: Scratch, words: str) -> None:
+        self._wire, self._watch, self._words = wire, watch, words
+        super().__init__(call, scratch)
+
+    def _scratch_count(self, steps: Sequence[StepParts]) -> int:
+        self._late_at = super()._scratch_count(steps)
+        long = (step for step in steps if self._is_long(step))
+        added = (sum(b - a for (_, a, b), _, adds in step.receives if adds) for step in long)
+        return self._late_at + max(added, default=0)
+
+    def _messages(self, step: StepParts) -> _Exchange:
+        sends = [(self._message(part, peer), part) for part, peer in step.sends]
+        receives = [(self._message(part, peer, adds), part) for part, peer, adds in step.receives]
+        late: list[tuple[Part, Part]] = []
+        if self._is_long(step):
+            at, before = self._late_at, [part for _, part in sends]
+            for i, (message, part) in enumerate(receives):
+                if message.adds and any(self._overlap(part, other) for other in before):
+                    waiting = _SCRATCH, at, at + message.count
+                    receives[i] = self._message(waiting, message.peer), waiting
+                    late.append((part, waiting))
+                    at += message.count
+                before.append(part)
+        return _Exchange(tuple(sends), tuple(receives), tuple(late))
+
+    def _is_long(self, step: StepParts) -> bool:
+        parts = [*(part for part, _ in step.sends), *(part for part, _, _ in step.receives)]
+        return any((stop - start) * self._dtype.itemsize > FIRST_NBYTES for _, start, stop in parts)
+
+    def _message(self, part: Part, peer: int, adds: bool = False) -> Message:
+        _, start, stop = part
+        kind = kind_of(self._words, (stop - start) * self._dtype.itemsize)
+        return Message(peer, kind, stop - start, self._dtype, adds)
+
+    def _enter(self) -> None:
+        self._watch.calls += 1
+
+    def _exchange(self, messages: _Exchange, arrays: Sequence[np.ndarray]) -> None:
+        self._wire.exchange(
+            [(message, arrays[x][a:b]) for message, (x, a, b) in messages.sends],
+            [(message, arrays[x][a:b]) for message, (x, a, b) in messages.receives],
+            COLLECTIVE_TAG,
+            self._words,
+            self._watch.calls,
+            self._ufunc,
+        )
+        for (x, a, b), (_, start, stop) in messages.late:
+            target = arrays[x][a:b]
+            self._ufunc(target, arrays[_SCRATCH][start:stop], out=target)

@@ -1,0 +1,192 @@
+"""Communicators that end at once, and ranks that go on without those they lost."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+
+import flagcx as fc
+from tests.bootstrap.processes import rest
+from tests.communicator.jobs import job, outcome_of
+
+SOON_S = 2.0
+
+_START = """
+import faulthandler, gc, threading
+faulthandler.dump_traceback_later(40, exit=True)
+comm = fc.init()
+me = comm.rank
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def lose(call):
+    "Makes calls until one says that a rank was lost."
+    try:
+        while True:
+            call()
+    except (fc.PeerDiedError, fc.AbortedError):
+        pass
+
+def descriptors():
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+def works(comm):
+    "Whether sums, small, large and in shared memory, a split and messages come out right."
+    n, all_of_it = comm.size, comm.size * (comm.size + 1) // 2
+    right = [comm.allreduce(np.full(k, comm.rank + 1))[-1] == all_of_it for k in (3, 5000, 300_000)]
+    shared = comm.empty(200_000)
+    shared[...] = comm.rank + 1
+    right.append(comm.allreduce(shared)[7] == all_of_it)
+    half = comm.split(color=comm.rank % 2)
+    right.append(half.allreduce(np.ones(2))[0] == half.size)
+    half.close()
+    got = np.zeros(1)
+    comm.sendrecv(np.full(1, float(comm.rank)), (comm.rank + 1) % n, got, (comm.rank - 1) % n)
+    return all(right) and got[0] == (comm.rank - 1) % n
+"""
+
+
+def _told(body: str, size: int, **variables: str) -> list[list[str]]:
+    """What each rank of a job tells until its end."""
+    with job(size, _START + body, **variables) as processes:
+        return [rest(process, 60).splitlines() for process in processes]
+
+
+# -- abort --------------------------------------------------------------------------------------------
+
+
+def test_an_abort_from_another_thread_ends_the_calls_of_all_ranks():
+    body = """
+work = comm.allreduce(np.ones(9), async_op=True) if me else None
+later = comm.allreduce(np.ones(9), async_op=True) if me else None
+if me == 0:
+    threading.Timer(0.3, comm.abort, ["enough"]).start()
+    outcome(lambda: comm.recv(np.ones(3), 1))
+else:
+    outcome(work.wait)
+    outcome(later.wait)
+outcome(comm.barrier)
+comm = fc.init()
+tell(works(comm))
+"""
+    first, *others = _told(body, 3)
+    name, culprit, seconds, text = outcome_of(first[0])
+    assert (name, culprit) == ("AbortedError", 0) and seconds < 0.3 + SOON_S and "enough" in text, first
+    for told in others:
+        for one in told[:2]:
+            name, culprit, seconds, text = outcome_of(one)
+            assert name == "AbortedError" and seconds < 0.3 + SOON_S and "enough" in text, told
+    for told in (first, *others):
+        assert outcome_of(told[-2])[0] == "CommunicatorError"
+        assert told[-1] == "True"
+
+
+def test_an_abort_ends_splits_and_gives_everything_back():
+    body = """
+for i in range(3):
+    half = comm.split(color=0)
+    before = before if i else descriptors()
+    comm.allreduce(np.ones(10)); half.allreduce([np.ones(5), np.ones(7)]); comm.empty(1 << 16)
+    if me == 1:
+        comm.abort()
+        comm.abort()
+        half.close()
+    else:
+        outcome(lambda: half.recv(np.ones(3), 1))
+        outcome(comm.barrier)
+    comm.close()
+    comm = fc.init()
+    half = comm.split(color=0)
+tell(descriptors() - before)
+"""
+    told = _told(body, 3)
+    for rank in (0, 2):
+        name, culprit, seconds, text = outcome_of(told[rank][0])
+        assert name == "AbortedError" and culprit == 1 and seconds < SOON_S, told[rank]
+        assert "comm.abort() was called" in text
+        assert outcome_of(told[rank][1])[0] in ("AbortedError", "CommunicatorError")
+    assert [one[-1] for one in told] == ["0", "0", "0"]
+
+
+def test_an_abort_in_a_signal_handler_ends_the_call_that_it_came_in():
+    body = """
+if me == 0:
+    signal.signal(signal.SIGALRM, lambda *_: comm.abort("a signal came"))
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+outcome(lambda: comm.recv(np.ones(3), 1 - me) if me else comm.recv(np.ones(3), 1, async_op=True).wait())
+comm = comm.shrink()
+tell(works(comm), comm.lost)
+"""
+    for told in _told(body, 2):
+        name, culprit, seconds, text = outcome_of(told[0])
+        assert name == "AbortedError" and culprit == 0 and seconds < SOON_S + 0.8, told
+        assert "a signal came" in text
+        assert told[1] == "True ()"
+
+
+def test_an_abort_of_a_call_between_threads():
+    def run() -> tuple[str, float]:
+        comm = fc.init()
+        if comm.rank == 1:
+            comm.abort("enough")
+        with contextlib.suppress(fc.AbortedError, fc.CommunicatorError):
+            comm.allreduce(np.ones(5))
+        comm = comm.shrink()
+        return str(comm.lost), float(comm.allreduce(np.ones(3))[0])
+
+    assert fc.launch(run, ranks=3, threads=True) == [("()", 3.0)] * 3
+
+
+# -- shrink -------------------------------------------------------------------------------------------
+
+
+def test_ranks_go_on_after_one_loss_after_another():
+    body = """
+everyone, still_open = comm, [1000]
+half = comm.split(color=me < 4)
+def gone(rank, call=lambda: comm.allreduce(np.ones(10)), die=die):
+    global comm
+    if me == rank:
+        die()
+    lose(call)
+    comm = comm.shrink()
+    still_open.append(descriptors())
+    assert works(comm)
+    tell(comm.rank, comm.size, comm.lost)
+gone(5)
+assert me > 3 or half.allreduce(np.ones(3))[0] == 4
+# Rank 0 in the middle of large messages in the peers' memory, beside started work, and in fused messages.
+from flagcx.transport.shared_memory.direct import Direct
+if me == 0:
+    Direct._work = lambda *_: die()
+def started():
+    work = comm.allreduce(np.ones(4_000_000, np.float32), async_op=True)
+    later = comm.allreduce(np.ones(7), async_op=True)
+    later.wait()
+gone(-1, started)
+def leave():
+    comm.close()
+    sys.exit()
+gone(4, lambda: comm.allreduce(np.ones(9), compression="int8"), leave)
+def fail():
+    raise ValueError("no such file")
+gone(2, lambda: comm.allreduce([np.ones(5), np.ones(7), np.ones(100_000)]), fail)
+gone(3)
+assert still_open == sorted(set(still_open), reverse=True), still_open
+assert comm.size == 1 and fc.init() is comm
+outcome(lambda: everyone.barrier())
+outcome(lambda: everyone.shrink())
+"""
+    told = _told(body, 6)
+    assert [one.split() for one in told[1][:5]] == [
+        ["1", "5", "(5,)"],
+        ["0", "4", "(0,)"],
+        ["0", "3", "(3,)"],
+        ["0", "2", "(1,)"],
+        ["0", "1", "(1,)"],
+    ], told
+    assert told[3][-1].split()[:2] == ["1", "2"], told[3]
+    assert "CommunicatorError" in told[1][5] and "CommunicatorError" in told[1][6], told[1]

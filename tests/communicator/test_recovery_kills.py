@@ -1,0 +1,148 @@
+"""Ranks killed at random before, in and after calls, in ``shrink`` and in ``fc.init()``: the others go on."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+
+import pytest
+
+from tests.bootstrap.processes import rest
+from tests.cli.launching import running
+from tests.communicator.jobs import job
+from tests.communicator.kills import IN_CALLS, IN_JOINING, Kill
+from tests.ranges import exhaustive
+
+_CALLS = """
+def check(comm, i):
+    "One call, chosen by ``i``, whose result is checked."
+    n, r = comm.size, comm.rank
+    total = n * (n + 1) // 2
+    kind = i % 8
+    if kind in (0, 1):
+        assert (comm.allreduce(np.full(50 + kind, r + 1)) == total).all()
+    elif kind == 2:
+        assert (comm.allreduce(np.full(70_000, r + 1.0), algorithm="two_shot") == total).all()
+    elif kind == 3:
+        assert (comm.allreduce(np.full(2_000_000, r + 1, np.float32)) == total).all()
+    elif kind == 4:
+        assert (comm.allreduce(np.full(30_000, r + 1), algorithm="ring") == total).all()
+    elif kind == 5:
+        assert comm.allgather_object((r, i)) == [(q, i) for q in range(n)]
+    elif kind == 6:
+        x = comm.allreduce([np.full(5, r + 1), np.full(900, r + 1)], async_op=False)
+        assert x[0][0] == x[1][-1] == total
+    else:
+        work = comm.allreduce(np.full(1000, r + 1), async_op=True)
+        later = comm.broadcast(np.full(1000, r + 1), root=n - 1, async_op=True)
+        assert work.wait()[3] == total and later.wait()[3] == n
+"""
+
+_SHRINK = (
+    _CALLS
+    + """
+import faulthandler
+from tests.communicator.kills import Kill, arm, die
+faulthandler.dump_traceback_later(60, exit=True)
+rounds = {rounds!r}
+slot = int(os.environ["FLAGCX_RANK"])
+comm = fc.init(init_timeout_s=30)
+alive = set(range(comm.size))
+for victims in rounds:
+    if slot in victims:
+        arm(Kill(*victims[slot]))
+    alive -= victims.keys()
+    while True:
+        try:
+            for i in range(24):
+                check(comm, i)
+            if slot in victims:
+                die()
+            here = comm.allgather_object(slot)
+            if not victims.keys() & set(here):
+                break
+        except (fc.PeerDiedError, fc.AbortedError):
+            before = comm.size
+            comm = comm.shrink()
+            assert comm.size + len(comm.lost) == before and comm.lost
+    assert set(here) == alive and here == sorted(here), (here, alive)
+tell("survived", slot)
+"""
+)
+
+
+def _rounds(seed: int, size: int) -> list[dict[int, Kill]]:
+    """Which ranks die in each round and where: one in a call, and often others in ``shrink``."""
+    chance = random.Random(seed)
+    victims = chance.sample(range(size), size - 1)
+    rounds = []
+    while victims:
+        kills = {victims.pop(): Kill.at_random(IN_CALLS, chance)}
+        while victims and chance.random() < 0.6:
+            kills[victims.pop()] = Kill.at_random(IN_JOINING, chance)
+        rounds.append(kills)
+    return rounds
+
+
+@pytest.mark.parametrize("seed", [0, 1, *exhaustive(range(2, 24))])
+def test_survivors_go_on_wherever_ranks_are_killed(seed):
+    size = 6
+    rounds = _rounds(seed, size)
+    plain = [{slot: tuple(kill) for slot, kill in kills.items()} for kills in rounds]
+    dead = {slot for kills in rounds for slot in kills}
+    with job(size, _SHRINK.replace("{rounds!r}", repr(plain))) as processes:
+        told = [rest(process, 90) for process in processes]
+    for slot, text in enumerate(told):
+        assert (text == f"survived {slot}\n") == (slot not in dead), (rounds, told)
+        assert slot not in dead or processes[slot].returncode == -9, (rounds, told)
+
+
+_ELASTIC = (
+    """
+import os, random, sys, time
+import numpy as np
+import flagcx as fc
+from tests.communicator.kills import IN_CALLS, IN_JOINING, Kill, arm, die
+"""
+    + _CALLS
+    + """
+slot, restarts = int(os.environ["FLAGCX_RANK"]), int(os.environ.get("FLAGCX_RESTARTS", 0))
+chance = random.Random(1000 * {seed} + 100 * slot + restarts)
+latest = chance.randrange(20, 140)
+if restarts < {most}:
+    arm(Kill.at_random(IN_CALLS + IN_JOINING, chance))
+steps = 0
+while True:
+    comm = fc.init(init_timeout_s=60)
+    assert comm.size == {size} and comm.rank == slot
+    try:
+        steps = max(comm.allgather_object(steps))
+        while steps < 150:
+            if restarts < {most} and steps >= latest:
+                die()
+            check(comm, steps)
+            steps += 1
+        break
+    except (fc.PeerDiedError, fc.AbortedError):
+        pass
+print("done", steps, flush=True)
+"""
+)
+
+
+@pytest.mark.parametrize("seed", [0, *exhaustive([1, 2])])
+def test_ranks_killed_anywhere_come_back(seed, tmp_path):
+    """All but the last process of each rank are killed, at places in calls and in ``fc.init()``."""
+    size, most = 4, 6 if seed else 1
+    script = tmp_path / "job.py"
+    text = _ELASTIC
+    for name, value in {"seed": seed, "most": most, "size": size}.items():
+        text = text.replace(f"{{{name}}}", str(value))
+    script.write_text(text)
+    program = ["-n", str(size), "--elastic", "--max-restarts", "1000", "--timeout", "110", str(script)]
+    with running(*program, stderr=subprocess.STDOUT) as process:
+        output = process.stdout.read()
+        assert process.wait(30) == 0, output
+    # A rank that was killed after its last step may come back when the others have ended, and works alone.
+    assert output.count("done 150") == size, output
+    assert output.count("started again (killed by SIGKILL") >= size * most, output

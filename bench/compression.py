@@ -1,6 +1,7 @@
 """What compression gains on slow links, and what it costs: all-reduces of 64 MiB beside the dense one.
 
     python bench/compression.py                                     # 2 and 4 ranks, three links, all codecs
+    python bench/compression.py --gpu                               # how fast the GPU codes
     python bench/compression.py --ranks 2 --links 0.125 --codecs int8,topk --json bench/results/it.jsonl
 
 The slow links are imitated (FLAGCX_THROTTLE): each call takes bytes / bandwidth, in which the core is free.
@@ -27,6 +28,7 @@ from report import format_table, parse_size, write_json_lines
 import flagcx as fc
 from flagcx.compression import catalogue
 from flagcx.compression.link import measure_speed
+from flagcx.topology.speeds import memory_gb_per_s
 
 LINKS = ("0.0125", "0.125", "")
 NAMES = {"0.0125": "100 Mbit/s", "0.125": "1 Gbit/s", "": "shared memory"}
@@ -124,21 +126,34 @@ def format_rows(rows: Sequence[Row]) -> str:
     return format_table(header, lines)
 
 
-def format_speeds() -> str:
-    """How fast one core codes and decodes, of all codecs."""
-    rows = [
-        [name, f"{entry.ratio:.4f}", f"{measure_speed(entry.codec):.2f}", f"{entry.host_gb_per_s:.2f}"]
-        for name, entry in catalogue().items()
-    ]
+def format_speeds(device: bool = False) -> str:
+    """How fast one core, or the current GPU, does its part of an all-reduce on two ranks, of all codecs.
+
+    Those that need error feedback are measured with it, as the catalogue's figures are.
+    """
+    memory = memory_gb_per_s(_capability()) if device else 0.0
+    rows = []
+    for name, entry in catalogue().items():
+        count = 1 << 24 if device else 1 << 18
+        speed = measure_speed(entry.codec, device, feedback=entry.needs_feedback, count=count)
+        nominal = entry.device_gb_per_s(memory) if device else entry.host_gb_per_s
+        rows.append([name, f"{entry.ratio:.4f}", f"{speed:.2f}", f"{nominal:.2f}"])
     return format_table(["codec", "bytes / dense", "GB/s", "catalogue"], rows)
+
+
+def _capability() -> int:
+    import cupy
+
+    return int(cupy.cuda.Device().compute_capability)
 
 
 def main(given: Sequence[str] | None = None) -> int:
     """The command line; returns 1 where a goal is missed."""
     options = _parse(given)
-    print(
-        f"one core, 1 MiB, all that a rank codes and decodes in an all-reduce\n{format_speeds()}", flush=True
-    )
+    where = "this GPU, 64 MiB" if options.gpu else "one core, 1 MiB"
+    print(f"{where}, all that a rank does in an all-reduce but for sending\n{format_speeds(options.gpu)}")
+    if options.gpu:
+        return 0
     missed = 0
     for ranks in options.ranks:
         for link in options.links:
@@ -162,6 +177,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=lambda s: [int(n) for n in s.split(",")], default=[2, 4])
     parser.add_argument("--links", type=lambda s: s.split(","), default=list(LINKS), help="GB/s; '' for none")
     parser.add_argument("--codecs", type=lambda s: s.split(","), default=list(CODECS))
+    parser.add_argument("--gpu", action="store_true", help="only the codecs' speeds on the current GPU")
     parser.add_argument("--size", type=parse_size, default=64 << 20, help="bytes; default 64M")
     parser.add_argument("--rounds", type=int, default=3, help="calls that count; default 3")
     parser.add_argument("--json", type=Path, metavar="PATH", help="append the results there, one a line")

@@ -10,6 +10,8 @@ from pathlib import Path
 from flagcx.errors import ArgumentError
 
 _PREFIX = "FLAGCX_"
+_TOLD_TO_RANKS = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "JOB", "STORE_ADDRESS", "STORE_KEY", "RESTARTS")
+_OF_TESTS = ("TEST_RANKS", "TEST_PERFETTO")
 
 
 def environment() -> dict[str, str]:
@@ -109,6 +111,25 @@ class Config:
             if text is not None:
                 values[field.name] = _parse(_PREFIX + field.name.upper(), text, type(field.default))
         return replace(cls(**values), **overrides)
+
+
+def unknown_settings(environ: Mapping[str, str]) -> list[str]:
+    """Says of each ``FLAGCX_*`` variable that nothing reads what may have been meant.
+
+    Example:
+        >>> unknown_settings({"FLAGCX_TIMEOUT": "5"})
+        ['FLAGCX_TIMEOUT=5 has no effect: there is no such setting; do you mean FLAGCX_TIMEOUT_S?']
+    """
+    from difflib import get_close_matches  # not on import, which must be quick
+
+    known = sorted({*(field.name.upper() for field in fields(Config)), *_TOLD_TO_RANKS, *_OF_TESTS})
+    said = []
+    for name in sorted(environ):
+        if name.upper().startswith(_PREFIX) and name.removeprefix(_PREFIX) not in known:
+            near = get_close_matches(name.upper().removeprefix(_PREFIX), known, 1)
+            hint = f"do you mean {_PREFIX}{near[0]}?" if near else "fc.Config lists them"
+            said.append(f"{name}={environ[name]} has no effect: there is no such setting; {hint}")
+    return said
 
 
 def _parse(name: str, text: str, kind: type):

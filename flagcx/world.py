@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 import threading
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from flagcx.bootstrap.thread_rank import thread_rank
 from flagcx.communicator import Communicator
-from flagcx.config import Config, environment
+from flagcx.config import Config, environment, unknown_settings
 from flagcx.errors import (
     ArgumentError,
     CommunicationError,
@@ -27,6 +28,8 @@ from flagcx.errors import (
 if TYPE_CHECKING:
     from flagcx.diagnosis.own_page import OwnPage
     from flagcx.topology import Topology
+
+logger = logging.getLogger("flagcx")
 
 
 class _World:
@@ -209,6 +212,9 @@ def _join_once(config: Config) -> Communicator:
         config = replace(config, transport=config.transport or "threads")
     else:
         identity = identify(environ)
+        if identity.rank == 0:
+            for text in unknown_settings(environ):
+                logger.warning("%s", text)
         store = connect(identity, config, environ)
     limit_s = config.init_timeout_s
     page = _world().page = OwnPage(store, identity, config)

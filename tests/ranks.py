@@ -100,7 +100,7 @@ class StartedRanks:
             self._ranks += [_Rank() for _ in range(len(self._ranks), size)]
         try:
             with contextlib.ExitStack() as stack:
-                environ = dict(os.environ) | job_environment(os.environ, size)
+                environ = job_environment(os.environ, size)
                 if size > 1:
                     server = stack.enter_context(StoreServer(size))
                     environ["FLAGCX_STORE_ADDRESS"] = server.address

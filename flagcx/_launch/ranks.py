@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flagcx._launch.failure import Exit, is_consequence, name_ranks
-from flagcx._launch.job import job_environment
+from flagcx._launch.job import check_size, job_environment
 from flagcx._launch.no_aslr import without_aslr
 from flagcx._launch.output import RankOutput, Tail
 from flagcx._launch.process_groups import end_with_launcher, is_stopped, reporting_children, sweep
@@ -92,9 +92,12 @@ class Ranks:
 
         Raises:
             LaunchError: The system cannot start another process.
+            ArgumentError: There are far more ranks than cores.
         """
         self._settings.enter_context(reporting_children())
-        environ = dict(self._environ) | job_environment(self._environ, self.size)
+        if advice := check_size(self.size):
+            self._output.say(advice)
+        environ = job_environment(self._environ, self.size)
         if self.size > 1:
             self._server = self._make_server()
             environ["FLAGCX_STORE_ADDRESS"] = self._server.address

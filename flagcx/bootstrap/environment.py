@@ -2,16 +2,27 @@
 
 Every launcher has names of its own for the same four numbers::
 
-    launcher  rank           size                  local rank         local size
-    flagcx    FLAGCX_RANK    FLAGCX_SIZE           FLAGCX_LOCAL_RANK  FLAGCX_LOCAL_SIZE
-    torchrun  RANK           WORLD_SIZE            LOCAL_RANK         LOCAL_WORLD_SIZE
+    launcher  rank                size                  local rank                local size
+    torchrun  RANK                WORLD_SIZE            LOCAL_RANK                LOCAL_WORLD_SIZE
     openmpi   (OMPI_COMM_WORLD_ before each:) RANK, SIZE, LOCAL_RANK, LOCAL_SIZE
-    mpich     PMI_RANK       PMI_SIZE              MPI_LOCALRANKID    MPI_LOCALNRANKS
-    slurm     SLURM_PROCID   SLURM_STEP_NUM_TASKS  SLURM_LOCALID      SLURM_STEP_TASKS_PER_NODE
+    mvapich   (MV2_COMM_WORLD_ before each:) RANK, SIZE, LOCAL_RANK, LOCAL_SIZE
+    jsrun     (JSM_NAMESPACE_ before each:) RANK, SIZE, LOCAL_RANK, LOCAL_SIZE
+    horovod   (HOROVOD_ before each:) RANK, SIZE, LOCAL_RANK, LOCAL_SIZE
+    mpich     PMI_RANK            PMI_SIZE              MPI_LOCALRANKID           MPI_LOCALNRANKS
+    pals      PALS_RANKID         PMI_SIZE              PALS_LOCAL_RANKID         PALS_LOCAL_SIZE
+    pals      PMI_RANK            PMI_SIZE              PMI_LOCAL_RANK            PMI_LOCAL_SIZE
+    flux      FLUX_TASK_RANK      FLUX_JOB_SIZE         FLUX_TASK_LOCAL_ID        FLUX_JOB_NNODES
+    slurm     SLURM_PROCID        SLURM_STEP_NUM_TASKS  SLURM_LOCALID             SLURM_STEP_TASKS_PER_NODE
+    flagcx    FLAGCX_RANK         FLAGCX_SIZE           FLAGCX_LOCAL_RANK         FLAGCX_LOCAL_SIZE
 
 Launchers are started by launchers (``srun torchrun``, mpirun in a Slurm step), so several rows may be
-set. The innermost one counts: the table is in that order. ``RANK`` and ``WORLD_SIZE`` may also be set by
-hand; without ``TORCHELASTIC_RUN_ID``, which torchrun sets, they must agree with the other rows.
+set. The innermost one counts: the table is in that order, and flagcx is last because its launcher removes the
+other rows from its ranks' environment (``without_launchers``), so that one that is set beside it was set by a
+launcher that a rank started. ``RANK`` and ``WORLD_SIZE`` may also be set by hand, and then come after flagcx;
+without ``TORCHELASTIC_RUN_ID``, which torchrun sets, they must agree with MPI's. (mpich is Intel MPI too.)
+
+A launcher of which only a trace is found, such as prterun's ``PMIX_RANK``, is refused: its ranks would
+otherwise be as many jobs of one rank.
 """
 
 from __future__ import annotations
@@ -41,7 +52,7 @@ class Identity:
         host: The host's name together with the boot id of its kernel. Equal on two ranks only if they
             run on one host.
         job: Tells this job from others of the same user.
-        launcher: "flagcx", "torchrun", "openmpi", "mpich", "slurm" or "alone".
+        launcher: Its name in the table above, or "alone".
     """
 
     rank: int
@@ -63,20 +74,55 @@ class _Names(NamedTuple):
     local_size: str
 
 
-_FLAGCX = _Names("flagcx", "FLAGCX_RANK", "FLAGCX_SIZE", "FLAGCX_LOCAL_RANK", "FLAGCX_LOCAL_SIZE")
+def _alike(launcher: str, prefix: str) -> _Names:
+    return _Names(launcher, *(prefix + name for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
+
+
+_FLAGCX = _alike("flagcx", "FLAGCX_")
 _TORCHRUN = _Names("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-_OPENMPI = _Names(
-    "openmpi", *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
-)
+_OPENMPI = _alike("openmpi", "OMPI_COMM_WORLD_")
+_MVAPICH = _alike("mvapich", "MV2_COMM_WORLD_")
+_JSRUN = _alike("jsrun", "JSM_NAMESPACE_")
+_HOROVOD = _alike("horovod", "HOROVOD_")
+_PALS = _Names("pals", "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE")
+_PALS_BY_PMI = _Names("pals", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")
 _MPICH = _Names("mpich", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+_FLUX = _Names("flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", "FLUX_JOB_NNODES")
 _SLURM = _Names("slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
+_OTHERS = (_OPENMPI, _MVAPICH, _JSRUN, _HOROVOD, _MPICH, _PALS, _PALS_BY_PMI, _FLUX, _SLURM)
+_BY_PMI = (_MPICH, _PALS, _PALS_BY_PMI)
+"""These share names, of which Flux and Slurm set some too; the whole row counts."""
+_SIZE_TELLS = (_FLAGCX, _TORCHRUN, _OPENMPI, _MVAPICH, _JSRUN, _HOROVOD, _MPICH)
+"""Rows whose size, set alone, shows that the launcher was there."""
+
 _JOB_VARIABLES = MappingProxyType(
     {
         "torchrun": (_TORCHRUN_MARK, "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"),
         "openmpi": ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+        "mvapich": ("MPIRUN_ID", "MPIRUN_HOST", "MPIRUN_PORT"),
+        "jsrun": ("LSB_JOBID", "JSM_NAMESPACE_ID"),
+        "horovod": ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"),
+        "pals": ("PALS_APID",),
+        "flux": ("FLUX_JOB_ID",),
         "slurm": ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
     }
 )
+_TRACES = MappingProxyType(
+    {
+        "PMIX_RANK": "prterun, or another launcher that speaks PMIx",
+        "PMI_ID": "a launcher that speaks PMI",
+        "MPIRUN_RANK": "MVAPICH's mpirun_rsh",
+        "MVP_COMM_WORLD_LOCAL_RANK": "MVAPICH's mpirun_rsh",
+        "PALS_RANKID": "PALS",
+        "FLUX_TASK_RANK": "flux run",
+        "ALPS_APP_PE": "aprun",
+        "MPI_RANKID": "Platform MPI's mpirun",
+        "MP_CHILD": "poe",
+        "MPT_LRANK": "MPT's mpiexec",
+    }
+)
+_OF_THE_LAUNCHER = ("FLAGCX_JOB", "FLAGCX_STORE_ADDRESS", "FLAGCX_STORE_KEY")
+_CONNECTIONS = ("PMIX_", "PMI_", "PMI2_")
 
 
 def identify(environ: Mapping[str, str]) -> Identity:
@@ -96,17 +142,56 @@ def identify(environ: Mapping[str, str]) -> Identity:
         >>> identify({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}).rank
         1
     """
-    for names in (_FLAGCX, _TORCHRUN, _OPENMPI, _MPICH, _SLURM):
-        if not _is_set(names, environ):
-            continue
-        if names is _MPICH and _MPICH.local_rank not in environ and _is_set(_SLURM, environ):
-            names = _SLURM  # srun --mpi=pmi2 sets PMI_RANK, and not MPICH's local names.
-        rank, size, local_rank, local_size = _numbers(names, environ)
-        if names is _TORCHRUN and _TORCHRUN_MARK not in environ:
-            _check_agreement(names, rank, size, environ)
-        job = _job(names.launcher, environ)
-        return Identity(rank, size, local_rank, local_size, host_name(), job, names.launcher)
-    return Identity(0, 1, 0, 1, host_name(), "alone", "alone")
+    environ = of_the_job(environ)
+    names = _innermost(environ)
+    if names is None:
+        _refuse_traces(environ)
+        return Identity(0, 1, 0, 1, host_name(), "alone", "alone")
+    rank, size, local_rank, local_size = _numbers(names, environ)
+    if names is _TORCHRUN and _TORCHRUN_MARK not in environ:
+        _check_agreement(names, rank, size, environ)
+    job = _job(names.launcher, environ)
+    return Identity(rank, size, local_rank, local_size, host_name(), job, names.launcher)
+
+
+def of_the_job(environ: Mapping[str, str]) -> dict[str, str]:
+    """An environment without what ``flagcx run`` told its rank, where the rank started another launcher."""
+    names = _innermost(environ)
+    if not _is_set(_FLAGCX, environ) or names is _FLAGCX:
+        return dict(environ)
+    dropped = {*_FLAGCX[1:], *_OF_THE_LAUNCHER}
+    return {name: value for name, value in environ.items() if name not in dropped}
+
+
+def without_launchers(environ: Mapping[str, str]) -> dict[str, str]:
+    """An environment without the names in the table: for the ranks of a new job of ``flagcx run``."""
+    dropped = {name for names in (_TORCHRUN, *_OTHERS) for name in names[1:]} | {_TORCHRUN_MARK, *_TRACES}
+    dropped -= {_FLUX.size, _FLUX.local_size}  # They belong to the allocation too.
+    return {
+        name: value
+        for name, value in environ.items()
+        if name not in dropped and (not name.startswith(_CONNECTIONS) or name.startswith("PMIX_MCA_"))
+    }
+
+
+def _innermost(environ: Mapping[str, str]) -> _Names | None:
+    """The row of the table that counts; None if there is none."""
+    rows = [_TORCHRUN, *_OTHERS, _FLAGCX]
+    if _TORCHRUN_MARK not in environ and _is_set(_FLAGCX, environ):
+        rows = [*_OTHERS, _FLAGCX, _TORCHRUN]
+    found = [names for names in rows if _is_set(names, environ)]
+    whole = [names for names in found if names not in _BY_PMI or all(name in environ for name in names[1:])]
+    return next(iter(whole + found), None)
+
+
+def _refuse_traces(environ: Mapping[str, str]) -> None:
+    for name, launcher in _TRACES.items():
+        if name in environ:
+            raise BootstrapError(
+                f"{name}={environ[name]!r} is set, so {launcher} started this process as one of several, and "
+                f"nothing says of how many; start the ranks with mpirun, srun, torchrun or flagcx run, or "
+                f"give each RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE (or unset {name} to run alone)"
+            )
 
 
 def host_name() -> str:
@@ -132,7 +217,7 @@ def _is_set(names: _Names, environ: Mapping[str, str]) -> bool:
         # A batch script and the shell of an allocation have SLURM_PROCID or SLURM_NTASKS too, and are
         # no task of a step; only srun sets both of these.
         return names.rank in environ and names.size in environ
-    return names.rank in environ or names.size in environ
+    return names.rank in environ or (names in _SIZE_TELLS and names.size in environ)
 
 
 def _numbers(names: _Names, environ: Mapping[str, str]) -> tuple[int, int, int, int]:
@@ -158,7 +243,9 @@ def _numbers(names: _Names, environ: Mapping[str, str]) -> tuple[int, int, int, 
             f"or start the ranks with flagcx run, torchrun, mpirun or srun, which set all of them"
         )
     local_rank = _integer(names.local_rank, environ)
-    local_size = _slurm_local_size(environ) if names is _SLURM else _integer(names.local_size, environ)
+    local_size = {_SLURM: _slurm_local_size, _FLUX: _flux_local_size}.get(
+        names, lambda environ: _integer(names.local_size, environ)
+    )(environ)
     if not 1 <= local_size <= size:
         raise BootstrapError(
             f"{names.local_size}={local_size} contradicts {names.size}={size}; expected 1 to {size}"
@@ -186,6 +273,18 @@ def _slurm_local_size(environ: Mapping[str, str]) -> int:
     return counts[host_index]
 
 
+def _flux_local_size(environ: Mapping[str, str]) -> int:
+    """Flux tells how many hosts there are, and gives each as many ranks where that comes out even."""
+    size, hosts = _integer(_FLUX.size, environ), _integer(_FLUX.local_size, environ)
+    if hosts < 1 or size % hosts:
+        raise BootstrapError(
+            f"{_FLUX.size}={size} ranks are spread unevenly over {_FLUX.local_size}={hosts} hosts, so it is "
+            f"not known how many are here; use flux run --tasks-per-node, or set RANK, WORLD_SIZE, "
+            f"LOCAL_RANK and LOCAL_WORLD_SIZE"
+        )
+    return size // hosts
+
+
 def _integer(name: str, environ: Mapping[str, str]) -> int:
     try:
         return int(environ[name])
@@ -209,12 +308,13 @@ def _check_agreement(names: _Names, rank: int, size: int, environ: Mapping[str, 
 def _job(launcher: str, environ: Mapping[str, str]) -> str:
     if "FLAGCX_JOB" in environ or launcher == "flagcx":
         return environ.get("FLAGCX_JOB", launcher)
-    if launcher == "mpich":
-        return _hydra_job()
-    return "-".join([launcher, *(environ[name] for name in _JOB_VARIABLES[launcher] if name in environ)])
+    told = [environ[name] for name in _JOB_VARIABLES.get(launcher, ()) if name in environ]
+    if told or launcher in ("torchrun", "openmpi", "slurm"):
+        return "-".join([launcher, *told])
+    return _hydra_job(launcher)
 
 
-def _hydra_job() -> str:
+def _hydra_job(launcher: str) -> str:
     """MPICH gives its job no name, but all ranks of a host descend from one process, its proxy."""
     pid = "self"
     try:
@@ -222,12 +322,12 @@ def _hydra_job() -> str:
             pid = _stat(pid)[1][1]
             name, numbers = _stat(pid)
             if name.startswith("hydra"):
-                return f"mpich-{pid}-{numbers[19]}"
+                return f"{launcher}-{pid}-{numbers[19]}"
     except (OSError, IndexError):
         pass
     raise BootstrapError(
-        "PMI_RANK is set, but no hydra process is among this rank's ancestors, so its job has no name; start "
-        "the ranks with mpirun, or set FLAGCX_JOB to a name that all ranks of this job share"
+        f"{launcher} started this rank, but no hydra process is among its ancestors, so its job has no name; "
+        f"start the ranks with mpirun, or set FLAGCX_JOB to a name that all ranks of this job share"
     )
 
 

@@ -47,7 +47,7 @@ class RankPage:
 
     def __init__(self, fields: Fields) -> None:
         self._fields: Fields = {"pid": os.getpid(), **fields}
-        self._lock, self._owner, self._turn = threading.Lock(), os.getpid(), 0
+        self._lock, self._owner, self._turn = threading.RLock(), os.getpid(), 0
         self._entries: list[weakref.ref[CommunicatorEntry]] = []
         self.record: Callable[[BaseException], str] = lambda error: ""
         try:

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from flagcx.bootstrap import wire
-from flagcx.bootstrap.sockets import close_in_forked_child, parse_address, tune
+from flagcx.bootstrap.sockets import close_in_forked_child, is_own_user, parse_address, tune
 from flagcx.bootstrap.store import Store
 from flagcx.bootstrap.store_state import StoreAnswer, StoreRequest
 from flagcx.errors import (
@@ -209,6 +209,8 @@ def open_connection(address: str, timeout_s: float, rank: int) -> Connection:
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             link.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(_MARGIN_S), 0))
         tune(link)
+        if not is_own_user(link):
+            raise OSError("another user listens there")
     except OSError as error:
         link.close()
         raise BootstrapError(

@@ -6,16 +6,19 @@ started by                   where the store is, and how the other ranks find it
 alone                        in the process itself; no socket
 flagcx run, fc.launch        in the launcher, which sets ``FLAGCX_STORE_ADDRESS`` and
                              ``FLAGCX_STORE_KEY`` for its ranks
-any other, with              in rank 0, at that address (``host:port``)
-``FLAGCX_STORE_ADDRESS``
+any other, with              in rank 0, at that address (``host:port``); several hosts need
+``FLAGCX_STORE_ADDRESS``     ``FLAGCX_STORE_KEY`` too
 any other, one host          in rank 0, on an abstract Unix socket, whose name is in a file that only
                              this user can read, until all ranks are connected
 torchrun, several hosts      in rank 0, on the first free port after ``MASTER_PORT`` at
-                             ``MASTER_ADDR``
+                             ``MASTER_ADDR``, with ``FLAGCX_STORE_KEY``
 mpirun, srun, several hosts  in rank 0, on TCP; MPI broadcasts the addresses and the key
 ===========================  =====================================================================
 
-A file or port of another job does no harm: a rank joins only a store that proves to know the key.
+A file or port of another job does no harm: a rank joins only a store that proves to know the key, and a
+store takes only ranks that do. The key is a secret of the job: random, and handed over by the launcher, by a
+file that this user alone can read, or by MPI; where there is none of these, the user sets it. On a Unix
+socket both ends also see that the other is the same user.
 """
 
 from __future__ import annotations
@@ -25,28 +28,34 @@ import contextlib
 import fcntl
 import hashlib
 import json
-import os
+import math
 import secrets
 import socket
-import stat
 import struct
 import sys
-import tempfile
 import time
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flagcx.bootstrap.environment import Identity
+from flagcx.bootstrap.announcement import (
+    Place,
+    private_directory,
+    read_file,
+    remove_stale_files,
+    unusable,
+    write_file,
+)
+from flagcx.bootstrap.environment import Identity, of_the_job
 from flagcx.bootstrap.remote_store import RefusedError, RemoteStore
-from flagcx.bootstrap.sockets import parse_address
 from flagcx.bootstrap.store import LocalStore, Store, StoreServer
 from flagcx.config import Config
 from flagcx.errors import BootstrapError, MissingDependencyError
 
 _ADDRESS = "FLAGCX_STORE_ADDRESS"
 _KEY = "FLAGCX_STORE_KEY"
+_SHORTEST_KEY_NBYTES = 16
 _PORTS_TRIED = 16
 _ADDRESSES_TOLD = 64
 _LINGER_S = 1.0
@@ -70,6 +79,7 @@ def connect(identity: Identity, config: Config, environ: Mapping[str, str]) -> S
     """
     if identity.size == 1:
         return LocalStore()
+    environ = of_the_job(environ)
     deadline = time.monotonic() + config.init_timeout_s
     server: StoreServer | None = None
     if identity.launcher == "flagcx":
@@ -88,25 +98,28 @@ def connect(identity: Identity, config: Config, environ: Mapping[str, str]) -> S
     return store
 
 
-class _Place(NamedTuple):
-    """Where a store may be, and the key that it must know."""
+class _Search(NamedTuple):
+    """How the store is looked for.
 
-    address: str
-    authkey: bytes
+    Attributes:
+        places: Gives the places where it may be by now.
+        remedy: What may be wrong if it never has one.
+    """
+
+    places: Callable[[], list[Place]]
+    remedy: str = "Did rank 0 start, and call init?"
 
 
-Search = Callable[[], list[_Place]]
-"""Gives the places where the store may be by now."""
-
-
-def _join(identity: Identity, search: Search, deadline: float) -> RemoteStore:
+def _join(identity: Identity, search: _Search, deadline: float) -> RemoteStore:
     """Tries the places of the search until a store proves to be the job's."""
     pause_s, patience_s, reason = 0.001, 1.0, "rank 0 has not said where it is"
     while True:
-        places = search()
+        places = search.places()
         for place in places:
             # Of several addresses some may be unreachable, which a connection finds out only by a time-out.
-            longest_s = 10.0 if len(places) == 1 else patience_s
+            longest_s = (
+                math.inf if identity.launcher == "flagcx" else 10.0 if len(places) == 1 else patience_s
+            )
             patience_s = min(2 * patience_s, 10.0) if place is places[-1] else patience_s
             longest_s = max(0.1, min(longest_s, deadline - time.monotonic()))
             try:
@@ -120,47 +133,57 @@ def _join(identity: Identity, search: Search, deadline: float) -> RemoteStore:
         if time.monotonic() >= deadline:
             raise BootstrapError(
                 f"rank {identity.rank} of {identity.size} (started by {identity.launcher}) did not find the "
-                f"store of job {identity.job!r} in time: {reason}. Did rank 0 start, and call init?",
+                f"store of job {identity.job!r} in time: {reason}. {search.remedy}",
                 rank=0,
             )
         time.sleep(pause_s)
         pause_s = min(0.02, pause_s * 2)
 
 
-def _announced(environ: Mapping[str, str]) -> Search:
+def _announced(environ: Mapping[str, str]) -> _Search:
     missing = [name for name in (_ADDRESS, _KEY) if name not in environ]
     if missing:
         raise BootstrapError(
             f"FLAGCX_RANK is set but {' and '.join(missing)} not; start the ranks with flagcx run or "
             f"fc.launch, or unset the FLAGCX_* variables to run alone"
         )
-    return _fixed(_Place(environ[_ADDRESS], _key(environ)))
+    return _fixed(Place(environ[_ADDRESS], _key(environ)))
 
 
-def _fixed(*places: _Place) -> Search:
-    return lambda: list(places)
+def _fixed(*places: Place) -> _Search:
+    return _Search(lambda: list(places))
 
 
-def _key(environ: Mapping[str, str], job: str = "") -> bytes:
-    """``FLAGCX_STORE_KEY``, or else a key that follows from the job's name.
+def _key(environ: Mapping[str, str]) -> bytes:
+    """``FLAGCX_STORE_KEY``: a secret of the job's ranks, without which strangers could join.
 
-    The latter keeps other jobs out, not an attacker who knows the name; in a network that is not trusted, set
-    ``FLAGCX_STORE_KEY``. (In no case does a store execute anything that it receives.)
+    Raises:
+        BootstrapError: It is not set, or is no key.
     """
-    if _KEY in environ:
-        try:
-            return bytes.fromhex(environ[_KEY])
-        except ValueError:
-            raise BootstrapError(f"{_KEY} must be hexadecimal digits, two for each byte") from None
-    return hashlib.sha256(b"flagcx store key\0" + job.encode()).digest()
+    if _KEY not in environ:
+        raise BootstrapError(
+            f"{_KEY} is not set, and the ranks are on several hosts, where whoever reaches rank 0's port "
+            f"could join the job; make a key (python -c 'import secrets; print(secrets.token_hex(16))') and "
+            f"set {_KEY} to it on all ranks"
+        )
+    try:
+        key = bytes.fromhex(environ[_KEY])
+    except ValueError:
+        raise BootstrapError(f"{_KEY} must be hexadecimal digits, two for each byte") from None
+    if len(key) < _SHORTEST_KEY_NBYTES:
+        raise BootstrapError(
+            f"{_KEY} has {len(key)} bytes, which can be guessed; expected at least {_SHORTEST_KEY_NBYTES}, "
+            f"of two hexadecimal digits each"
+        )
+    return key
 
 
-def _host(identity: Identity, environ: Mapping[str, str]) -> tuple[StoreServer, Search]:
+def _host(identity: Identity, environ: Mapping[str, str]) -> tuple[StoreServer, _Search]:
     """Rank 0's part where it runs the store: starts it and lets the other ranks find it."""
-    if _ADDRESS in environ:
-        server = _serve(identity, environ[_ADDRESS], _key(environ, environ[_ADDRESS]))
-    elif identity.local_size == identity.size:
-        server = _serve_by_file(_file(identity, environ), identity)
+    if _meets_by_file(identity, environ):
+        server = _serve_by_file(_file(identity, environ), identity, environ.get(_ADDRESS))
+    elif _ADDRESS in environ:
+        server = _serve(identity, environ[_ADDRESS], _key(environ))
     elif identity.launcher == "torchrun":
         server = _serve_at_master(identity, environ)
     else:
@@ -169,22 +192,31 @@ def _host(identity: Identity, environ: Mapping[str, str]) -> tuple[StoreServer, 
         addresses = [f"tcp:{address}:{port}" for address in _own_addresses()[:_ADDRESSES_TOLD]]
         _broadcast(identity, {"addresses": addresses, "key": server.authkey.hex()})
     own = server.address.replace("tcp:0.0.0.0:", "tcp:127.0.0.1:")
-    return server, _fixed(_Place(own, server.authkey))
+    return server, _fixed(Place(own, server.authkey))
 
 
-def _search(identity: Identity, environ: Mapping[str, str]) -> Search:
+def _search(identity: Identity, environ: Mapping[str, str]) -> _Search:
     """The other ranks' part."""
-    if _ADDRESS in environ:
-        return _fixed(_Place(environ[_ADDRESS], _key(environ, environ[_ADDRESS])))
-    if identity.local_size == identity.size:
+    if _meets_by_file(identity, environ):
         path = _file(identity, environ)
-        return lambda: _read_file(path)
+        remedy = (
+            f"Rank 0 writes {path} when it calls init; if TMPDIR or XDG_RUNTIME_DIR differs between the "
+            f"ranks, set it alike, or set {_ADDRESS}=127.0.0.1:PORT and {_KEY} on all"
+        )
+        return _Search(lambda: read_file(path), remedy)
+    if _ADDRESS in environ:
+        return _fixed(Place(environ[_ADDRESS], _key(environ)))
     if identity.launcher == "torchrun":
-        key = _key(environ, identity.job)
-        return _fixed(*(_Place(address, key) for address in _master_addresses(environ)))
+        key = _key(environ)
+        return _fixed(*(Place(address, key) for address in _master_addresses(environ)))
     message = _broadcast(identity, None)
     nearest = sorted(message["addresses"], key=_distance(_own_addresses()))
-    return _fixed(*(_Place(address, bytes.fromhex(message["key"])) for address in nearest))
+    return _fixed(*(Place(address, bytes.fromhex(message["key"])) for address in nearest))
+
+
+def _meets_by_file(identity: Identity, environ: Mapping[str, str]) -> bool:
+    """Whether the ranks find address and key in a file: all are on one host, and the user has set no key."""
+    return identity.local_size == identity.size and not (_ADDRESS in environ and _KEY in environ)
 
 
 def _serve(identity: Identity, address: str | None, authkey: bytes | None, **options: Any) -> StoreServer:
@@ -219,19 +251,19 @@ def _end(store: weakref.ref[RemoteStore], server: weakref.ref[StoreServer] | Non
 # One host: a file.
 
 
-def _serve_by_file(path: Path, identity: Identity) -> StoreServer:
+def _serve_by_file(path: Path, identity: Identity, address: str | None) -> StoreServer:
     def remove() -> None:
         with contextlib.suppress(OSError):
             path.unlink()
 
-    _remove_stale_files(path.parent)
-    server = _serve(identity, None, None, on_complete=remove)
+    remove_stale_files(path.parent)
+    server = _serve(identity, address, None, on_complete=remove)
     atexit.register(remove)
     try:
-        _write_file(path, {"address": server.address, "key": server.authkey.hex()})
-    except BaseException:
+        write_file(path, Place(server.address, server.authkey))
+    except OSError as error:
         server.close()
-        raise
+        raise unusable(path, error) from error
     return server
 
 
@@ -240,71 +272,12 @@ def _file(identity: Identity, environ: Mapping[str, str]) -> Path:
     return private_directory(environ) / f"{name}.json"
 
 
-def private_directory(environ: Mapping[str, str]) -> Path:
-    """A directory of this user alone, made if it is not there.
-
-    Raises:
-        BootstrapError: It is another user's, or other users can enter it.
-    """
-    runtime = environ.get("XDG_RUNTIME_DIR")
-    if runtime and _is_private(Path(runtime)):
-        directory = Path(runtime) / "flagcx"
-    else:
-        directory = Path(tempfile.gettempdir()) / f"flagcx-{os.getuid()}"
-    with contextlib.suppress(FileExistsError):
-        directory.mkdir(mode=0o700)
-    if not _is_private(directory):
-        raise BootstrapError(
-            f"{directory} must be a directory that user {os.getuid()} owns and nobody else can enter (mode "
-            f"0700); remove it, or set XDG_RUNTIME_DIR to one that is"
-        )
-    return directory
-
-
-def _is_private(directory: Path) -> bool:
-    try:
-        status = directory.lstat()
-    except OSError:
-        return False
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
-
-
-def _write_file(path: Path, content: dict[str, str]) -> None:
-    """Writes the file whole or not at all, in place of one that a dead job of this name may have left."""
-    draft = path.with_suffix(f".{os.getpid()}")
-    with contextlib.suppress(FileNotFoundError):
-        draft.unlink()
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="ascii") as file:
-        json.dump(content, file)
-    draft.replace(path)
-
-
-def _remove_stale_files(directory: Path) -> None:
-    """Removes files whose store has ended. (A store listens before its file is there.)"""
-    for path in directory.glob("*.json"):
-        with contextlib.suppress(OSError, IndexError), socket.socket(socket.AF_UNIX) as probe:
-            try:
-                probe.connect(parse_address(_read_file(path)[0].address)[1])
-            except ConnectionRefusedError:
-                path.unlink()
-
-
-def _read_file(path: Path) -> list[_Place]:
-    """Reads the file. One that a dead job left leads nowhere: its socket went with its process."""
-    try:
-        content = json.loads(path.read_text(encoding="ascii"))
-        return [_Place(content["address"], bytes.fromhex(content["key"]))]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
-
-
 # Several hosts: torchrun.
 
 
 def _serve_at_master(identity: Identity, environ: Mapping[str, str]) -> StoreServer:
     """Listens at MASTER_ADDR on a port after MASTER_PORT, which is torch's own."""
-    key = _key(environ, identity.job)
+    key = _key(environ)
     problem: BootstrapError | None = None
     for address in _master_addresses(environ):
         # The name may be one by which only other hosts know this host; then listen on all interfaces.

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
 import secrets
@@ -33,27 +34,13 @@ from typing import Any
 from flagcx.bootstrap import wire
 from flagcx.bootstrap.generations import Generations
 from flagcx.bootstrap.membership import Membership
+from flagcx.bootstrap.peer import Peer
 from flagcx.bootstrap.sockets import close_in_forked_child, format_address, is_own_user, listen, tune
 from flagcx.bootstrap.store_state import NOTES, OBSERVER, Answers
 
+logger = logging.getLogger("flagcx")
+
 _MAX_STRANGERS = 256
-
-
-class _Peer:
-    """A connection: a stranger's (rank -1) until it has shown the key, then a rank's.
-
-    Attributes:
-        joined: Whether it is a rank's that has not left.
-    """
-
-    def __init__(self, connection: socket.socket, deadline: float) -> None:
-        self.socket = connection
-        self.deadline = deadline
-        self.nonce = secrets.token_bytes(wire.NONCE_NBYTES)
-        self.reader = wire.FrameReader(wire.MAX_GREETING_NBYTES)
-        self.outbox = bytearray()
-        self.rank = -1
-        self.joined = False
 
 
 class StoreServer:
@@ -101,7 +88,7 @@ class StoreServer:
         self._selector = selectors.DefaultSelector()
         self._waker, self._woken = socket.socketpair()
         self._calls: deque[Callable[[], object]] = deque()
-        self._peers: dict[_Peer, None] = {}
+        self._peers: dict[Peer, None] = {}
         self._members = Generations(size) if elastic else Membership(size)
         self.blaming: set[int] = set()
         self._ended = False
@@ -230,7 +217,7 @@ class StoreServer:
         first = min(deadlines, default=math.inf)
         return None if first == math.inf else max(0.0, first - time.monotonic())
 
-    def _strangers(self) -> list[_Peer]:
+    def _strangers(self) -> list[Peer]:
         """The connections that have not shown the key yet, oldest first."""
         return [peer for peer in self._peers if peer.rank < 0]
 
@@ -243,13 +230,17 @@ class StoreServer:
             self._drop_strangers(keep=0)
             time.sleep(0.01)
             return
-        if not is_own_user(connection):
+        try:
+            welcome = is_own_user(connection)
+            connection.setblocking(False)
+            tune(connection)
+        except OSError:  # It has gone already.
+            welcome = False
+        if not welcome:
             connection.close()
             return
         self._drop_strangers(keep=_MAX_STRANGERS - 1)
-        connection.setblocking(False)
-        tune(connection)
-        peer = _Peer(connection, time.monotonic() + self._handshake_s)
+        peer = Peer(connection, time.monotonic() + self._handshake_s)
         self._peers[peer] = None
         self._selector.register(connection, selectors.EVENT_READ, lambda events: self._attend(peer, events))
         self._send(peer, wire.MAGIC + peer.nonce)
@@ -259,7 +250,7 @@ class StoreServer:
         for peer in strangers[: max(0, len(strangers) - keep)]:
             self._drop(peer)
 
-    def _attend(self, peer: _Peer, events: int) -> None:
+    def _attend(self, peer: Peer, events: int) -> None:
         if events & selectors.EVENT_WRITE:
             self._flush(peer)
         if not events & selectors.EVENT_READ or peer not in self._peers:
@@ -281,10 +272,14 @@ class StoreServer:
         except wire.MalformedError as error:
             self._drop(peer, f"it sent an invalid message ({error})")
             return
+        except Exception as error:  # Whatever one connection brings about, the others' store goes on.
+            logger.exception("a message of rank %d ended its connection", peer.rank)
+            self._drop(peer, f"its message could not be dealt with ({error!r})")
+            return
         if not data:
             self._drop(peer)
 
-    def _greet(self, peer: _Peer, payload: bytes) -> None:
+    def _greet(self, peer: Peer, payload: bytes) -> None:
         """Lets a stranger in, as a rank, if it knows the key and the rank may join."""
         client_nonce, shown = payload[: wire.NONCE_NBYTES], payload[wire.NONCE_NBYTES :][: wire.PROOF_NBYTES]
         claim = payload[wire.NONCE_NBYTES + wire.PROOF_NBYTES :]
@@ -314,23 +309,25 @@ class StoreServer:
             on_complete, self._on_complete = self._on_complete, None
             on_complete()
 
-    def _receive(self, peer: _Peer, payload: bytes) -> None:
+    def _receive(self, peer: Peer, payload: bytes) -> None:
         header, body = wire.unpack(payload)
         if not peer.joined:
             raise wire.MalformedError("a request after it had left")
         if header.get("kind") == "leave":
+            _, blames = wire.read_end(header)
             peer.joined = False
-            if header.get("blames") is True:
+            if blames:
                 self.blaming.add(peer.rank)
             self._deliver(self._members.leave(peer.rank))
         elif header.get("kind") == "abort":
-            self._drop(peer, str(header.get("detail")))
+            detail, _ = wire.read_end(header)
+            self._drop(peer, detail)
         else:
             request = wire.read_request(header, body, peer.rank, self.size)
             ticket = (peer, header["number"])
             self._deliver(self._members.submit(peer.rank, request, ticket, time.monotonic()))
 
-    def _drop(self, peer: _Peer, how: str = "") -> None:
+    def _drop(self, peer: Peer, how: str = "") -> None:
         """Ends a connection; if it is a rank's that has not left, the rank is lost."""
         if peer.joined:
             peer.joined = False
@@ -354,16 +351,16 @@ class StoreServer:
             if peer in self._peers:
                 self._send(peer, wire.write_answer(number, answer))
 
-    def _notify(self, header: dict[str, Any], peers: list[_Peer]) -> None:
+    def _notify(self, header: dict[str, Any], peers: list[Peer]) -> None:
         message = wire.pack(header)
         for peer in peers:
             self._send(peer, message)
 
-    def _send(self, peer: _Peer, payload: bytes) -> None:
+    def _send(self, peer: Peer, payload: bytes) -> None:
         peer.outbox += wire.frame(payload)
         self._flush(peer)
 
-    def _flush(self, peer: _Peer) -> None:
+    def _flush(self, peer: Peer) -> None:
         """Sends as much as the socket takes now; the rest when it takes more."""
         try:
             while peer.outbox:

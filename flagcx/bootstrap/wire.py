@@ -24,6 +24,8 @@ PROOF_NBYTES = 32
 
 _KINDS = frozenset(("set", "get", "add", "delete", "exchange", "agree"))
 _MAX_TIMEOUT_S = 1e9
+_MAX_HEADER_NBYTES = 1 << 20
+_LONGEST_DETAIL = 10_000
 _LENGTH = struct.Struct("!i")
 _HEADER = struct.Struct("!I")
 
@@ -89,7 +91,7 @@ def unpack(payload: bytes) -> tuple[dict[str, Any], bytes]:
         raise MalformedError(f"a message of {len(payload)} bytes; expected at least {_HEADER.size}")
     (nbytes,) = _HEADER.unpack_from(payload)
     stop = _HEADER.size + nbytes
-    if stop > len(payload):
+    if stop > len(payload) or nbytes > _MAX_HEADER_NBYTES:
         raise MalformedError(f"a header of {nbytes} bytes in a message of {len(payload)}")
     try:
         header = json.loads(payload[_HEADER.size : stop])
@@ -114,8 +116,8 @@ def same_proof(one: bytes, other: bytes) -> bool:
 
 
 def is_integer(value: object) -> bool:
-    """Whether a value of a header is an integer."""
-    return isinstance(value, int) and not isinstance(value, bool)
+    """Whether a value of a header is an integer, of at most 64 bits."""
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 63
 
 
 def write_request(number: int, request: StoreRequest) -> bytes:
@@ -143,23 +145,42 @@ def read_request(header: dict[str, Any], body: bytes, rank: int, size: int) -> S
     Raises:
         MalformedError: It is no request.
     """
-    kind, key, group = header.get("kind"), header.get("key"), header.get("group")
+    kind, key = header.get("kind"), header.get("key")
     amount, timeout_s = header.get("amount", 0), header.get("timeout_s", 0.0)
-    if kind not in _KINDS or not isinstance(key, str) or not is_integer(header.get("number")):
+    if not isinstance(kind, str) or not isinstance(key, str) or not is_integer(header.get("number")):
         raise MalformedError("a request without kind, key and number")
-    if (
-        not is_integer(amount)
-        or not isinstance(timeout_s, (int, float))
-        or not 0 <= timeout_s <= _MAX_TIMEOUT_S
-    ):
+    if kind not in _KINDS:
+        raise MalformedError(f"a request of the unknown kind {kind[:20]!r}")
+    is_time = is_integer(timeout_s) or isinstance(timeout_s, float)
+    if not is_integer(amount) or not is_time or not 0 <= timeout_s <= _MAX_TIMEOUT_S:
         raise MalformedError("a request whose amount or time-out is no number")
-    if group is not None:
-        if not isinstance(group, list) or not all(is_integer(one) and 0 <= one < size for one in group):
-            raise MalformedError("a request whose group is no list of ranks")
-        if rank not in group or len(set(group)) < len(group):
-            raise MalformedError("a request whose group lacks the asking rank or has one twice")
-        group = tuple(group)
+    group = _read_group(header.get("group"), rank, size)
     return StoreRequest(kind, key, body, amount, float(timeout_s), group)
+
+
+def _read_group(group: object, rank: int, size: int) -> tuple[int, ...] | None:
+    if group is None:
+        return None
+    if not isinstance(group, list) or not all(is_integer(one) and 0 <= one < size for one in group):
+        raise MalformedError("a request whose group is no list of ranks")
+    if rank not in group or len(set(group)) < len(group):
+        raise MalformedError("a request whose group lacks the asking rank or has one twice")
+    return tuple(group)
+
+
+def read_end(header: dict[str, Any]) -> tuple[str, bool]:
+    """Reads the message by which a rank leaves or aborts.
+
+    Returns:
+        Why it aborts, and whether it leaves because a peer failed.
+
+    Raises:
+        MalformedError: It is no such message.
+    """
+    detail, blames = header.get("detail", ""), header.get("blames", False)
+    if not isinstance(detail, str) or not isinstance(blames, bool):
+        raise MalformedError("an end whose reason is no text")
+    return detail[:_LONGEST_DETAIL], blames
 
 
 def write_answer(number: int, answer: StoreAnswer) -> bytes:

@@ -10,7 +10,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -58,22 +58,24 @@ class Finding:
 
 
 def doctor(
-    record: str = typer.Argument("", help="A flight record, to be told what went wrong in its job."),
+    record: list[Path] = typer.Argument(  # noqa: B008
+        None, help="A flight record (one file of each host), to be told what went wrong in its job."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print what the flight record says as JSON."),
 ) -> None:
     """Show what this machine offers, and what flagcx finds missing; or what a flight record says."""
     if record:
-        _tell(Path(record), as_json)
+        _tell(record, as_json)
     else:
         _examine_machine()
 
 
-def _tell(path: Path, as_json: bool) -> None:
+def _tell(paths: Sequence[Path], as_json: bool) -> None:
     """Says what a flight record says."""
     from flagcx.cli.status import report
     from flagcx.diagnosis.account import account
 
-    found = account(path)
+    found = account(*paths)
     if as_json:
         said = {
             "job": found.headline,

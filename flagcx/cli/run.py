@@ -17,6 +17,7 @@ from flagcx._launch.ranks import Command, Ranks
 from flagcx._launch.share_gpu import sharing
 from flagcx._launch.signals import Ended, passed_on
 from flagcx._launch.terminal import Terminal
+from flagcx.bootstrap.environment import identify
 from flagcx.config import environment
 from flagcx.errors import LaunchError
 
@@ -25,10 +26,19 @@ _RULE = "=" * 24
 _INTERPRETER = re.compile(r"python[\d.]*")
 
 
+def _count(text: str | int) -> int:
+    if str(text).isdecimal():
+        return int(text)
+    hint = ": flagcx run takes -n, not -np" if text == "p" else ""
+    raise typer.BadParameter(f"{text!r} is not a number of ranks{hint}; write flagcx run -n 2 script.py")
+
+
 def run(
     context: typer.Context,
     script: str = typer.Argument(..., help="The script, or after -m the module; its own arguments follow."),
-    ranks: int = typer.Option(0, "-n", "--ranks", min=0, help="How many ranks; 0: one for each core."),
+    ranks: int = typer.Option(
+        0, "-n", "--ranks", parser=_count, metavar="INTEGER", help="How many ranks; 0: one for each core."
+    ),
     module: bool = typer.Option(False, "-m", "--module", help="SCRIPT is the name of a module."),
     timeout: float = typer.Option(
         0.0, "--timeout", min=0.0, help="End the ranks after so many seconds; 0: never."
@@ -101,6 +111,7 @@ def run_script(
     program = ("-m", script) if module else (script,)
     command = Command((sys.executable, *program, *arguments))
     environ = environment()
+    _refuse_if_started(environ)
     if kill_after_s is not None:
         environ["FLAGCX_KILL_AFTER_S"] = str(kill_after_s)
     terminal = Terminal(size, prefix)
@@ -147,6 +158,19 @@ def _check_script(script: str) -> None:
         )
     if not os.path.exists(script):
         raise LaunchError(f"there is no script {script!r}; to run a module, put -m before its name", rank=0)
+
+
+def _refuse_if_started(environ: Mapping[str, str]) -> None:
+    """Raises where another launcher has started several of this command, each of which would be a job."""
+    outer = identify(environ)
+    by_hand = outer.launcher == "torchrun" and "TORCHELASTIC_RUN_ID" not in environ
+    if outer.size > 1 and outer.launcher != "flagcx" and not by_hand:
+        raise LaunchError(
+            f"{outer.launcher} started this as rank {outer.rank} of {outer.size}; each flagcx run would be a "
+            f"job of its own, {outer.size} that know nothing of each other: leave flagcx run out, and have "
+            f"{outer.launcher} start the script, as in mpirun -n 2 python script.py",
+            rank=outer.rank,
+        )
 
 
 def _describe(failed: Exit, job: Ranks) -> str:

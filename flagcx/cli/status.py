@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from flagcx.diagnosis.state import RankState
     from flagcx.report import Report
 
-_COLUMNS = ("rank", "process", "it", "communicator", "call", "waits for", "since")
+_COLUMNS = ("rank", "process", "it", "communicator", "call", "waits for", "waited")
 
 
 def status(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from flagcx.compression.powersgd import PowerSGD
 from flagcx.compression.reduces import reduce_of, with_shapes
 from flagcx.compression.slot import Slot
 from flagcx.dtypes import DType, Op, ReduceOp, dtype_of, resolve_op
-from flagcx.errors import ArrayError, OperationError
+from flagcx.errors import ArgumentError, ArrayError, OperationError
 from flagcx.executor.host import Executor
 from flagcx.profiler import OperationInfo, RecordedPlan
 from flagcx.profiler.records import Uncounted
@@ -161,7 +162,7 @@ class CompressedPlan:
     ) -> None:
         self._peers, self._slot, self._codec, self._reduce = peers, slot, codec, reduce
         self._shape, self._what, self._count, self._itemsize = shape, what, count, dtype.numpy.itemsize
-        self.sent_nbytes = 0
+        self.sent_nbytes, self._place = 0, (peers.rank, peers.size)
         single = dtype.numpy == np.float32 or (dtype.numpy == np.float64 and codec.lossless)
         self._wide = not single
         self._call: Callable[[Any, Any], object] = self._run
@@ -181,18 +182,21 @@ class CompressedPlan:
             self._ring.mark_sent(self.sent_nbytes)
 
     def _run(self, sendbuf: Any, recvbuf: Any) -> None:
-        before = self._peers.sent_nbytes
+        before, slot = self._peers.sent_nbytes, self._slot
         self._peers.enter(self._what, sendbuf, recvbuf)
+        if slot.resumes:
+            _agree_on_load(self._peers, slot)
+        slot.place = self._place
         x = sendbuf.reshape(-1)
         y = x if recvbuf is sendbuf else recvbuf.reshape(-1)
         if self._wide:
             wide = self._peers.scratch.get("wide", x.size, np.float32, x)
             wide[...] = x
-            self._slot.begin(wide, self._shape)
+            slot.begin(wide, self._shape)
             self._reduce.run(wide, wide)
             y[...] = wide
         else:
-            self._slot.begin(x, self._shape)
+            slot.begin(x, self._shape)
             self._reduce.run(x, y)
         self.sent_nbytes = self._peers.sent_nbytes - before
 
@@ -210,6 +214,33 @@ class FunctionPlan:
 
     def __init__(self, run: Callable[[Any, Any], object]) -> None:
         self.run: Any = run
+
+
+def _agree_on_load(peers: Peers, slot: Slot) -> None:
+    """Compares what the ranks have loaded, at the first call after it.
+
+    Raises:
+        ArgumentError: The ranks have loaded states of different steps.
+    """
+    loaded = peers.numbers([slot.step, *slot.place]).tolist()
+    steps = [step for step, *_ in loaded]
+    if len(set(steps)) > 1:
+        raise ArgumentError(
+            f"ranks have loaded the slot {slot.key!r} of different steps: {steps}, by rank; load states that "
+            f"were saved after the same step"
+        )
+    if all(place == [rank, peers.size] for rank, (_, *place) in enumerate(loaded)):
+        return
+    slot.drop_common()
+    if slot.place != (peers.rank, peers.size):
+        slot.drop_own()
+        warnings.warn(
+            f"rank {peers.rank} of {peers.size} has loaded the memory of slot {slot.key!r} of rank "
+            f"{slot.place[0]} of {slot.place[1]}: its residual and its momentum are dropped, and begin anew "
+            f"at zero; the number of steps and the factors of PowerSGD stay",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def _uses_shape(codec: Any) -> bool:

@@ -231,6 +231,10 @@ class AutoReduce(CodecReduce[Auto]):
 
     def settle(self, itemsize: int = 4) -> Decision:
         """Decides, once; all ranks must call it."""
+        memory = self._slot.memory
+        if self.decision is None and "loaded" in memory:
+            chosen, below = memory.pop("loaded")
+            self.decision = Decision(chosen, f"{chosen}: as in the checkpoint", sparse_below=below)
         if self.decision is None:
             link = self._link()
             own = [int(1e6 * self._speed(codec)) for codec in self._codecs.values()]
@@ -239,6 +243,8 @@ class AutoReduce(CodecReduce[Auto]):
             self.decision = decide(self._count, link, self._codecs, by_name, itemsize)
             if self._peers.rank == 0:
                 _log.info("compression='auto': %s", self.decision.reason)
+        if self._slot.lasting:
+            memory |= {"chosen": self.decision.chosen, "sparse_below": self.decision.sparse_below}
         return self.decision
 
     def run(self, sendbuf: Any, recvbuf: Any) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from flagcx.arguments import on_device
+from flagcx.compression.checkpoint import load_memory, on_host, save_memory
 from flagcx.compression.codec import Scratch, captures, clear_nonfinite, namespace
 from flagcx.errors import ArgumentError
 
@@ -22,7 +24,10 @@ class Slot:
         residual: The part of this rank's gradients that is not sent yet (float32, one dimension), or None.
         velocity: The momentum of this rank's gradients, or None.
         step: Calls so far; the same on every rank.
+        shape: The shape of the caller's arrays, if it matters to the codec.
+        place: The rank, and the number of ranks, of the calls.
         memory: State of the codec's all-reduce, by name.
+        resumes: Whether a state was loaded that no call has used yet.
         plans: The plans of calls with this slot.
         lasting: Whether the slot belongs to one array. Otherwise all arrays of one length share it, and it
             keeps nothing that depends on an array's content.
@@ -50,8 +55,9 @@ class Slot:
         self.velocity: Any = None
         self.step = 0
         self.memory: dict[str, Any] = {}
+        self.place, self.resumes = (0, 1), False
         self._count: int | None = None
-        self._shape: tuple[int, ...] | None = None
+        self.shape: tuple[int, ...] | None = None
 
     def check_shapes(self, shapes: Sequence[tuple[int, ...]]) -> None:
         """Raises ArgumentError where the slot is not one for parameters of these shapes."""
@@ -87,23 +93,24 @@ class Slot:
                     f"the slot {self.key!r} of this Feedback is new: a graph that captures its first call "
                     f"would clear its memory in every replay; make one call before the capture"
                 )
-            self._count, self._shape = x.size, shape
-            xp = namespace(x)
-            if keeps:
-                self.residual = xp.zeros(x.size, np.float32)
-            if self._momentum:
-                self.velocity = xp.zeros(x.size, x.dtype)
+            if self.shape not in (None, shape):
+                raise self._other_shape(shape)
+            self._allocate(x, keeps)
+            self._count, self.shape = x.size, shape
         elif self._count != x.size:
             raise ArgumentError(
                 f"the slot {self.key!r} of this Feedback remembers an array of {self._count} elements, and "
                 f"got one of {x.size}; use a slot for each array: compression=feedback[key]"
             )
-        elif self._shape != shape and self.shapes is None:
-            raise ArgumentError(
-                f"the slot {self.key!r} of this Feedback remembers the matrix of an array of shape "
-                f"{self._shape}, and got an array of shape {shape}; use a slot for each array, or reshape it"
-            )
+        elif self.shape != shape and self.shapes is None:
+            raise self._other_shape(shape)
         self.step += 1
+
+    def _other_shape(self, shape: tuple[int, ...] | None) -> ArgumentError:
+        return ArgumentError(
+            f"the slot {self.key!r} of this Feedback remembers the matrix of an array of shape {self.shape}, "
+            f"and got an array of shape {shape}; use a slot for each array, or reshape it"
+        )
 
     def source(self, x: Any, scratch: Scratch, ranks: int) -> Any:
         """This step's contribution before the residual: clipped, and with momentum.
@@ -143,6 +150,62 @@ class Slot:
         namespace(kept).multiply(self.velocity, np.float32(self._momentum / (1 - self._momentum)), out=whole)
         whole += kept
         return whole
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the slot remembers; see ``Feedback.state_dict``."""
+        state: dict[str, Any] = {"step": self.step, "rank": self.place[0], "ranks": self.place[1]}
+        for name, shape in (("shapes", self.shapes), ("shape", self.shape)):
+            if shape is not None:
+                state[name] = repr(shape)
+        for name, array in (("residual", self.residual), ("velocity", self.velocity)):
+            if array is not None:
+                state[name] = on_host(array)
+        return state | save_memory(self.memory)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over what ``state_dict`` gave. The first call moves it to where the arrays are."""
+        self.reset()
+        self.step, self.place = int(state["step"]), (int(state["rank"]), int(state["ranks"]))
+        self.residual, self.velocity = (
+            np.array(state[name]) if name in state else None for name in ("residual", "velocity")
+        )
+        self.shape = ast.literal_eval(str(state["shape"])) if "shape" in state else None
+        self.memory, self.resumes = load_memory(state), True
+
+    def drop_own(self) -> None:
+        """Drops what the memory has of one rank alone."""
+        self.residual = self.velocity = None
+        self.memory.pop("threshold", None)
+
+    def drop_common(self) -> None:
+        """Drops what the memory has of a number of ranks, and what all of them must have alike."""
+        for name in ("regions", "loaded"):
+            self.memory.pop(name, None)
+
+    def _allocate(self, x: Any, keeps: bool) -> None:
+        """Makes the residual and the velocity for arrays like ``x``, from what was loaded if anything was.
+
+        Raises:
+            ArgumentError: What was loaded is of another length.
+        """
+        xp = namespace(x)
+        for name, kept, dtype in (
+            ("residual", keeps, np.dtype(np.float32)),
+            ("velocity", bool(self._momentum), x.dtype),
+        ):
+            loaded = getattr(self, name) if kept else None
+            if loaded is not None and loaded.size != x.size:
+                raise ArgumentError(
+                    f"the slot {self.key!r} has loaded the {name} of an array of {loaded.size} elements, and "
+                    f"got one of {x.size}"
+                )
+            made = (
+                xp.asarray(loaded, dtype) if loaded is not None else xp.zeros(x.size, dtype) if kept else None
+            )
+            setattr(self, name, made)
+        if "factors" in self.memory:
+            self.memory["factors"] = [xp.asarray(factors) for factors in self.memory["factors"]]
+        self.resumes = False
 
     def sent(self, indices: Any) -> None:
         """Clears the elements that were sent, in the residual and in the momentum that led to it."""

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flagcx.compression.codec import Scratch, namespace
+from flagcx.compression.regions import Regions
 from flagcx.compression.select import largest
 from flagcx.schedule.collectives import cut
 
@@ -50,14 +51,6 @@ class SparseSum:
     indices: Any
     values: Any
     sent: int
-
-
-@dataclass(slots=True)
-class Regions:
-    """The cut of the index range, kept from call to call."""
-
-    bounds: np.ndarray | None = None
-    age: int = 0
 
 
 def sum_sparse(
@@ -110,9 +103,9 @@ def sum_sparse(
 def _renew(peers: Peers, indices: Any, count: int, regions: Regions) -> None:
     """Agrees on regions into which about equally many elements fall."""
     regions.age += 1
-    if regions.bounds is not None and regions.age % KEEP_REGIONS:
-        return
     n, k = peers.size, len(indices)
+    if regions.bounds is not None and len(regions.bounds) == n + 1 and regions.age % KEEP_REGIONS:
+        return
     even = cut(count, n)[1:-1]
     own = [int(indices[k * i // n]) for i in range(1, n)] if k >= n else list(even)
     middle = peers.numbers(own).mean(axis=0).astype(np.int64)

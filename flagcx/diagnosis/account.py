@@ -40,27 +40,33 @@ class Account:
     places: dict[int, list[str]]
 
 
-def account(path: Path) -> Account:
-    """Reads a flight record.
+def account(*paths: Path) -> Account:
+    """Reads a flight record, of which each host of the job may have its own part.
 
     Raises:
-        ArgumentError: The file is none.
+        ArgumentError: A file is none, or they are of different jobs.
     """
-    found = flight_record.read(path)
+    parts = [flight_record.read(path) for path in paths]
+    names = {part.get("job") for part in parts}
+    if len(names) > 1:
+        raise ArgumentError(f"the files are of different jobs: {', '.join(sorted(map(str, names)))}")
+    records = [record for part in parts for record in part["records"]]
     try:
-        return _account(found)
+        return _account({**parts[0], "records": records})
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         problem = f"{type(error).__name__}: {error}"
-        raise ArgumentError(f"{path} is a flight record of another version of flagcx ({problem})") from None
+        raise ArgumentError(
+            f"{paths[0]} is a flight record of another version of flagcx ({problem})"
+        ) from None
 
 
 def _account(found: Mapping[str, Any]) -> Account:
     records = sorted(found["records"], key=lambda record: record["at"])
     last = {record["rank"]: record for record in records}
     states = _states(records, last)
-    hosts = {state.host for state in states.values()}
-    absent = [rank for rank in range(found["size"]) if rank not in states]
-    elsewhere = absent if len(hosts) > 1 else []
+    hosts = found.get("hosts", {})
+    seen = {hosts.get(str(record["rank"])) for record in records}
+    elsewhere = [int(rank) for rank, host in hosts.items() if host not in seen]
     explanation = explain(found["size"], list(states.values()), elsewhere)
     places = {rank: _places(record) for rank, record in last.items()}
     sentences = [*_signals(records), *_end(records)]

@@ -156,8 +156,8 @@ def _waits_in_words(
         waited = max(waiting[rank].waited_s for rank in ranks)
         verb = "waits" if len(ranks) == 1 else "wait"
         for_whom = f"for {name_ranks(few)} " if few else ""
-        since = f", since {_duration(waited)}"
-        sentences.append(f"{name_ranks(ranks)} {verb} {for_whom}in {call}{since}.")
+        how_long = _duration(waited)
+        sentences.append(f"{name_ranks(ranks)} {verb} {for_whom}in {call}, for {how_long}.")
     return sentences
 
 
@@ -188,7 +188,7 @@ def _culprit_in_words(
     last = [
         f"its last call of {_name(p)} was {p.last}" if p.last else f"it has made no call of {_name(p)}"
         for p in state.progress
-        if _place(p) in wanted and p.calls is not None
+        if _place(p) in wanted and (p.last or p.calls == 0)
     ]
     tail = f"; {'; '.join(last)}" if last else ""
     does = f"; it {state.doing}" if state.doing else ""

@@ -24,15 +24,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from flagcx.bootstrap.observe import observe
 from flagcx.bootstrap.rank_page import CommunicatorEntry, PeerStacks, RankPage, read_page
 from flagcx.bootstrap.sockets import close_in_forked_child
 from flagcx.config import Config
 from flagcx.diagnosis import flight_record
 from flagcx.diagnosis.processes import doing
 from flagcx.diagnosis.stacks import stacks
-from flagcx.diagnosis.state import state_of
+from flagcx.diagnosis.state import noted_state, state_of
 from flagcx.diagnosis.surroundings import surroundings
-from flagcx.errors import AbortedError
+from flagcx.errors import AbortedError, BootstrapError
 
 logger = logging.getLogger("flagcx")
 
@@ -40,8 +41,8 @@ _ASK, _QUIT, REFRESH = b"?", b".", b"!"
 _AGAIN_S, _CONSEQUENCE_S = 1.0, 30.0
 """An error, or one that follows from another rank's, is not recorded again within this time."""
 _MOST_CALLS, _MOST_COMMUNICATORS, _MOST_TEXT = 32, 32, 20_000
-_GATHER_S, _END_S = 0.05, 2.0
-_CROWD = 16
+_GATHER_MS, _END_S = 50, 2.0
+_STORE_S, _CROWD = 1.0, 16
 
 Card = Sequence[Any]
 """What a rank tells the others of itself: host, job, process, descriptors of its page and its pipe."""
@@ -60,7 +61,7 @@ class FlightRecorder:
         self._page, self._config, self._directory = page, config, directory
         self._reading, self._writing = os.pipe()
         os.set_blocking(self._writing, False)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a handler of a signal may come to it again
         self._recorded_at = -_CONSEQUENCE_S
         self._peers: dict[int, Card] = {}
         self._neighbour: tuple[int, PeerStacks] | None = None
@@ -90,12 +91,12 @@ class FlightRecorder:
             with contextlib.suppress(OSError, ValueError):
                 peer = self._peers[after[0]]
                 self._neighbour = after[0], PeerStacks(f"/proc/{peer[2]}/fd/{peer[3]}")
-        thread = threading.Thread(target=self._serve, name="flagcx-recorder", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="flagcx-recorder", daemon=True)
         try:
-            thread.start()
+            self._thread.start()
         except RuntimeError:
-            return  # the system has no thread left for it
-        self._thread = thread
+            self._thread = None  # the system has no thread left for it
+            return
         if _is_default(signal.SIGUSR2):
             faulthandler.register(signal.SIGUSR2, self._writing, all_threads=False)
             self._takes_signal = True
@@ -161,18 +162,18 @@ class FlightRecorder:
 
     def _serve(self) -> None:
         """Waits until a rank or ``flagcx status`` asks, or until faulthandler tells of SIGUSR2."""
-        while True:
+        poll = select.poll()
+        poll.register(self._reading, select.POLLIN)
+        while self._thread is not None:
             told = os.read(self._reading, 1 << 16)
-            while select.select([self._reading], [], [], _GATHER_S)[0]:
+            while self._thread is not None and poll.poll(_GATHER_MS):
                 told += os.read(self._reading, 1 << 16)
-            signalled = told.strip(_ASK + _QUIT + REFRESH)
-            if _QUIT in told and not signalled:
-                return
             if REFRESH in told:
                 self._page.refresh()
+            signalled = bool(told.strip(_ASK + _QUIT + REFRESH))
             if signalled or _ASK in told:
                 with self._lock:
-                    self._answer(bool(signalled))
+                    self._answer(signalled)
 
     def _answer(self, signalled: bool) -> None:
         if time.monotonic() - self._recorded_at < _AGAIN_S:
@@ -204,7 +205,8 @@ class FlightRecorder:
         self._recorded_at = time.monotonic()
         try:
             page = self._page.state()
-            job = {name: page[name] for name in ("job", "size", "script", "launcher", "began")}
+            names = ("job", "size", "script", "launcher", "began", "hosts")
+            job = {name: page[name] for name in names if name in page}
             flight_record.add(self._path, job, self._describe(page, reason, error))
         except Exception as problem:  # whatever it is, it must not hide the error that is recorded
             logger.warning("the flight record %s cannot be written: %s", self._path, problem)
@@ -229,12 +231,12 @@ class FlightRecorder:
             **surroundings(self._config),
         }
         if reason != "asked" and not self._is_crowded():
-            described["others"] = [state for q in self._peers if (state := self._state_of(q)) is not None]
+            described["others"] = [*map(self._state_of, self._peers), *_states_elsewhere(page)]
         if self._neighbour is not None and (text := self._neighbour[1].text()):
             described["ended_by_signal"] = {str(self._neighbour[0]): text[:_MOST_TEXT]}
         return described
 
-    def _state_of(self, rank: int) -> dict[str, Any] | None:
+    def _state_of(self, rank: int) -> dict[str, Any]:
         """Where another rank of the host is, as seen from here: it may be stopped."""
         host, _, process, descriptor, *_ = self._peers[rank]
         page = read_page(f"/proc/{process}/fd/{descriptor}")
@@ -242,6 +244,20 @@ class FlightRecorder:
             page = {"rank": rank, "host": host, "communicators": []}
             return state_of(page, process, doing(process)).to_dict()
         return state_of(page, process, doing(process)).to_dict()
+
+
+def _states_elsewhere(page: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Where the ranks of other hosts are, as far as the job's store knows."""
+    hosts = page.get("hosts", {})
+    others = [rank for rank, host in hosts.items() if host != page["host"]]
+    if not others:
+        return []
+    address, key = page["place"]
+    try:
+        found = observe(address, bytes.fromhex(key), _STORE_S)
+    except BootstrapError:
+        return []  # the store ends with the job
+    return [noted_state(rank, hosts[rank], found).to_dict() for rank in others]
 
 
 def tell(process: int, pipe: int, inode: int, word: bytes) -> None:

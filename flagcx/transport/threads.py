@@ -7,49 +7,33 @@ that ends, gives up or makes another call wakes those that wait.
 
 from __future__ import annotations
 
-import json
-import os
-import secrets
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from time import perf_counter_ns
 from typing import NoReturn
 
 import numpy as np
 
 from flagcx.bootstrap.thread_rank import thread_rank
-from flagcx.errors import AbortedError, ArgumentError, MismatchError, PeerDiedError, PeerTimeoutError
+from flagcx.errors import AbortedError, MismatchError, PeerDiedError, PeerTimeoutError
 from flagcx.transport.average import averaging
 from flagcx.transport.base import Call, Plan, TransportContext
+from flagcx.transport.messenger import Message, Messenger
 from flagcx.transport.steps import HostTransport, Messages, MessageSteps
-from flagcx.transport.waits import ON_HOST
+from flagcx.transport.thread_room import MESSAGES, STEPS, Room, Sent, enter_room
+from flagcx.transport.waits import IN_MESSAGES, ON_HOST
 
 _EAGER_NBYTES = 64 << 10
+_LONGEST_REST_S = 0.1
 _MOST_EAGER = 256
 """Messages from one rank to another that are copied at once; a sender that is further ahead waits."""
 _SAME = (
     "every rank must make the same calls in the same order, with the same count, dtype, operation, algorithm "
     "and root"
 )
-
-
-@dataclass(slots=True, eq=False)
-class _Message:
-    """A message on its way.
-
-    Attributes:
-        call: The call that it belongs to, in words.
-        data: The data.
-        taken: Whether the sender may use its array again.
-    """
-
-    call: str
-    data: np.ndarray
-    taken: bool
 
 
 @dataclass(slots=True)
@@ -59,41 +43,6 @@ class _Counts:
     sequence: int = 0
     waited_ns: int = 0
     background: bool = False
-
-
-class _Room:
-    """What the ranks of one communicator share; all of it under ``lock``.
-
-    Attributes:
-        wakes: For each rank, what it waits for.
-        boxes: The messages to each rank from each that have not been received.
-        calls: For each call that not all ranks have made yet: its words, a rank that made it, and how many.
-        waiting: The ranks that wait.
-        closed: How many calls each rank had made that has closed its communicator.
-        failed: Why each rank gave up that did, and the rank at fault.
-        joined: How many ranks have come.
-    """
-
-    def __init__(self, size: int) -> None:
-        self.lock = threading.Lock()
-        self.wakes = [threading.Condition(self.lock) for _ in range(size)]
-        self.boxes: list[list[deque[_Message]]] = [[deque() for _ in range(size)] for _ in range(size)]
-        self.calls: dict[int, list] = {}
-        self.waiting: set[int] = set()
-        self.closed: dict[int, int] = {}
-        self.failed: dict[int, tuple[str, int | None]] = {}
-        self.joined = 0
-
-    def wake_all(self) -> None:
-        """Lets every rank look again."""
-        for wake in self.wakes:
-            wake.notify_all()
-
-
-@lru_cache(maxsize=1)
-def _rooms() -> dict[str, _Room]:
-    """The rooms of this process that not all of their ranks have entered yet."""
-    return {}
 
 
 class ThreadsTransport(HostTransport):
@@ -111,7 +60,8 @@ class ThreadsTransport(HostTransport):
     def __init__(self, context: TransportContext) -> None:
         self.rank, self.size = context.rank, context.size
         self._timeout_s, self._waits = context.config.timeout_s, context.waits
-        self._room = _enter_room(context)
+        self._room = enter_room(context)
+        self.messenger = ThreadsMessenger(self, self._room, context)
         self.progress = counts = self._counts = _Counts()
         if context.waits is not None:
             context.waits.calls[ON_HOST] = lambda: counts.sequence
@@ -134,7 +84,7 @@ class ThreadsTransport(HostTransport):
         self._counts.sequence = number + 1
         with room.lock:
             if room.failed:
-                self._examine(self.rank, words)
+                self.examine(self.rank, words)
             entered = room.calls.setdefault(number, [words, self.rank, 0])
             entered[2] += 1
             if entered[2] == self.size:
@@ -148,35 +98,40 @@ class ThreadsTransport(HostTransport):
 
     def _exchange(self, sends: Messages, receives: Messages, words: str) -> None:
         room, rank = self._room, self.rank
-        left = [(self._send(array.reshape(-1), peer, words), peer) for array, peer in sends]
+        left = [(self.put(STEPS, array.reshape(-1), peer, words), peer) for array, peer in sends]
         for array, peer in receives:
-            box = room.boxes[rank][peer]
+            box = room.boxes[STEPS][rank][peer]
             with room.lock:
                 if not box:
                     self._wait(lambda box=box: box, peer, words)  # type: ignore[misc]
                 message = box.popleft()
-            data, target = message.data, array.reshape(-1)
-            if message.call != words or data.dtype != target.dtype or data.size != target.size:
-                self._refuse(peer, message, words, target)
-            target[...] = data
-            if not message.taken:
-                with room.lock:
-                    message.taken = True
-                    room.wakes[peer].notify_all()
+            self.take_message(message, array.reshape(-1), peer, words)
         for message, peer in left:
             if not message.taken:
                 with room.lock:
                     self._wait(lambda message=message: message.taken, peer, words)  # type: ignore[misc]
 
-    def _send(self, array: np.ndarray, peer: int, words: str) -> _Message:
+    def put(self, lane: int, array: np.ndarray, peer: int, words: str) -> Sent:
+        """Leaves a message for a peer."""
         room = self._room
-        box = room.boxes[peer][self.rank]
+        box = room.boxes[lane][peer][self.rank]
         eager = array.nbytes <= _EAGER_NBYTES and len(box) < _MOST_EAGER
-        message = _Message(words, array.copy() if eager else array, eager)
+        message = Sent(words, array.copy() if eager else array, eager)
         with room.lock:
             box.append(message)
-            room.wakes[peer].notify_all()
+            room.wake(peer)
         return message
+
+    def take_message(self, message: Sent, target: np.ndarray, peer: int, words: str) -> None:
+        """Copies a message that a peer has left, and lets the peer use its array again."""
+        room, data = self._room, message.data
+        if message.call != words or data.dtype != target.dtype or data.size != target.size:
+            self._refuse(peer, message, words, target)
+        target[...] = data
+        if not message.taken:
+            with room.lock:
+                message.taken = True
+                room.wake(peer)
 
     def _wait(self, ready: Callable[[], object], peer: int, words: str) -> None:
         """Waits until ``ready()``, with the lock held; ``words`` is empty for a send or receive.
@@ -186,49 +141,60 @@ class ThreadsTransport(HostTransport):
         """
         room, start, waits = self._room, time.monotonic(), self._waits
         begun = perf_counter_ns()
-        room.waiting.add(self.rank)
+        room.waiting.add((self.rank, STEPS))
         while not ready():
-            self._examine(peer, words)
+            self.examine(peer, words)
             waited_s, why = time.monotonic() - start, ""
             late = waited_s >= self._timeout_s
             if waits is not None:
                 why = waits.look(ON_HOST, _name(words), peer, waited_s, late)
             if late:
-                self._give_up_waiting(peer, words, why)
+                self.give_up_waiting(peer, words, why)
             left = self._timeout_s - waited_s
             room.wakes[self.rank].wait(left if waits is None else min(left, waits.after_s / 5))
         if waits is not None:
             waits.end(ON_HOST)
-        room.waiting.discard(self.rank)  # not after an error: a rank that gives up is not the one at fault
+        room.waiting.discard(
+            (self.rank, STEPS)
+        )  # not after an error: a rank that gives up is not the one at fault
         self._counts.waited_ns += perf_counter_ns() - begun
 
-    def _examine(self, peer: int, words: str) -> None:
+    def examine(self, peer: int, words: str, name: str = "") -> None:
+        """Raises if a rank ended, gave up or died; with the lock held.
+
+        Args:
+            peer: The rank that is waited for.
+            words: The call of all ranks that waits; empty where only the two ranks take part.
+            name: What to call it; ``words`` by default.
+        """
+        name = name or _name(words)
         for q, (reason, culprit) in self._room.failed.items():
             if q == culprit:
                 raise PeerDiedError(
-                    f"rank {q} died, so {_name(words)} on rank {self.rank} cannot go on: {reason}", peer=q
+                    f"rank {q} died, so {name} on rank {self.rank} cannot go on: {reason}", peer=q
                 )
             raise AbortedError(f"rank {q} gave up: {reason}", peer=q if culprit is None else culprit)
         for q, calls in self._room.closed.items():
             if (calls < self._counts.sequence) if words else q == peer:
                 raise PeerDiedError(
                     f"rank {q} has ended or closed its communicator while rank {self.rank} waited in "
-                    f"{_name(words)}; every rank must make the same calls",
+                    f"{name}; every rank must make the same calls",
                     peer=q,
                 )
 
-    def _give_up_waiting(self, peer: int, words: str, why: str) -> NoReturn:
+    def give_up_waiting(self, peer: int, words: str, why: str, name: str = "") -> NoReturn:
         """Names the ranks that keep the rest waiting: those that do not wait themselves."""
-        suspects = [q for q in range(self.size) if q not in self._room.waiting] if words else []
+        waiting = {q for q, _ in self._room.waiting}
+        suspects = [q for q in range(self.size) if q not in waiting] if words else []
         names = ", ".join(f"rank {q}" for q in suspects) or f"rank {peer}"
         raise PeerTimeoutError(
             f"{names} did not take part within {self._timeout_s:g} s (rank {self.rank} waits for rank {peer} "
-            f"in {_name(words)}{why}); it is computing, or stuck elsewhere. A longer time-out: "
+            f"in {name or _name(words)}{why}); it is computing, or stuck elsewhere. A longer time-out: "
             f"fc.init(timeout_s=...) or FLAGCX_TIMEOUT_S",
             peer=suspects[0] if suspects else peer,
         )
 
-    def _refuse(self, peer: int, message: _Message, words: str, target: np.ndarray) -> NoReturn:
+    def _refuse(self, peer: int, message: Sent, words: str, target: np.ndarray) -> NoReturn:
         raise MismatchError(
             f"ranks disagree: rank {peer} sent {_describe(message.data, message.call)}, and rank {self.rank} "
             f"expects {_describe(target, words)}; {_SAME}",
@@ -242,8 +208,9 @@ class ThreadsTransport(HostTransport):
             if room.failed:
                 return  # The error of the rank that failed says more.
             further = [(q, f"called {words}") for n, (words, q, _) in room.calls.items() if n >= made]
-            for q, box in enumerate(room.boxes[self.rank]):
-                further += [(q, f"sent {_describe(message.data, message.call)}") for message in box]
+            for boxes in room.boxes:
+                for q, box in enumerate(boxes[self.rank]):
+                    further += [(q, f"sent {_describe(message.data, message.call)}") for message in box]
         for q, what in further:
             raise MismatchError(
                 f"rank {q} {what}, and rank {self.rank} never did the like; every rank must make the same "
@@ -265,30 +232,88 @@ class ThreadsTransport(HostTransport):
             self._room.wake_all()
 
 
-def _enter_room(context: TransportContext) -> _Room:
-    """Finds the room that rank 0 makes."""
-    token = secrets.token_hex(8)
-    if context.rank == 0:
-        _rooms()[token] = _Room(context.size)
-    try:
-        cards = [json.loads(card) for card in context.exchange(json.dumps([os.getpid(), token]).encode())]
-    except BaseException:
-        _rooms().pop(token, None)
-        raise
-    elsewhere = [(q, pid) for q, (pid, _) in enumerate(cards) if pid != cards[0][0]]
-    room = _rooms().get(cards[0][1])
-    if elsewhere or room is None:
-        _rooms().pop(token, None)
-        q, pid = (elsewhere or [(context.rank, os.getpid())])[0]
-        raise ArgumentError(
-            f"transport='threads' needs ranks that are threads of one process; rank 0 is in process "
-            f"{cards[0][0]}, rank {q} in process {pid}; start them with fc.launch(function, threads=True)"
-        )
-    with room.lock:
-        room.joined += 1
-        if room.joined == context.size:
-            del _rooms()[cards[0][1]]
-    return room
+class ThreadsMessenger(Messenger):
+    """Carries the messages of one rank to and from the other threads.
+
+    Args:
+        transport: The rank's.
+        room: What the ranks share.
+        context: The communicator.
+    """
+
+    def __init__(self, transport: ThreadsTransport, room: Room, context: TransportContext) -> None:
+        self._transport, self._room = transport, room
+        self._rank, self._waits, self.timeout_s = context.rank, context.waits, context.config.timeout_s
+        self._seen = {True: -1, False: -1}
+
+    def begin(self, sends: bool, array: np.ndarray, peer: int) -> Message:
+        """Begins a message; see ``Messenger.begin``."""
+        flat = array.reshape(-1)
+        if sends:
+            return _Outgoing(peer, self._transport.put(MESSAGES, flat, peer, ""))
+        return _Incoming(peer, flat, self._room.boxes[MESSAGES][self._rank][peer], self._transport)
+
+    def examine(self, message: Message, waited_s: float, late: bool, caller: bool) -> None:
+        """Looks for a rank that ended, gave up or is late; see ``Messenger.examine``."""
+        transport, peer = self._transport, message.peer
+        name = "a send" if message.sends else "a receive"
+        with self._room.lock:
+            if message.ready():
+                return
+            transport.examine(peer, "", name)
+            if not caller:
+                return
+            self._room.waiting.add((self._rank, MESSAGES))
+        why = "" if self._waits is None else self._waits.look(IN_MESSAGES, name, peer, waited_s, late)
+        if late:
+            transport.give_up_waiting(peer, "", why, name)
+
+    def end_wait(self) -> None:
+        """A caller's wait is over."""
+        self._room.waiting.discard((self._rank, MESSAGES))
+        if self._waits is not None:
+            self._waits.end(IN_MESSAGES)
+
+    def rest(self, looks: int, waited_s: float, caller: bool) -> None:
+        """Waits until another rank has done something, unless one has since the last rest."""
+        room, rank = self._room, self._rank
+        with room.lock:
+            if room.changes[rank] == self._seen[caller]:
+                room.wakes[rank].wait(_LONGEST_REST_S)
+            self._seen[caller] = room.changes[rank]
+
+
+@dataclass(slots=True)
+class _Outgoing:
+    """A message that this rank sends; see ``messenger.Message``."""
+
+    peer: int
+    _message: Sent
+    sends: bool = True
+
+    def ready(self) -> bool:
+        return self._message.taken
+
+    def advance(self) -> bool:
+        return True
+
+
+@dataclass(slots=True)
+class _Incoming:
+    """A message that this rank receives; see ``messenger.Message``."""
+
+    peer: int
+    _target: np.ndarray
+    _box: deque[Sent]
+    _transport: ThreadsTransport
+    sends: bool = False
+
+    def ready(self) -> bool:
+        return bool(self._box)
+
+    def advance(self) -> bool:
+        self._transport.take_message(self._box.popleft(), self._target, self.peer, "")
+        return True
 
 
 def _describe(data: np.ndarray, words: str) -> str:

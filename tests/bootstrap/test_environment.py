@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from flagcx.bootstrap.environment import host_name, identify
+from flagcx.bootstrap.environment import host_name, identify, of_the_job, without_launchers
 from flagcx.errors import BootstrapError
 
 FLAGCX = {
@@ -46,7 +46,59 @@ TORCHRUN = {
     "MASTER_ADDR": "a",
     "MASTER_PORT": "29500",
 }
+MVAPICH = {
+    "MV2_COMM_WORLD_RANK": "2",
+    "MV2_COMM_WORLD_SIZE": "6",
+    "MV2_COMM_WORLD_LOCAL_RANK": "1",
+    "MV2_COMM_WORLD_LOCAL_SIZE": "3",
+    "MPIRUN_ID": "77",
+}
+JSRUN = {
+    "JSM_NAMESPACE_RANK": "2",
+    "JSM_NAMESPACE_SIZE": "6",
+    "JSM_NAMESPACE_LOCAL_RANK": "1",
+    "JSM_NAMESPACE_LOCAL_SIZE": "3",
+    "LSB_JOBID": "8",
+    "JSM_NAMESPACE_ID": "0",
+}
+HOROVOD = {
+    "HOROVOD_RANK": "2",
+    "HOROVOD_SIZE": "6",
+    "HOROVOD_LOCAL_RANK": "1",
+    "HOROVOD_LOCAL_SIZE": "3",
+    "HOROVOD_GLOO_RENDEZVOUS_PORT": "4000",
+}
+PALS = {
+    "PALS_RANKID": "2",
+    "PMI_SIZE": "6",
+    "PMI_RANK": "2",
+    "PALS_LOCAL_RANKID": "1",
+    "PALS_LOCAL_SIZE": "3",
+    "PALS_APID": "e1",
+}
+PALS_BY_PMI = {
+    "PMI_RANK": "2",
+    "PMI_SIZE": "6",
+    "PMI_LOCAL_RANK": "1",
+    "PMI_LOCAL_SIZE": "3",
+    "PALS_APID": "e1",
+}
+FLUX = {
+    "FLUX_TASK_RANK": "2",
+    "FLUX_JOB_SIZE": "6",
+    "FLUX_TASK_LOCAL_ID": "1",
+    "FLUX_JOB_NNODES": "2",
+    "FLUX_JOB_ID": "f1",
+    "PMI_RANK": "2",
+    "PMI_SIZE": "6",
+}
 LAUNCHERS = {
+    "mvapich": (MVAPICH, "mvapich-77"),
+    "jsrun": (JSRUN, "jsrun-8-0"),
+    "horovod": (HOROVOD, "horovod-4000"),
+    "pals": (PALS, "pals-e1"),
+    "pals by pmi": (PALS_BY_PMI, "pals-e1"),
+    "flux": (FLUX, "flux-f1"),
     "flagcx": (FLAGCX, "flagcx-7"),
     "openmpi": (OPENMPI, "openmpi-prterun-h-1@1"),
     "mpich": (MPICH, "given"),
@@ -60,7 +112,38 @@ def test_each_launcher_is_understood(launcher):
     environ, job = LAUNCHERS[launcher]
     me = identify(environ | {"PATH": "/bin", "FLAGCX_TIMEOUT_S": "3"})
     assert (me.rank, me.size, me.local_rank, me.local_size) == (2, 6, 1, 3)
-    assert (me.launcher, me.job, me.host) == (launcher, job, host_name())
+    assert (me.launcher, me.job, me.host) == (launcher.removesuffix(" by pmi"), job, host_name())
+
+
+@pytest.mark.parametrize("launcher", [name for name in LAUNCHERS if name != "flagcx"])
+def test_flagcx_run_hides_the_launcher_that_it_was_started_by(launcher):
+    outer, _ = LAUNCHERS[launcher]
+    kept = {"PATH": "/bin", "PMIX_MCA_gds": "hash", "OMPI_MCA_btl": "self", "SLURM_JOB_ID": "41"}
+    hidden = without_launchers(outer | kept)
+    assert identify(hidden).launcher == "alone"
+    assert identify(hidden | FLAGCX).launcher == "flagcx"
+    assert kept.items() <= hidden.items()
+
+
+def test_what_flagcx_run_told_its_rank_is_not_told_to_a_launcher_that_the_rank_starts():
+    environ = FLAGCX | {"FLAGCX_STORE_ADDRESS": "a:1", "FLAGCX_STORE_KEY": "00", "FLAGCX_TIMEOUT_S": "3"}
+    assert of_the_job(environ) == environ
+    assert of_the_job(environ | OPENMPI) == OPENMPI | {"FLAGCX_TIMEOUT_S": "3"}
+    assert identify(environ | OPENMPI).job == identify(OPENMPI).job
+
+
+def test_variables_that_a_script_sets_by_hand_do_not_hide_flagcx_run():
+    environ = {"RANK": "1", "WORLD_SIZE": "3"}
+    assert (identify(environ | FLAGCX).launcher, identify(environ | FLAGCX).size) == ("flagcx", 6)
+
+
+@pytest.mark.parametrize(
+    "trace",
+    ["PMIX_RANK", "PALS_RANKID", "FLUX_TASK_RANK", "ALPS_APP_PE", "MPIRUN_RANK", "PMI_ID", "PMI_RANK"],
+)
+def test_a_launcher_of_which_there_is_a_trace_alone_is_refused(trace):
+    with pytest.raises(BootstrapError, match=f"{trace}='0' is set"):
+        identify({trace: "0", "PATH": "/bin"})
 
 
 def test_without_a_launcher_a_rank_is_alone():
@@ -78,8 +161,7 @@ def test_jobs_of_one_launcher_are_told_apart():
 @pytest.mark.parametrize(
     ("inner", "outer"),
     [
-        ("flagcx", OPENMPI | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}),
-        ("flagcx", SLURM | {"SLURM_PROCID": "0"}),
+        *((launcher, FLAGCX | {"FLAGCX_RANK": "0"}) for launcher in ("torchrun", "openmpi", "pals", "slurm")),
         ("torchrun", SLURM | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}),
         ("torchrun", OPENMPI | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}),
         ("openmpi", SLURM | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}),
@@ -155,7 +237,13 @@ def without(environ, *names):
             without(TORCHRUN, "TORCHELASTIC_RUN_ID") | MPICH | {"PMI_SIZE": "12"},
             "RANK=2 and WORLD_SIZE=6 contradict PMI_RANK=2 and PMI_SIZE=12",
         ),
-        (without(MPICH, "FLAGCX_JOB"), "no hydra process is among this rank's ancestors"),
+        (without(MPICH, "FLAGCX_JOB"), "no hydra process is among its ancestors"),
+        (without(MVAPICH, "MPIRUN_ID"), "mvapich started this rank, but no hydra process"),
+        (
+            FLUX | {"FLUX_JOB_SIZE": "5"},
+            "FLUX_JOB_SIZE=5 ranks are spread unevenly over FLUX_JOB_NNODES=2 hosts",
+        ),
+        (without(FLUX, "FLUX_JOB_SIZE", "PMI_RANK", "PMI_SIZE"), "but FLUX_JOB_SIZE is not"),
     ],
 )
 def test_partial_and_contradictory_variables_are_named(environ, message):

@@ -1,6 +1,7 @@
 """How ranks find their store, for each way in which they may have been started."""
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -17,8 +18,10 @@ from dataclasses import replace
 import pytest
 
 from flagcx.bootstrap import rendezvous
+from flagcx.bootstrap.announcement import private_directory
 from flagcx.bootstrap.environment import identify
-from flagcx.bootstrap.rendezvous import connect, private_directory
+from flagcx.bootstrap.remote_store import RemoteStore
+from flagcx.bootstrap.rendezvous import connect
 from flagcx.bootstrap.store import LocalStore, StoreServer
 from flagcx.config import Config
 from flagcx.errors import BootstrapError, MissingDependencyError
@@ -285,13 +288,94 @@ def several():
 )
 
 
-@pytest.mark.parametrize("key", [None, "00ff"])
-def test_an_address_given_by_the_user_is_where_rank_0_listens(directory, job, key):
-    given = {"FLAGCX_STORE_ADDRESS": f"127.0.0.1:{free_port()}"} | ({"FLAGCX_STORE_KEY": key} if key else {})
+@pytest.mark.parametrize("body", [EXCHANGE, SEVERAL], ids=["one host", "as if several"])
+def test_an_address_and_key_given_by_the_user_are_those_of_rank_0s_store(directory, job, body):
+    given = {"FLAGCX_STORE_ADDRESS": f"127.0.0.1:{free_port()}", "FLAGCX_STORE_KEY": "00ff" * 8}
     environs = [mpirun_environment(rank, 2, job, directory, **given) for rank in range(2)]
-    with spawned(SEVERAL, *environs) as processes:
+    with spawned(body, *environs) as processes:
         assert [rest(process) for process in processes] == ["b'0' b'1'\n"] * 2
     assert files(directory) == []
+
+
+def test_on_one_host_the_key_of_an_address_given_by_the_user_is_random_and_private(directory, job):
+    address = f"tcp:127.0.0.1:{free_port()}"
+    environs = [
+        mpirun_environment(rank, 2, job, directory, FLAGCX_STORE_ADDRESS=address) for rank in range(2)
+    ]
+    with spawned(EXCHANGE, environs[0]) as (zero,):
+        wait_until(lambda: files(directory) != [])
+        (path,) = files(directory)
+        told = json.loads(path.read_text())
+        assert (told["address"], len(told["key"]), stat.S_IMODE(path.stat().st_mode)) == (address, 64, 0o600)
+        for guess in (
+            b"",
+            address.encode(),
+            hashlib.sha256(b"flagcx store key\0" + address.encode()).digest(),
+        ):
+            with pytest.raises(BootstrapError, match="closed the connection of rank 1"):
+                RemoteStore(address, guess, 1, 2)
+        with spawned(EXCHANGE, environs[1]) as (one,):
+            assert [rest(process) for process in (zero, one)] == ["b'0' b'1'\n"] * 2
+    assert files(directory) == []
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        (None, r"FLAGCX_STORE_KEY is not set, and the ranks are on several hosts.*token_hex"),
+        ("", r"FLAGCX_STORE_KEY has 0 bytes, which can be guessed"),
+        ("00ff", r"FLAGCX_STORE_KEY has 2 bytes, which can be guessed; expected at least 16"),
+        ("secret", r"must be hexadecimal digits"),
+    ],
+)
+@pytest.mark.parametrize("launcher", ["torchrun", "openmpi"])
+def test_several_hosts_need_a_key_that_cannot_be_guessed(directory, job, launcher, rank, key, message):
+    address = {"FLAGCX_STORE_ADDRESS": f"127.0.0.1:{free_port()}"}
+    if launcher == "torchrun":
+        environ = without_key(torchrun_environment(rank, 2, 29500))
+    else:
+        environ = mpirun_environment(rank, 2, job, directory) | address
+    environ |= {} if key is None else {"FLAGCX_STORE_KEY": key}
+    with pytest.raises(BootstrapError, match=message):
+        connect(several_hosts(identify(environ)), Config(init_timeout_s=5), environ)
+
+
+def without_key(environ):
+    return {name: value for name, value in environ.items() if name != "FLAGCX_STORE_KEY"}
+
+
+def test_ranks_with_a_temporary_directory_each_are_told_which_file_is_missing(directory, job, monkeypatch):
+    environ = without_runtime(mpirun_environment(1, 2, job, directory))
+    monkeypatch.setattr("tempfile.tempdir", str(directory))
+    pattern = (
+        rf"Rank 0 writes {directory}/flagcx-{os.getuid()}/\w+\.json .*if TMPDIR or XDG_RUNTIME_DIR differs"
+    )
+    with pytest.raises(BootstrapError, match=pattern):
+        connect(identify(environ), Config(init_timeout_s=0.1), environ)
+
+
+def without_runtime(environ):
+    return {name: value for name, value in environ.items() if name != "XDG_RUNTIME_DIR"}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("place", ["/proc", "/dev/full"])
+def test_a_directory_that_cannot_be_written_is_named(directory, job, monkeypatch, rank, place):
+    environ = without_runtime(mpirun_environment(rank, 2, job, directory))
+    monkeypatch.setattr("tempfile.tempdir", place)
+    with pytest.raises(
+        BootstrapError, match=rf"{place}/flagcx-{os.getuid()}, by which .* cannot be written .*set TMPDIR"
+    ):
+        connect(identify(environ), Config(init_timeout_s=0.1), environ)
+
+
+def test_no_temporary_directory_at_all_is_told(directory, job, monkeypatch):
+    environ = without_runtime(mpirun_environment(0, 2, job, directory)) | {"TMPDIR": "/nowhere"}
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr("tempfile._candidate_tempdir_list", lambda: ["/proc"])
+    with pytest.raises(BootstrapError, match=r"/nowhere, by which .* cannot be written"):
+        connect(identify(environ), Config(init_timeout_s=0.1), environ)
 
 
 def torchrun_environment(rank, size, port):
@@ -303,6 +387,7 @@ def torchrun_environment(rank, size, port):
         TORCHELASTIC_RUN_ID=f"run-{port}",
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
+        FLAGCX_STORE_KEY="0f" * 16,
     )
 
 
@@ -391,6 +476,43 @@ def test_real_mpirun(directory, body):
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["b'0' b'1'"] * 2
     assert files(directory) == []
+
+
+@pytest.mark.slow
+def test_a_rank_of_flagcx_run_may_start_mpirun(directory, tmp_path):
+    inner, outer = tmp_path / "inner.py", tmp_path / "outer.py"
+    inner.write_text(program(EXCHANGE))
+    outer.write_text(
+        program(f"""
+import subprocess
+store = start()
+store.exchange("outer", b"", 30)
+done = subprocess.run({mpirun(str(inner))}, capture_output=True, text=True)
+tell(store.size, sorted(done.stdout.splitlines()), done.returncode)
+store.exchange("outer", b"", 30)
+""")
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "flagcx.cli", "run", "-n", "2", str(outer)],
+        env=bare_environment(XDG_RUNTIME_DIR=str(directory)),
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"[{r}] 2 [\"b'0' b'1'\", \"b'0' b'1'\"] 0" for r in range(2)]
+
+
+@pytest.mark.slow
+def test_ranks_of_prterun_are_no_worlds_of_one():
+    command = mpirun("-c", "import flagcx as fc; fc.init()")
+    command[:] = [shutil.which("prterun") or pytest.skip("no prterun here"), *command[1:2], *command[3:]]
+    done = subprocess.run(
+        command, env=bare_environment(), capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode != 0
+    assert "is set, so prterun, or another launcher that speaks PMIx started this process" in done.stderr
 
 
 @pytest.mark.slow

@@ -71,6 +71,15 @@ def test_a_good_request_is_read():
     [
         ("kind", "eval"),
         ("kind", None),
+        ("kind", []),
+        ("kind", {}),
+        ("key", ["k"]),
+        ("number", 1 << 63),
+        ("amount", 10**300),
+        ("amount", None),
+        ("timeout_s", True),
+        ("group", [[0], 2]),
+        ("group", {"0": 2}),
         ("key", 7),
         ("number", "1"),
         ("number", True),
@@ -90,6 +99,23 @@ def test_a_good_request_is_read():
 def test_a_request_with_one_wrong_field_is_refused(field, value):
     with pytest.raises(wire.MalformedError):
         wire.read_request(GOOD | {field: value}, b"v", 2, 4)
+
+
+@pytest.mark.parametrize("field", ["detail", "blames"])
+@pytest.mark.parametrize("value", [[], 1, None, {"a": 1}])
+def test_an_end_with_a_wrong_field_is_refused(field, value):
+    with pytest.raises(wire.MalformedError):
+        wire.read_end({"kind": "abort", field: value})
+
+
+def test_an_end_is_read():
+    assert wire.read_end({"kind": "abort", "detail": "x" * 20_000}) == ("x" * 10_000, False)
+    assert wire.read_end({"kind": "leave", "blames": True}) == ("", True)
+
+
+def test_a_header_beyond_the_limit_is_refused_before_it_is_read():
+    with pytest.raises(wire.MalformedError, match="a header of"):
+        wire.unpack(wire.pack({"key": "x" * (1 << 20)}))
 
 
 def test_a_proof_is_good_for_its_key_side_nonces_and_claim_alone():

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from flagcx._launch.job import job_environment
+from flagcx._launch.job import check_size, job_environment
 from flagcx._launch.share_gpu import DRIVER
 from flagcx.cli.run import run_script
 from tests.bootstrap.processes import bare_environment, is_alive, is_listened_on, wait_until
@@ -224,6 +224,48 @@ def test_a_script_that_is_not_there_is_named():
     assert done.stderr == "flagcx: there is no script 'missing.py'; to run a module, put -m before its name\n"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("-np", "2", "script.py"), "flagcx run takes -n, not -np"),
+        (("-n", "two", "script.py"), "'two' is not a number of ranks"),
+        (("-n", "-1", "script.py"), "'-1' is not a number of ranks"),
+        (("-n", "2.5", "script.py"), "'2.5' is not a number of ranks"),
+    ],
+)
+def test_what_is_no_number_of_ranks_is_refused(arguments, said):
+    done = flagcx_run(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in re.sub(r"[\s│]+", " ", done.stderr)
+
+
+def test_far_more_ranks_than_cores_are_refused_before_any_is_started(script):
+    start = time.monotonic()
+    done = flagcx_run("-n", "100000", script("tell('started')"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.match(r"flagcx: 100000 ranks are too many for \d+ cores", done.stderr)
+    assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize(("a_core", "words"), [(1, False), (32, False), (33, True), (128, True)])
+def test_many_more_ranks_than_cores_are_told(a_core, words):
+    cores = len(os.sched_getaffinity(0))
+    told = f"{a_core * cores} ranks share {cores} cores: they start slowly, and wait for each other's turns"
+    assert check_size(a_core * cores) == (told if words else "")
+
+
+def test_another_launcher_that_starts_flagcx_run_several_times_is_told_to_start_the_script(script):
+    environ = {
+        f"OMPI_COMM_WORLD_{name}": value
+        for name, value in {"RANK": "1", "SIZE": "2", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}.items()
+    }
+    done = flagcx_run("-n", "2", script("tell('started')"), **environ)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(
+        "flagcx: openmpi started this as rank 1 of 2; each flagcx run would be a job"
+    )
+
+
 @pytest.mark.parametrize("name", ["python", "python3", "python3.99", sys.executable])
 def test_an_interpreter_in_place_of_the_script_is_to_be_left_out(name):
     done = flagcx_run("-n", "2", name, "script.py")
@@ -259,13 +301,13 @@ def test_an_unknown_option_is_not_taken_for_the_script():
     [
         ({}, 1, None),
         ({}, 10_000, "1"),
-        ({"OMP_NUM_THREADS": "3"}, 10_000, None),
-        ({"MKL_NUM_THREADS": ""}, 9, None),
+        ({"OMP_NUM_THREADS": "3"}, 10_000, "3"),
+        ({"MKL_NUM_THREADS": ""}, 9, ""),
     ],
 )
 def test_ranks_share_the_cores_unless_the_user_says_otherwise(environ, size, expected):
     values = job_environment(environ, size)
-    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    for name in environ or ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         assert values.get(name) == expected
 
 

@@ -10,9 +10,10 @@ import pytest
 
 from flagcx.compression import Cast, Feedback, PowerSGD, Quantized, RandomK, Sparse, TopK
 from flagcx.compression.powersgd import PowerReduce, find_matrices, orthogonalise
+from flagcx.compression.regions import Regions
 from flagcx.compression.slot import Slot
 from flagcx.compression.sparse_reduce import RandomKReduce, SparseReduce, TopKReduce
-from flagcx.compression.sparse_sum import Regions, sum_sparse
+from flagcx.compression.sparse_sum import sum_sparse
 from flagcx.compression.two_step import TwoStep, cut_in_pieces
 from flagcx.dtypes import OPS, scaled_sum
 from flagcx.errors import ArgumentError

@@ -23,7 +23,7 @@ def test_a_rank_that_is_behind_on_gpus():
     assert found.culprits == [1] and not found.circles
     assert found.sentences[0] == (
         "ranks 0 and 2 wait for rank 1 in allreduce of 8 float32 of communicator world (arrays on GPUs), "
-        "since 20 s."
+        "for 20 s."
     )
     assert "its last call of communicator world was allreduce of 7 float32" in found.sentences[1]
 
@@ -32,7 +32,7 @@ def test_all_ranks_in_one_operation_on_gpus():
     found = explain(3, [_rank(rank, _gpu(8, True)) for rank in range(3)])
     assert not found.culprits and not found.circles
     assert found.sentences == [
-        "ranks 0 to 2 wait in allreduce of 8 float32 of communicator world (arrays on GPUs), since 20 s."
+        "ranks 0 to 2 wait in allreduce of 8 float32 of communicator world (arrays on GPUs), for 20 s."
     ]
 
 

@@ -16,6 +16,7 @@ from flagcx.bootstrap.store import StoreServer
 from flagcx.diagnosis import flight_record
 from flagcx.diagnosis.account import account
 from flagcx.diagnosis.jobs import pages_of
+from flagcx.diagnosis.state import Progress, RankState
 from flagcx.errors import ArgumentError, BootstrapError
 from flagcx.transport.waits import ON_HOST, Waits
 
@@ -137,6 +138,26 @@ def test_other_files_are_refused(tmp_path, text):
     path.write_text(json.dumps({"format": flight_record.FORMAT, "records": [{"at": 1}]}))
     with pytest.raises(ArgumentError, match="another version"):
         account(path)
+
+
+def test_parts_of_two_hosts_are_told_together(tmp_path):
+    here = RankState(0, "a", 5, "sleeps", False, "", (Progress("world", (0, 1), False, 1, "x", "x", 1, 3.0),))
+    there = RankState(1, "b", 6, "computes", False, "", (Progress("world", (0, 1), False, 0, ""),))
+    common = {"threads": [], "communicators": [], "error": "", "traceback": "", "others": []}
+    job = {"job": "j", "size": 2, "script": "s", "hosts": {"0": "a/1", "1": "b/2"}}
+    paths = []
+    for state in (here, there):
+        paths.append(tmp_path / f"flagcx-{state.host}.json")
+        record = {"rank": state.rank, "at": 1.0, "reason": "SIGUSR2", "state": state.to_dict(), **common}
+        flight_record.add(paths[-1], job, record)
+    alone = account(paths[0])
+    assert "rank 1 is on another host, which cannot be seen from here." in alone.sentences
+    whole = " ".join(account(*paths).sentences)
+    assert "rank 0 waits for rank 1 in x of communicator world" in whole
+    assert "rank 1 (process 6 on b) itself waits for no rank; it computes" in whole
+    flight_record.add(tmp_path / "flagcx-c.json", {**job, "job": "k"}, {"rank": 0})
+    with pytest.raises(ArgumentError, match="different jobs"):
+        account(paths[0], tmp_path / "flagcx-c.json")
 
 
 def test_a_look_into_a_store():

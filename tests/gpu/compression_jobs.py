@@ -122,6 +122,41 @@ def sparse_means_have_the_bits_of_dense_ones(count: int) -> list[str]:
     return faults
 
 
+def momentum_and_bytes(count: int, steps: int) -> list[str]:
+    """Momentum moves elements as far as without compression; bytes sent are recorded; speeds are a GPU's."""
+    import cupy
+
+    from flagcx.compression.link import measure_speed
+
+    comm, faults = fc.init(), []
+    for codec in (fc.compression.TopK(0.1), fc.compression.RandomK(0.1)):
+        slot = fc.compression.Feedback(codec, momentum=0.8)["x"]
+        total = np.zeros(count)
+        for step in range(steps):
+            total += comm.allreduce(cupy.asarray(data(comm.rank, count, step)), compression=slot).get()
+        mine = slot.residual.get() + 4.0 * slot.velocity.get()
+        kept = np.sum(comm.allgather_object(mine), axis=0, dtype=np.float64)
+        every = [data(q, count, s) for q in range(comm.size) for s in range(steps)]
+        worst = abs(total + kept - 5 * np.sum(every, axis=0, dtype=np.float64)).max()
+        if worst > 0.02:
+            faults.append(f"{codec.name}: {worst:.2g} of a gradient with momentum was lost")
+    x = cupy.asarray(data(comm.rank, count))
+    predicted = comm.explain_compression(x, "int8").sent_nbytes["int8"]
+    comm.profiler.clear()
+    comm.allreduce(x, compression="int8")
+    rows = [r for r in comm.profiler.summary().rows if r.algorithm == "compressed (int8)"]
+    if [abs(row.sent_nbytes - predicted) < 0.01 * predicted for row in rows] != [True]:
+        faults.append(f"bytes sent: {[row.sent_nbytes for row in rows]}, not {predicted}")
+    for name, entry in fc.compression.catalogue().items():
+        speed = measure_speed(entry.codec, True, comm.size, entry.needs_feedback, 1 << 24)
+        if not speed > (1 if entry.device_call_us else 50):
+            faults.append(f"{name}: {speed:.3g} GB/s")
+    chosen = comm.explain_compression(x, fc.compression.Auto(lossy=("int8", "topk", "randomk")))
+    if "randomk" in chosen.predicted_us or "topk" not in chosen.predicted_us:
+        faults.append(str(chosen))
+    return faults
+
+
 def sparse_and_other_dtypes(count: int) -> list[str]:
     """Lossless sums of sparse arrays, float16 and float64, async, and a stream."""
     import cupy

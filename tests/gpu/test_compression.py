@@ -97,5 +97,9 @@ def test_sparse_means_have_the_bits_of_dense_ones(ranks):
     assert faults_of(ranks(2, jobs.sparse_means_have_the_bits_of_dense_ones, 70_001)) == ""
 
 
+def test_momentum_arrives_and_bytes_and_speeds_are_those_of_gpus(ranks):
+    assert faults_of(ranks(2, jobs.momentum_and_bytes, 50_021, 20)) == ""
+
+
 def test_sparse_arrays_other_dtypes_and_ways_of_calling(ranks):
     assert faults_of(ranks(2, jobs.sparse_and_other_dtypes, 70_001)) == ""

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 import flagcx as fc
-from flagcx.transport.threads import _rooms
+from flagcx.transport.thread_room import rooms
 from tests.communicator import checks, test_behaviour, test_disagreement
+from tests.communicator.messages import PROGRAMS, run_programs
+from tests.communicator.random_messages import run_random
 from tests.ranges import exhaustive
 from tests.ranks import run_ranks
 
@@ -18,7 +20,7 @@ from tests.ranks import run_ranks
 @pytest.fixture(autouse=True)
 def _nothing_left():
     yield
-    assert not _rooms()
+    assert not rooms()
     assert not [t for t in threading.enumerate() if t.name.startswith("flagcx-rank")]
 
 
@@ -222,3 +224,13 @@ def test_processes_are_no_threads():
     for text in run_ranks(_in_processes, 2, fresh=True):
         assert "needs ranks that are threads of one process; rank 0 is in process" in text
         assert "fc.launch(function, threads=True)" in text
+
+
+def test_messages_move_together_and_beside_collectives():
+    assert in_threads(run_programs, 3) == [len(PROGRAMS)] * 3
+    assert in_threads(run_programs, 1) == [len(PROGRAMS)]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_random_programs_of_messages(size):
+    assert min(in_threads(run_random, size, size, 60)) > 500

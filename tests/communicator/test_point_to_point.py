@@ -1,0 +1,25 @@
+"""Sends and receives move together, beside collectives, as MPI's rules let them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.communicator.messages import PROGRAMS, run_programs
+from tests.communicator.random_messages import run_random
+from tests.ranks import run_ranks
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_programs_end_with_the_right_data(size):
+    assert run_ranks(run_programs, size) == [len(PROGRAMS)] * size
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_random_programs_end_with_the_right_data(size):
+    assert min(run_ranks(run_random, size, size, 100)) > 1000
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("size", "seed"), [(2, 20), (3, 30), (4, 40), (5, 50)])
+def test_many_random_programs_end_with_the_right_data(size, seed):
+    run_ranks(run_random, size, seed, 2000, timeout_s=600)

@@ -40,12 +40,19 @@ class Compressor:
     def __init__(self, executor: Executor, device: bool) -> None:
         self._executor = executor
         self.peers = Peers(executor, device)
+        self._beside = Peers(executor, device, self.peers.scratch, beside=True) if device else self.peers
         self._plans: dict[tuple, CompressedPlan] = {}
         self._slots: weakref.WeakSet[Slot] = weakref.WeakSet()
         self._link: LinkProfile | None = None
 
-    def find(self, compression: Any, x: Any, op: Op) -> CompressedPlan:
+    def find(self, compression: Any, x: Any, op: Op, beside: bool = False) -> CompressedPlan:
         """Looks up or makes the plan of a call.
+
+        Args:
+            compression: As the caller names it.
+            x: An array like those of the call.
+            op: The operation.
+            beside: Whether it runs beside a computation, to which it leaves most of the GPU.
 
         Raises:
             ArgumentError: ``compression`` is not known.
@@ -58,7 +65,8 @@ class Compressor:
         if isinstance(compression, Feedback):
             compression = compression.slot()
         slot = compression if isinstance(compression, Slot) else None
-        key: tuple = x.size, dtype.code, resolved
+        peers = self._beside if beside else self.peers
+        key: tuple = x.size, dtype.code, resolved, peers.beside
         if slot is None:
             plans, codec = self._plans, codec_of(compression)
             key = (*key, codec)
@@ -72,29 +80,38 @@ class Compressor:
         if plan is None:
             if len(plans) >= _MOST_PLANS:
                 plans.clear()
-            plan = plans[key] = self._make(codec, slot, x.size, shape, dtype, resolved)
+            plan = plans[key] = self._make(peers, codec, slot, x.size, shape, dtype, resolved)
         return plan
 
     def _make(
-        self, codec: Any, slot: Slot | None, count: int, shape: Any, dtype: DType, op: ReduceOp
+        self,
+        peers: Peers,
+        codec: Any,
+        slot: Slot | None,
+        count: int,
+        shape: Any,
+        dtype: DType,
+        op: ReduceOp,
     ) -> CompressedPlan:
         slot = Slot(codec, residual=False, lasting=False) if slot is None else slot
         shapes = slot.shapes or (shape or (count,),)
         codec = with_shapes(codec, shapes)
-        reduce = self._reduce(codec, slot, count, shapes, op)
+        reduce = self._reduce(peers, codec, slot, count, shapes, op)
         scale = "" if op.scale is None else f" x {op.scale!r}"
         what = f"allreduce of {count} {dtype.name} by {op.name}{scale}, compressed: {codec!r}"
         if shape is not None:
             what += f", of {_in_words(getattr(codec, 'shapes', shapes))}"
-        return CompressedPlan(self._executor, self.peers, codec, slot, reduce, count, shape, dtype, what)
+        return CompressedPlan(self._executor, peers, codec, slot, reduce, count, shape, dtype, what)
 
-    def _reduce(self, codec: Any, slot: Slot, count: int, shapes: Any, op: ReduceOp) -> CodecReduce:
-        common = self.peers, codec, count, op, slot
+    def _reduce(
+        self, peers: Peers, codec: Any, slot: Slot, count: int, shapes: Any, op: ReduceOp
+    ) -> CodecReduce:
+        common = peers, codec, count, op, slot
         if not isinstance(codec, Auto):
             return reduce_of(*common)
         by_name = {one.name: with_shapes(one, shapes) for one in map(codec_of, codec.allowed)}
-        make = partial(self._reduce, slot=slot, count=count, shapes=shapes, op=op)
-        alike = self.peers.on_device, self.peers.size, slot.keeps, count
+        make = partial(self._reduce, peers, slot=slot, count=count, shapes=shapes, op=op)
+        alike = peers.on_device, peers.size, slot.keeps, count
         return AutoReduce(*common, by_name, self._measured_link, lambda one: measure_speed(one, *alike), make)
 
     def _measured_link(self) -> LinkProfile:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from flagcx.executor.host import Executor
 
 CodecT = TypeVar("CodecT")
+_MOST_ROOMY = 256
 
 
 class Peers:
@@ -29,18 +30,25 @@ class Peers:
     Args:
         executor: Runs the plans of the calls.
         on_device: Whether its arrays are on a GPU, where a stream takes the place of the thread.
+        scratch: Arrays for intermediate results; new ones if None.
+        beside: Whether the calls run beside a computation, to which they leave most of the GPU.
 
     Attributes:
         rank: This rank.
         size: Number of ranks.
         on_device: Whether arrays are on a GPU.
         scratch: Arrays for intermediate results, shared by all compressed calls of the communicator.
+        beside: Whether the calls run beside a computation.
         sent_nbytes: Bytes that this rank has sent in all calls: of an all-reduce 2 (n-1)/n of its array.
     """
 
-    def __init__(self, executor: Executor, on_device: bool) -> None:
+    def __init__(
+        self, executor: Executor, on_device: bool, scratch: Scratch | None = None, beside: bool = False
+    ) -> None:
         self.rank, self.size, self.on_device = executor.rank, executor.size, on_device
-        self.scratch, self.sent_nbytes = Scratch(), 0
+        self.scratch, self.sent_nbytes = scratch or Scratch(), 0
+        self.beside = beside
+        self._roomy: dict[int, tuple[Plan, Plan]] = {}
         self._executor = executor
         self._thread: ThreadPoolExecutor | None = None
         self._bytes = dtype_of(np.uint8)
@@ -83,7 +91,15 @@ class Peers:
     def _plan(
         self, collective: str, count: int, dtype: DType, op: ReduceOp | None = None, in_place: bool = False
     ) -> Plan:
-        return self._executor.find(collective, count, dtype, op, None, None, in_place, self._what)
+        plan = self._executor.find(collective, count, dtype, op, None, None, in_place, self._what)
+        if not self.beside:
+            return plan
+        known = self._roomy.get(id(plan))
+        if known is None or known[0] is not plan:
+            if len(self._roomy) >= _MOST_ROOMY:
+                self._roomy.clear()
+            known = self._roomy[id(plan)] = plan, self._executor.beside(plan)
+        return known[1]
 
     def exchange(self, sends: Sequence[tuple[Any, int]], receives: Sequence[tuple[Any, int]]) -> None:
         """Sends arrays to ranks and receives arrays from ranks, all at once."""

@@ -146,4 +146,4 @@ def stripes_of(codec: FixedRate, peers: Peers, factor: np.float32) -> Stripes:
     kernels = codec.kernels() if peers.on_device else None
     if kernels is None:
         return LoopedStripes(codec, peers, factor)
-    return FusedStripes(codec, kernels, peers, factor)
+    return FusedStripes(codec, kernels.beside() if peers.beside else kernels, peers, factor)

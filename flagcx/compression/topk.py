@@ -112,8 +112,9 @@ class TopK(_Selecting):
             threshold = estimate_threshold(x, density, step)
             indices = select(x, threshold, scratch)
         if len(indices) > TOO_MANY * k:
-            indices = indices[largest(x[indices], k)]
-            threshold = int(magnitudes(x[indices]).min())
+            values = x[indices]
+            chosen = largest(values, k)
+            indices, threshold = indices[chosen], int(magnitudes(values[chosen]).min())
         return indices, threshold if len(indices) >= TOO_FEW * k else None
 
     def ratio(self, count: int, ranks: int = 2) -> float:

@@ -349,8 +349,9 @@ class PointToPoint:
     def stop(self, forked: bool = False) -> None:
         """Lets nothing move any more. In a forked child the lock may belong to a thread that is not there."""
         held = not forked and self._lock.acquire(timeout=_STOP_S)
-        self._channels = {}
+        left, self._channels = self._channels, {}
         if held:
+            self._messenger.abandon([message for channel in left.values() for message, _ in channel])
             self._lock.release()
 
 

@@ -333,7 +333,7 @@ class GradientSynchronizer:
             from flagcx.communicator.compressed import compressor_of
 
             slot = self._feedback.slot(members, shapes)
-            plan = compressor_of(self._comm, executor).find(slot, message, self._op)
+            plan = compressor_of(self._comm, executor).find(slot, message, self._op, beside=overlap)
         return Bucket(members, executor, packing, plan, overlap)
 
     # -- the end ----------------------------------------------------------------------------------

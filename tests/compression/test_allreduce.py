@@ -123,22 +123,26 @@ def test_ways_of_calling():
     assert not faults_of(run_ranks(ways_of_calling, 3))
 
 
-def without_leftovers(steps: int) -> tuple[int, int]:
-    """Threads and records after some steps."""
+def without_leftovers(steps: int) -> tuple[list[str], list[str], int]:
+    """Threads of the library after some steps and after the end, and kinds of records."""
+
+    def threads() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if thread.name.startswith("flagcx")]
+
     comm = fc.init()
     feedback = fc.compression.Feedback("int8")
     x = data(comm.rank, 3_000_000)
     for _ in range(steps):
         comm.allreduce(x, "avg", compression=feedback["x"])
     names = {r.operation.algorithm for r in comm.profiler.records() if r.operation.protocol == "int8"}
-    before = threading.active_count()
+    before = threads()
     comm.close()
-    return before - threading.active_count(), len(names)
+    return before, threads(), len(names)
 
 
 def test_the_thread_ends_with_the_communicator_and_calls_are_recorded():
-    for ended, kinds in run_ranks(without_leftovers, 2, 3):
-        assert ended == 1 and kinds == 1
+    for before, after, kinds in run_ranks(without_leftovers, 2, 3):
+        assert "flagcx-compressed_0" in before and not after and kinds == 1
 
 
 def bad_calls() -> list[tuple[str, str]]:

@@ -66,7 +66,7 @@ class HostKernels(StripeKernels):
     """The kernels, compiled for the host."""
 
     def __init__(self, name: str, block: int, libraries: dict) -> None:
-        self._block = block
+        self._block, self._most_blocks = block, 4096
         self._encode, self._reduce, self._decode = (
             partial(self._launch, getattr(libraries[name, block], kernel))
             for kernel in (compress.ENCODE, compress.REDUCE, compress.DECODE)
@@ -195,7 +195,7 @@ def test_a_gpu_takes_piece_after_piece_and_ends_with_the_bits_of_the_host(librar
 
     def train(peers, device):
         slot = Feedback(codec)["x"]
-        peers.on_device = device
+        peers.on_device, peers.beside = device, False
         plan, results = two_step.TwoStep(peers, codec, count, OPS["avg"], slot), []
         for step in range(3):
             x = np.random.default_rng([peers.rank, step]).standard_normal(count, np.float32)

@@ -11,6 +11,8 @@ import numpy as np
 import flagcx as fc
 from flagcx.errors import CommunicationError, FlagcxError
 from tests.communicator import checks
+from tests.communicator.messages import run_programs
+from tests.communicator.random_messages import run_random
 
 
 def everything() -> None:
@@ -85,6 +87,28 @@ def mismatch() -> None:
         print(
             f"rank {comm.rank} {type(error).__name__} {time.monotonic() - start:.1f} s: {error}", flush=True
         )
+    wait_for_the_others(comm)
+
+
+def messages() -> None:
+    """Sends and receives under way together, beside collectives."""
+    programs, sent = run_programs(), run_random(fc.init().size, 40)
+    if fc.init().rank == 0:
+        print("done", programs, sent)
+
+
+def messages_that_differ() -> None:
+    """A message that is not the one its receiver expects; both ranks are told."""
+    comm, x = fc.init(timeout_s=10), np.ones(50_000)
+    comm.barrier()
+    try:
+        if comm.rank == 0:
+            comm.send(x, 1)
+        elif comm.rank == 1:
+            comm.recv(x.astype(np.int64), 0)
+        comm.barrier()
+    except FlagcxError as error:
+        print(f"rank {comm.rank} {type(error).__name__} {error}", flush=True)
     wait_for_the_others(comm)
 
 

@@ -37,6 +37,23 @@ def test_the_other_calls_between_hosts():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("size", [3, *exhaustive([2, 4])])
+def test_messages_move_together_and_beside_collectives(size):
+    code, printed = run(size, "messages")
+    assert code == 0, printed
+    assert "done 9" in printed, printed
+
+
+@pytest.mark.slow
+def test_messages_that_differ_are_told_to_both_ranks():
+    _, printed = run(3, "messages_that_differ")
+    said = sorted(line for line in printed.splitlines() if line.startswith("rank "))
+    assert len(said) == 3, printed
+    assert "MismatchError ranks disagree: rank 0 sent 400,000 bytes of send and receive of float64" in said[1]
+    assert "AbortedError rank 1 gave up: ranks disagree" in said[0], printed
+
+
+@pytest.mark.slow
 def test_ranks_that_call_something_else_are_told_so():
     _, printed = run(4, "mismatch")
     said = [line for line in printed.splitlines() if line.startswith("rank ")]

@@ -18,6 +18,7 @@ from flagcx.errors import ArgumentError, BootstrapError, FlagcxError, MissingDep
 from flagcx.transport.average import averaging
 from flagcx.transport.base import Call, Plan, TransportContext
 from flagcx.transport.mpi.message import Message, kind_of
+from flagcx.transport.mpi.messages import MpiMessenger
 from flagcx.transport.mpi.steps import MpiSteps
 from flagcx.transport.mpi.watch import Watch
 from flagcx.transport.mpi.wire import TRANSFER_TAG, Wire
@@ -99,6 +100,7 @@ class MpiTransport(HostTransport):
         comm = world.Create_group(world.Get_group().Incl(numbers), tag=_GROUP_TAG)
         self._watch = Watch(context.store, context.config.timeout_s, context.waits)
         self._wire = Wire(mpi, comm, self._watch)
+        self.messenger = MpiMessenger(self._wire, self._watch, self._message, context.config.timeout_s)
         self._kind = lru_cache(_MOST_KINDS)(_kind_of_transfer)
 
     def _compile(self, call: Call) -> Plan:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from flagcx.bootstrap.store import Store
 from flagcx.errors import AbortedError, FlagcxError, MismatchError, PeerDiedError, PeerTimeoutError
 from flagcx.transport.mpi.message import SAME_CALLS
-from flagcx.transport.waits import ON_HOST, Waits
+from flagcx.transport.waits import IN_MESSAGES, ON_HOST, Waits
 
 _SPIN_S = 2e-3
 _SLEEP_S = 50e-6
@@ -98,6 +98,37 @@ class Watch:
             why = self._waits.look(ON_HOST, what, peer, waited_s, late)
         if late:
             raise self._lateness(seen, what, peer, waited_s, shared, why)
+
+    def look_at_message(self, what: str, peer: int, waited_s: float, late: bool, noticed: bool) -> None:
+        """Checks whether there is a reason to give up a message between this rank and another one.
+
+        Args:
+            what: "a send" or "a receive".
+            peer: The other rank.
+            waited_s: For how long a caller has waited for it, in seconds; 0 where none does.
+            late: Whether the time-out has passed.
+            noticed: Whether a rank has let this one know that it gave up.
+
+        Raises:
+            CommunicationError: A rank died, ended, gave up or came too late.
+        """
+        self._store.check()
+        try:
+            if noticed or late:
+                self.check_failures(what)
+            self._examine_closed({peer: self._told_by(peer)}, what, peer, False)
+        except PeerTimeoutError:
+            pass  # as in ``look``
+        why = ""
+        if self._waits is not None and waited_s:
+            why = self._waits.look(IN_MESSAGES, what, peer, waited_s, late)
+        if late:
+            raise self._lateness({}, what, peer, waited_s, False, why)
+
+    def end_message(self) -> None:
+        """A caller's wait for a message is over."""
+        if self._waits is not None:
+            self._waits.end(IN_MESSAGES)
 
     def end(self) -> None:
         """A wait is over: the others are told so if they were told of it."""

@@ -32,7 +32,6 @@ from flagcx.kernels.views import device_array, device_result, empty
 from flagcx.schedule.lower import levels
 from flagcx.transport.average import averaging
 from flagcx.transport.base import Call, DeviceTransport, Plan, TransportContext
-from flagcx.transport.compared import Compared
 from flagcx.transport.device import DeviceIdentity, address, check_devices, identify_device, most_on_one_gpu
 from flagcx.transport.nccl.average import AveragedPlan, adds_once
 from flagcx.transport.nccl.binding import (
@@ -167,14 +166,11 @@ class NcclTransport(DeviceTransport):
         """
         if self._closed:
             raise CommunicatorError(f"the communicator of rank {self.rank} is closed")
-        plan: Plan
         if call.schedule.algorithm == NATIVE:
-            plan = self._native(call)
-        elif self.peers is not None and self.peers.carries(call):
-            plan = self.peers.compile(call)
-        else:
-            plan = self._scheduled(call)
-        return Compared(plan, self._store, call, self._config) if self._config.debug == "check" else plan
+            return self._native(call)
+        if self.peers is not None and self.peers.carries(call):
+            return self.peers.compile(call)
+        return self._scheduled(call)
 
     def _scheduled(self, call: Call) -> Plan:
         wrap = partial(AveragedPlan, self._cupy, self.device, self._order, self._scratch, call)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from numbers import Integral, Real
 from pathlib import Path
 
 from flagcx.errors import ArgumentError
 
 _PREFIX = "FLAGCX_"
+_MOST_S = 1e8
 _TOLD_TO_RANKS = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "JOB", "STORE_ADDRESS", "STORE_KEY", "RESTARTS")
 _OF_TESTS = ("TEST_RANKS", "TEST_PERFETTO")
 
@@ -87,11 +89,15 @@ class Config:
     debug: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("timeout_s", "init_timeout_s", "explain_wait_s"):
-            if not getattr(self, name) > 0:
-                raise ArgumentError(f"{name} must be above 0 seconds, got {getattr(self, name)!r}")
-        if not self.kill_after_s >= 0:
-            raise ArgumentError(f"kill_after_s must be from 0 seconds up, got {self.kill_after_s!r}")
+        for field in fields(self):
+            _check_type(field.name, getattr(self, field.name), type(field.default))
+        for name in ("timeout_s", "init_timeout_s", "explain_wait_s", "kill_after_s"):
+            seconds, least = getattr(self, name), "from 0" if name == "kill_after_s" else "above 0"
+            if not 0 <= seconds <= _MOST_S or (seconds == 0 and least == "above 0"):
+                raise ArgumentError(
+                    f"{name} must be {least} and at most {_MOST_S:.0e} seconds, which is three years, "
+                    f"got {seconds!r}"
+                )
         if self.slot_nbytes < 4096 or self.slot_nbytes % 4096:
             raise ArgumentError(f"slot_nbytes must be a multiple of 4096 bytes, got {self.slot_nbytes!r}")
         if self.debug not in ("", "check"):
@@ -130,6 +136,24 @@ def unknown_settings(environ: Mapping[str, str]) -> list[str]:
             hint = f"do you mean {_PREFIX}{near[0]}?" if near else "fc.Config lists them"
             said.append(f"{name}={environ[name]} has no effect: there is no such setting; {hint}")
     return said
+
+
+def _check_type(name: str, value: object, kind: type) -> None:
+    """Refuses a setting of another type than its default's.
+
+    Raises:
+        ArgumentError: It is.
+    """
+    if kind is bool:
+        fits, wanted = value in (True, False), "True or False"
+    elif kind is str:
+        fits, wanted = isinstance(value, (str, os.PathLike)), "a str"
+    else:
+        real = Real if kind is float else Integral
+        fits = isinstance(value, real) and not isinstance(value, bool)
+        wanted = "a number" if kind is float else "an int"
+    if not fits:
+        raise ArgumentError(f"{name} must be {wanted}, got {value!r} ({type(value).__name__})")
 
 
 def _parse(name: str, text: str, kind: type):

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import flagcx
-from flagcx.config import unknown_settings
+from flagcx.config import Config, unknown_settings
+from flagcx.errors import ArgumentError
 from tests.bootstrap.processes import bare_environment
 
 
@@ -54,3 +55,35 @@ def test_init_warns_of_an_unknown_setting_once():
     assert done.stderr == (
         "FLAGCX_TIMEOUT=5 has no effect: there is no such setting; do you mean FLAGCX_TIMEOUT_S?\n"
     )
+
+
+@pytest.mark.parametrize("name", ["timeout_s", "init_timeout_s", "explain_wait_s", "kill_after_s"])
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), -1, -float("inf"), 1e9, "5", None, True, [3]])
+def test_a_time_that_is_no_time_is_refused_with_what_it_may_be(name, value):
+    with pytest.raises(ArgumentError, match=rf"{name} must be .*got {re.escape(repr(value))}"):
+        Config(**{name: value})
+
+
+@pytest.mark.parametrize("text", ["inf", "nan", "-3", "0", "five"])
+def test_a_variable_that_is_no_time_is_refused(text):
+    with pytest.raises(ArgumentError, match=r"(?i)timeout_s"):
+        Config.from_environment({"FLAGCX_TIMEOUT_S": text})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("profile", "no"),
+        ("cross_memory", None),
+        ("slot_nbytes", 8192.0),
+        ("slot_nbytes", "8192"),
+        ("debug", 1),
+    ],
+)
+def test_a_setting_of_another_type_is_refused(name, value):
+    with pytest.raises(ArgumentError, match=rf"{name} must be (True or False|an int|a str), got"):
+        Config(**{name: value})
+
+
+def test_settings_of_the_right_kind_are_taken():
+    Config(timeout_s=5, kill_after_s=0, init_timeout_s=1e8, profile=0, tuning_file=Path("table.json"))

@@ -15,6 +15,7 @@ from typing import Any
 
 from flagcx._launch.failure import Failure
 from flagcx._launch.process_groups import end_with_launcher
+from flagcx.errors import ResourceError
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,17 @@ def read_file(descriptor: int) -> bytes:
 
 
 def write_file(descriptor: int, content: bytes) -> None:
-    """Writes all of a file, in as many calls as it takes."""
+    """Writes all of a file, in as many calls as it takes.
+
+    Raises:
+        ResourceError: There is no room for it.
+    """
     view, start = memoryview(content), 0
-    while start < len(view):
-        start += os.pwrite(descriptor, view[start:], start)
+    try:
+        while start < len(view):
+            start += os.pwrite(descriptor, view[start:], start)
+    except OSError as error:
+        raise ResourceError(
+            f"there is no room for the {len(view):,} bytes of a rank's function or result ({error.strerror}); "
+            f"raise the limit of files if there is one (ulimit -f), or pass less"
+        ) from None

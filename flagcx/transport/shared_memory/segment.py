@@ -10,8 +10,10 @@ file in /dev/shm instead, whose room is taken at once and whose name is removed 
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
+import resource
 import secrets
 import weakref
 from collections.abc import Callable
@@ -84,8 +86,10 @@ class Segment:
             nonce = secrets.randbits(64)
             os.pwrite(descriptor, nonce.to_bytes(8, "little"), nbytes)
             file = os.fstat(descriptor)
-        except BaseException:
+        except BaseException as error:
             os.close(descriptor)
+            if isinstance(error, OSError):
+                raise ResourceError(_why_not(nbytes, error)) from None
             raise
         handle = Handle(os.getpid(), descriptor, nbytes, file.st_dev, file.st_ino, nonce)
         return cls(memory, handle, descriptor)
@@ -167,6 +171,21 @@ def _unnamed_file() -> int:
     except OSError as error:
         raise ResourceError(f"no shared memory can be made: {error} for {path}") from None
     return descriptor
+
+
+def _why_not(nbytes: int, error: OSError) -> str:
+    """Why there is no shared memory of ``nbytes`` bytes, and what to do."""
+    refused = f"{nbytes:,} bytes of shared memory cannot be made ({error.strerror})"
+    if error.errno == errno.EFBIG:
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        return (
+            f"{refused}: this process may make files of {limit:,} bytes at most, and shared memory is one; "
+            f"raise the limit before the job starts: ulimit -f unlimited"
+        )
+    return (
+        f"{refused}; other processes may hold the machine's memory, or a limit be too low (ulimit -v, the "
+        f"container's memory)"
+    )
 
 
 def _size(descriptor: int, nbytes: int) -> None:

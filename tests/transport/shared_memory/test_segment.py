@@ -128,3 +128,24 @@ def test_a_file_in_dev_shm_serves_as_well(monkeypatch):
     assert peer.memory[5] == 9
     peer.close()
     own.close()
+
+
+@pytest.mark.parametrize(("limit", "number"), [("RLIMIT_FSIZE", 1 << 20), ("RLIMIT_AS", 1 << 30)])
+def test_a_limit_of_this_process_is_named(limit, number):
+    code = f"""
+import resource
+from flagcx.errors import ResourceError
+from flagcx.transport.shared_memory.segment import Segment
+Segment.create(4096).close()
+resource.setrlimit(resource.{limit}, ({number}, resource.RLIM_INFINITY))
+for _ in range(3):
+    try:
+        Segment.create(4 << 30)
+    except ResourceError as error:
+        print(error)
+"""
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert told.returncode == 0, told.stderr
+    assert told.stdout.count("4,294,967,296 bytes of shared memory cannot be made") == 3
+    remedy = "files of 1,048,576 bytes at most" if limit == "RLIMIT_FSIZE" else "ulimit -v"
+    assert told.stdout.count(remedy) == 3

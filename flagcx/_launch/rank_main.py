@@ -119,6 +119,6 @@ def write_file(descriptor: int, content: bytes) -> None:
             start += os.pwrite(descriptor, view[start:], start)
     except OSError as error:
         raise ResourceError(
-            f"there is no room for the {len(view):,} bytes of a rank's function or result ({error.strerror}); "
+            f"there is no room for {len(view):,} bytes of a rank's function or result ({error.strerror}); "
             f"raise the limit of files if there is one (ulimit -f), or pass less"
         ) from None

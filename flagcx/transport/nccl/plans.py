@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict
+import weakref
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +25,8 @@ URGENT = -5
 highest."""
 
 _MAX_GRAPHS = 16
+_MOST_GRAPHS = 2048
+"""Graphs of one plan, and of all plans of a communicator."""
 _MAX_SEEN = 256
 _GRAIN = 2 << 20
 
@@ -48,6 +51,7 @@ class Scratch:
         self._memory: Any = None
         self._peak = 0
         self._pinned: list[tuple[object, ...]] = []
+        self._captured: deque[tuple[weakref.ref[SchedulePlan], int]] = deque()
         track_memory(self)
 
     def stats(self) -> PoolStats:
@@ -78,10 +82,19 @@ class Scratch:
         """Keeps objects that a caller's graph uses until the communicator is closed."""
         self._pinned.append(used)
 
+    def add_graph(self, plan: SchedulePlan, graph: Any) -> None:
+        """Counts a graph that a plan has captured; beyond the most, the oldest of all plans is dropped."""
+        self._captured.append((weakref.ref(plan), id(graph)))
+        if len(self._captured) > _MOST_GRAPHS:
+            owner, oldest = self._captured.popleft()
+            if (found := owner()) is not None:
+                found.drop_graph(oldest)
+
     def close(self) -> None:
         """Gives the memory back."""
         self._memory = self._stream = self.captures = None
         self._pinned.clear()
+        self._captured.clear()
 
 
 class SchedulePlan:
@@ -195,11 +208,19 @@ class SchedulePlan:
         if seen < CAPTURE_AT or not self._steps:
             return None
         graph = self._capture(self._memories(key))
+        self._scratch.add_graph(self, graph)
         self._graphs[key] = graph, memory
         if len(self._graphs) > _MAX_GRAPHS:
             self._graphs.popitem(last=False)
             self._source = -1
         return self._graphs[key]
+
+    def drop_graph(self, number: int) -> None:
+        """Gives the graph with this ``id`` back, if it is still there."""
+        for key in [key for key, (graph, _) in self._graphs.items() if id(graph) == number]:
+            del self._graphs[key]
+            self._seen.pop(key, None)
+            self._source, self._replay = -1, _nothing
 
     def _capture(self, memories: Memories) -> Any:
         stream = self._scratch.captures

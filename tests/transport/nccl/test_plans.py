@@ -10,6 +10,7 @@ from flagcx.algorithms import build
 from flagcx.dtypes import OPS, dtype_of
 from flagcx.errors import ArrayError
 from flagcx.transport.base import Call
+from flagcx.transport.nccl import plans
 from flagcx.transport.nccl.plans import CAPTURE_AT, NativePlan, SchedulePlan, Scratch, grouped
 from flagcx.transport.nccl.steps import device_program
 from flagcx.transport.stream_order import StreamOrder
@@ -116,6 +117,21 @@ def test_arrays_that_never_come_back_are_not_captured(gpu):
         plan.run(array(4096 * (i + 1)), array(4096 * (i + 1)))
     assert plan.graphs == 0
     assert len(plan._seen) <= 256
+
+
+def test_the_graphs_of_all_plans_together_are_bounded(gpu, monkeypatch):
+    monkeypatch.setattr(plans, "_MOST_GRAPHS", 5)
+    scratch = Scratch(gpu)
+    several = [plan_for(gpu, scratch, count=64 + k) for k in range(3)]
+    for at in range(4096, 4096 * 20, 4096):
+        for plan in several:
+            for _ in range(CAPTURE_AT + 1):
+                plan.run(array(at), array(at))
+            assert kinds(gpu)[-1] == "graph"
+            assert sum(one.graphs for one in several) <= 5
+    gpu.done.clear()
+    several[0].run(array(4096), array(4096))  # its graph was dropped
+    assert kinds(gpu) == ["group"] * 6
 
 
 def test_graphs_are_forgotten_when_the_scratch_moves(gpu):

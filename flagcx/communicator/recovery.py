@@ -24,6 +24,7 @@ from typing import Any
 from flagcx.communicator.caller import Caller, Lineage
 from flagcx.errors import (
     AbortedError,
+    BootstrapError,
     CommunicationError,
     CommunicatorError,
     FlagcxError,
@@ -131,7 +132,11 @@ def _go_on(old: Caller, lineage: Lineage) -> Caller:
     """Makes the new communicator, however many more ranks are lost meanwhile."""
     limit_s, known = old.config.init_timeout_s, lineage.members
     for _ in range(2 * len(known) + 1):
-        came = lineage.store.agree("shrink", str(lineage.generation).encode(), limit_s)
+        lineage.store.recover(limit_s)
+        try:
+            came = lineage.store.agree("shrink", str(lineage.generation).encode(), limit_s)
+        except (PeerDiedError, BootstrapError):  # what ran the store is gone
+            continue
         newest = max(int(generation) for generation in came.values())
         lineage = replace(lineage, members=tuple(came), generation=newest + 1)
         made = _build(old, lineage)
@@ -172,7 +177,7 @@ def _build(old: Caller, lineage: Lineage) -> Caller | None:
     except PeerTimeoutError:
         _discard(made)
         raise
-    except CommunicationError:  # a rank died, or left, and all of them know
+    except (CommunicationError, BootstrapError):  # a rank died, or left, and all of them know
         verdicts = [_AGAIN]
     if not any(verdicts):
         return made

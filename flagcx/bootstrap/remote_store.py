@@ -52,25 +52,24 @@ class RemoteStore(Store):
 
     def __init__(self, address: str, authkey: bytes, rank: int, size: int, timeout_s: float = 10.0) -> None:
         self.rank, self.size = rank, size
-        self.address, self.authkey = address, authkey
+        self.authkey = authkey
         self._lock = threading.Lock()
         self._number = 0
         self._owner = os.getpid()
         self._broken: Exception | None = None
         self._dead: dict[int, str] = {}
         self._host: dict[str, Any] = {}
-        self._authkey = authkey
         self._standby: Standby | None = None
         self._connect(address, timeout_s)
         close_in_forked_child(self)
 
     def _connect(self, address: str, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
+        self.address, deadline = address, time.monotonic() + timeout_s
         self._connection = open_connection(address, min(timeout_s, _LONGEST_OPEN_S), self.rank)
         self._poller = select.poll()
         self._poller.register(self._connection.fileno(), select.POLLIN)
         try:
-            self._greet(self._authkey, deadline)
+            self._greet(self.authkey, deadline)
         except BaseException:
             self._drop()
             raise
@@ -80,7 +79,7 @@ class RemoteStore(Store):
             return
         address = b""
         if self._host["host_rank"] != self.rank:
-            self._standby = Standby(self.rank, self.size, _own_address(self._connection), self._authkey)
+            self._standby = Standby(self.rank, self.size, _own_address(self._connection), self.authkey)
             address = self._standby.server.address.encode()
         addresses = [other.decode() for other in self.exchange("standby", address, timeout_s)]
         if self._standby is not None:

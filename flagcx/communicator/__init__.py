@@ -58,6 +58,7 @@ class Communicator(Caller):
         config: Settings.
         store: The ranks' part of the store, with which those join that have arrays on GPUs.
         name: What the communicator is called in messages.
+        after_loss: See ``TransportContext``.
 
     Attributes:
         rank: This rank, from 0.
@@ -108,13 +109,14 @@ class Communicator(Caller):
         config: Config,
         store: Store | None = None,
         name: str = "world",
+        after_loss: str = "",
     ) -> None:
         self.rank, self.size, self.hosts, self.config = rank, size, tuple(hosts), config
         self.profiler = Profiler(rank, size, self.allgather_object, self.barrier)
         self._ring = self.profiler.ring if config.profile else None
         self._name = name
         waits = None if store is None else Waits(store, name, config.explain_wait_s, config.timeout_s)
-        self._context = TransportContext(rank, size, self.hosts, exchange, store, config, waits)
+        self._context = TransportContext(rank, size, self.hosts, exchange, store, config, waits, after_loss)
         self._host = open_host_executor(self._context, self._ring)
         self._device: DeviceExecutor | None = None
         if waits is not None:

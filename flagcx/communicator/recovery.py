@@ -113,8 +113,6 @@ def shrink(self: Caller) -> Caller:
     if lineage is None or self._host.forked or self._shut:
         why = "it was made without a store" if lineage is None else "it was closed, or carried through a fork"
         raise CommunicatorError(f"comm.shrink() cannot go on from this communicator: {why}; use fc.init()")
-    if obstacle := self._host.transport.no_shrink():
-        raise CommunicatorError(f"comm.shrink() is not possible here: {obstacle}")
     _end_calls(self, "it calls comm.shrink(), as every rank that is left must")
     if not _retire(self):
         raise CommunicatorError(f"comm.shrink() waits for another thread to leave its call: {TWO_THREADS}")
@@ -168,6 +166,7 @@ def _build(old: Caller, lineage: Lineage) -> Caller | None:
             old.config,
             store,
             f"{lineage.name} after {generation} losses" if generation > 1 else f"{lineage.name} after a loss",
+            f"{lineage.name} {generation} {lineage.members}",
         )
         made._lineage = lineage
     except FlagcxError as error:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -127,6 +130,36 @@ def absent() -> None:
             f"rank {comm.rank} {type(error).__name__} {time.monotonic() - start:.1f} s: {error}", flush=True
         )
     wait_for_the_others(comm)
+
+
+def losses() -> None:
+    """Rank 3 is lost in a call, then rank 0, which serves the store, in another; the others go on without."""
+    comm = fc.init(init_timeout_s=20)
+    me = comm.rank
+    aborts = comm.split(color=0)
+    start = time.monotonic()
+    if me == 1:
+        time.sleep(1)
+        aborts.abort("enough")
+    else:
+        threading.Timer(0.5, aborts.abort, ["by a thread"]).start() if me == 2 else None
+        try:
+            aborts.allreduce(np.ones(5))
+        except CommunicationError as error:
+            print(f"rank {me} aborted {type(error).__name__} {time.monotonic() - start:.1f} s", flush=True)
+    for victim in (3, 0):
+        if me == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            while True:
+                comm.allreduce(np.ones(100_000))
+        except (fc.PeerDiedError, fc.AbortedError):
+            comm = comm.shrink()
+        n = comm.size
+        total = comm.allreduce(np.full(200_000, comm.rank + 1))[7]
+        assert total == n * (n + 1) // 2, total
+        assert comm.allgather_object(me) == sorted(comm.allgather_object(me))
+        print(f"rank {me} goes on as {comm.rank} of {n}, lost {comm.lost}", flush=True)
 
 
 if __name__ == "__main__":

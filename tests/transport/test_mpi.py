@@ -71,6 +71,21 @@ def test_a_rank_that_stays_away_is_named():
     assert any("PeerTimeoutError" in line and "rank 2 did not take part" in line for line in said), printed
 
 
+@pytest.mark.slow
+def test_ranks_go_on_after_losses_where_mpi_does():
+    _, printed = run_mpi(4, "tests.transport.mpi_jobs", "losses", options=("--with-ft", "ulfm"))
+    aborted = [line.split() for line in printed.splitlines() if " aborted " in line]
+    assert len(aborted) == 3 and all(float(words[4]) < 2.6 for words in aborted), printed
+    for line in (
+        "rank 0 goes on as 0 of 3, lost (3,)",
+        "rank 1 goes on as 1 of 3, lost (3,)",
+        "rank 2 goes on as 2 of 3, lost (3,)",
+        "rank 1 goes on as 0 of 2, lost (0,)",
+        "rank 2 goes on as 1 of 2, lost (0,)",
+    ):
+        assert line in printed, printed
+
+
 class SlowStore:
     """A store behind a link that is full: no answer comes in time."""
 

@@ -94,6 +94,7 @@ class Wire:
             self.abandon(requests, [sent, landed])
             if isinstance(error, self._mpi.Exception):
                 what = what or "a send or receive"
+                self._watch.blame_dead(what)
                 raise CommunicationError(f"rank {rank}: MPI failed in {what}: {error}") from error
             raise
         self._slots += sent

@@ -275,9 +275,11 @@ class Communicator(Caller):
             while self._at_close:
                 last.callback(self._at_close.pop(0))
             last.callback(self._give_back)
+            for child in self._children:
+                last.callback(child.close)
 
     def _give_back(self) -> None:
-        """Closes all but the ranks' store."""
+        """Closes all but the ranks' store, and the communicators that were split from this one."""
         with self._closing, contextlib.ExitStack() as last:  # whatever fails, the rest is closed
             last.callback(self._host.close)
             for fusion in self._fusions.values():
@@ -285,8 +287,6 @@ class Communicator(Caller):
             if self._device is not None:
                 last.callback(self._device.close)
             last.callback(self._keep_learned)
-            for child in self._children:
-                last.callback(child.close)
             if self._context.waits is not None:
                 last.callback(self._context.waits.close)
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -116,12 +115,11 @@ def shrink(self: Caller) -> Caller:
     _end_calls(self, "it calls comm.shrink(), as every rank that is left must")
     if not _retire(self):
         raise CommunicatorError(f"comm.shrink() waits for another thread to leave its call: {TWO_THREADS}")
-    children, self._children = self._children, weakref.WeakSet()
-    with contextlib.suppress(FlagcxError):  # of the calls that the loss has ended
-        self._give_back()
+    if self._device is not None:
+        self._device.transport.end_enqueued()
     made = _go_on(self, lineage)
     self._shut, self.successor = True, made
-    made._children |= children
+    made._children |= self._children
     made._at_close, self._at_close = self._at_close, []
     return made
 
@@ -135,6 +133,8 @@ def _go_on(old: Caller, lineage: Lineage) -> Caller:
             came = lineage.store.agree("shrink", str(lineage.generation).encode(), limit_s)
         except (PeerDiedError, BootstrapError):  # what ran the store is gone
             continue
+        with contextlib.suppress(FlagcxError):  # of the calls that the loss has ended
+            old._give_back()  # no rank that is left works in this one's memory any more
         newest = max(int(generation) for generation in came.values())
         lineage = replace(lineage, members=tuple(came), generation=newest + 1)
         made = _build(old, lineage)

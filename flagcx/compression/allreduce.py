@@ -182,13 +182,12 @@ class CompressedPlan:
             self._ring.mark_sent(self.sent_nbytes)
 
     def _run(self, sendbuf: Any, recvbuf: Any) -> None:
+        before, slot = self._peers.sent_nbytes, self._slot
         self._peers.enter(self._what, sendbuf, recvbuf)
-        slot = self._slot
-        if slot.ranks() is not self._peers:
-            slot.meet(self._peers)
-        before = self._peers.sent_nbytes
         if slot.resumes:
             _agree_on_load(self._peers, slot)
+        if slot.ranks() is not self._peers:
+            slot.meet(self._peers)
         slot.place = self._place
         x = sendbuf.reshape(-1)
         y = x if recvbuf is sendbuf else recvbuf.reshape(-1)

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 import flagcx as fc
-from flagcx.errors import CommunicationError, FlagcxError
+from flagcx.errors import CommunicationError, FlagcxError, MismatchError
 from tests.communicator import checks
 from tests.communicator.messages import run_programs
 from tests.communicator.random_messages import run_random
@@ -160,6 +160,27 @@ def losses() -> None:
         assert total == n * (n + 1) // 2, total
         assert comm.allgather_object(me) == sorted(comm.allgather_object(me))
         print(f"rank {me} goes on as {comm.rank} of {n}, lost {comm.lost}", flush=True)
+
+
+def pieces() -> None:
+    """A rank alone sends itself messages of one piece and of many, two at once, and some that do not fit."""
+    comm = fc.init(transport="mpi", timeout_s=10)
+    carry = comm._host.transport.transfer
+    for count in (0, 1, 16_384, 16_385, 81_921, 1_000_003):
+        for dtype in (np.uint8, np.float32, np.complex128):
+            x = (np.arange(count) % 251).astype(dtype)
+            y, z = np.zeros(count, dtype), np.zeros(count, dtype)
+            carry([(x, 0), (x[::-1].copy(), 0)], [(y, 0), (z, 0)])
+            assert (y == x).all() and (z == x[::-1]).all(), (count, dtype)
+    for sent, count, dtype in ((3, 4, "f4"), (300_000, 400_000, "f4"), (300_000, 300_000, "i4")):
+        out = np.full(count, 7, dtype)
+        try:
+            comm.split(0)._host.transport.transfer([(np.ones(sent, "f4"), 0)], [(out, 0)])
+        except MismatchError as error:
+            assert f"sent {4 * sent:,} bytes of send and receive of float32" in str(error), error
+        else:
+            raise AssertionError((sent, count, dtype))
+        assert (out == 7).all(), "data of another message was used"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""``flagcx run --elastic``: what becomes of a job whose ranks are lost, by restarts and ranks that are left."""
+"""``flagcx run --elastic``: what becomes of a job whose ranks are lost."""
 
 from __future__ import annotations
 

@@ -296,3 +296,16 @@ tell(bool(np.isfinite(gradient).all()))
 """
     told = _told(body, 3)
     assert told[0] == told[2] == ["1 1", "True"], told
+
+
+def test_an_abort_that_a_call_has_told_of_is_not_told_again_at_the_end():
+    body = """
+signal.signal(signal.SIGALRM, lambda *_: comm.abort("a signal came"))
+signal.setitimer(signal.ITIMER_REAL, 0.3 if me == 0 else 0)
+outcome(lambda: comm.allreduce(np.ones(3)) if me == 0 else comm.recv(np.ones(3), 0))
+"""
+    with job(2, _START + body) as processes:
+        told = [rest(process, 60).splitlines() for process in processes]
+        codes = [process.returncode for process in processes]
+    assert codes == [0, 0] and [len(one) for one in told] == [1, 1], (codes, told)
+    assert all(outcome_of(one[0])[0] == "AbortedError" for one in told), told

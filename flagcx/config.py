@@ -12,7 +12,16 @@ from flagcx.errors import ArgumentError
 
 _PREFIX = "FLAGCX_"
 _MOST_S = 1e8
-_TOLD_TO_RANKS = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "JOB", "STORE_ADDRESS", "STORE_KEY", "RESTARTS")
+_TOLD_TO_RANKS = (
+    "RANK",
+    "SIZE",
+    "LOCAL_RANK",
+    "LOCAL_SIZE",
+    "JOB",
+    "STORE_ADDRESS",
+    "STORE_KEY",
+    "RESTARTS",
+)
 _OF_TESTS = ("TEST_RANKS", "TEST_PERFETTO")
 
 

@@ -113,10 +113,11 @@ class _Job:
         """Leaves as the process ends, and for a moment serves on the ranks that are not done yet."""
         if self.store is not None:
             leave(self.store)
-        if self.server is not None:
-            self.server.close_when_idle()
-            self.server.join(_LINGER_S)
-            self.server.close()
+        server = self.server or (None if self.store is None else self.store.server)
+        if server is not None:
+            server.close_when_idle()
+            server.join(_LINGER_S)
+            server.close()
 
 
 @cache

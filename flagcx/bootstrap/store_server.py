@@ -133,6 +133,15 @@ class StoreServer:
 
         self._call(tell)
 
+    @property
+    def ended(self) -> bool:
+        """Whether it serves no more."""
+        return self._ended
+
+    def connected(self) -> list[int]:
+        """The ranks that are connected now."""
+        return list(self._members.connected)
+
     def settle(self, timeout_s: float = 5.0) -> None:
         """Waits until what ranks have sent so far is dealt with, at most ``timeout_s`` seconds."""
         settled = threading.Event()
@@ -147,11 +156,6 @@ class StoreServer:
             self._on_complete = call
 
         self._call(tell)
-
-    @property
-    def ended(self) -> bool:
-        """Whether it serves no longer."""
-        return self._ended
 
     def close_when_idle(self) -> None:
         """Has the server end by itself as soon as no rank is connected any more."""

@@ -18,7 +18,7 @@ clipping: Lin et al., "Deep Gradient Compression" (2018), sections 3.1 to 3.3.
 from __future__ import annotations
 
 import ast
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 from flagcx.compression.catalogue import codec_of
@@ -85,6 +85,10 @@ class Feedback:
 
     def __getitem__(self, key: Hashable) -> Slot:
         return self.slot(key)
+
+    def __iter__(self) -> Iterator[Slot]:
+        """The slots that were asked for."""
+        return iter(list(self._slots.values()))
 
     def drop(self, key: Hashable) -> None:
         """Removes the memory of one array."""

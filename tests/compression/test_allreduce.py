@@ -338,3 +338,21 @@ def empty_arrays() -> list[str]:
 
 def test_an_array_of_no_elements_is_left_alone():
     assert run_ranks(empty_arrays, 2) == [[2.0, 2.0]] * 2
+
+
+def _steps_apart():
+    comm = fc.init()
+    feedback = fc.compression.Feedback("randomk")
+    slot = feedback["layer"]
+    x = np.random.default_rng(comm.rank).normal(size=5000).astype(np.float32)
+    comm.allreduce(x.copy(), compression=slot)
+    slot.step += comm.rank  # as where a rank was lost in the middle of a step
+    smaller = comm.split(color=0 if comm.rank < 2 else None)
+    if smaller is None:
+        return None
+    same = smaller.allgather_object(smaller.allreduce(x.copy(), compression=slot).tobytes())
+    return slot.step, len(set(same))
+
+
+def test_ranks_that_left_off_in_different_steps_draw_the_same_elements_again():
+    assert run_ranks(_steps_apart, 3) == [(3, 1), (3, 1), None]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
 import numpy as np
 
 import flagcx as fc
-from flagcx.errors import CommunicationError, FlagcxError
+from flagcx.errors import CommunicationError, FlagcxError, MismatchError
 from tests.communicator import checks
 from tests.communicator.messages import run_programs
 from tests.communicator.random_messages import run_random
@@ -127,6 +130,57 @@ def absent() -> None:
             f"rank {comm.rank} {type(error).__name__} {time.monotonic() - start:.1f} s: {error}", flush=True
         )
     wait_for_the_others(comm)
+
+
+def losses() -> None:
+    """Rank 3 is lost in a call, then rank 0, which serves the store, in another; the others go on without."""
+    comm = fc.init(init_timeout_s=20)
+    me = comm.rank
+    aborts = comm.split(color=0)
+    start = time.monotonic()
+    if me == 1:
+        time.sleep(1)
+        aborts.abort("enough")
+    else:
+        threading.Timer(0.5, aborts.abort, ["by a thread"]).start() if me == 2 else None
+        try:
+            aborts.allreduce(np.ones(5))
+        except CommunicationError as error:
+            print(f"rank {me} aborted {type(error).__name__} {time.monotonic() - start:.1f} s", flush=True)
+    for victim in (3, 0):
+        if me == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            while True:
+                comm.allreduce(np.ones(100_000))
+        except (fc.PeerDiedError, fc.AbortedError):
+            comm = comm.shrink()
+        n = comm.size
+        total = comm.allreduce(np.full(200_000, comm.rank + 1))[7]
+        assert total == n * (n + 1) // 2, total
+        assert comm.allgather_object(me) == sorted(comm.allgather_object(me))
+        print(f"rank {me} goes on as {comm.rank} of {n}, lost {comm.lost}", flush=True)
+
+
+def pieces() -> None:
+    """A rank alone sends itself messages of one piece and of many, two at once, and some that do not fit."""
+    comm = fc.init(transport="mpi", timeout_s=10)
+    carry = comm._host.transport.transfer
+    for count in (0, 1, 16_384, 16_385, 81_921, 1_000_003):
+        for dtype in (np.uint8, np.float32, np.complex128):
+            x = (np.arange(count) % 251).astype(dtype)
+            y, z = np.zeros(count, dtype), np.zeros(count, dtype)
+            carry([(x, 0), (x[::-1].copy(), 0)], [(y, 0), (z, 0)])
+            assert (y == x).all() and (z == x[::-1]).all(), (count, dtype)
+    for sent, count, dtype in ((3, 4, "f4"), (300_000, 400_000, "f4"), (300_000, 300_000, "i4")):
+        out = np.full(count, 7, dtype)
+        try:
+            comm.split(0)._host.transport.transfer([(np.ones(sent, "f4"), 0)], [(out, 0)])
+        except MismatchError as error:
+            assert f"sent {4 * sent:,} bytes of send and receive of float32" in str(error), error
+        else:
+            raise AssertionError((sent, count, dtype))
+        assert (out == 7).all(), "data of another message was used"
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tempfile
 
 import pytest
@@ -11,7 +13,7 @@ from flagcx.executor.open import groups_of
 from flagcx.selection.candidates import Request
 from flagcx.selection.rules import MultiHostRules
 from flagcx.transport.mpi.watch import Watch
-from tests.mpi import run_mpi
+from tests.mpi import ROOT, run_mpi
 from tests.ranges import exhaustive
 
 
@@ -69,6 +71,47 @@ def test_a_rank_that_stays_away_is_named():
     said = [line for line in printed.splitlines() if line.startswith("rank ")]
     assert len(said) == 3, printed
     assert any("PeerTimeoutError" in line and "rank 2 did not take part" in line for line in said), printed
+
+
+@pytest.mark.slow
+def test_ranks_go_on_after_losses_where_mpi_does():
+    _, printed = run_mpi(4, "tests.transport.mpi_jobs", "losses", options=("--with-ft", "ulfm"))
+    aborted = [line.split() for line in printed.splitlines() if " aborted " in line]
+    assert len(aborted) == 3 and all(float(words[4]) < 2.6 for words in aborted), printed
+    for line in (
+        "rank 0 goes on as 0 of 3, lost (3,)",
+        "rank 1 goes on as 1 of 3, lost (3,)",
+        "rank 2 goes on as 2 of 3, lost (3,)",
+        "rank 1 goes on as 0 of 2, lost (0,)",
+        "rank 2 goes on as 1 of 2, lost (0,)",
+    ):
+        assert line in printed, printed
+
+
+def alone(program: str) -> str:
+    """Runs a program as the only rank of a job, which MPI serves too; returns what it printed."""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("thread_level = 'serialized'", "level 'serialized'"),
+        ("threads = False", "level 'single'"),
+        ("initialize = False", "initialize is False"),
+    ],
+)
+def test_mpi_that_cannot_serve_is_found_at_init(setting, said):
+    init = "try:\n    fc.init(transport='mpi')\nexcept fc.ArgumentError as error:\n    print(error)"
+    printed = alone(f"import mpi4py\nmpi4py.rc.{setting}\nimport flagcx as fc\n{init}")
+    assert said in printed and "MPI.Init_thread(MPI.THREAD_MULTIPLE)" in printed, printed
+
+
+def test_messages_in_any_number_of_pieces():
+    alone("from tests.transport.mpi_jobs import pieces; pieces()")
 
 
 class SlowStore:

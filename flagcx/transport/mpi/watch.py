@@ -64,6 +64,7 @@ class Watch:
         self._store, self._timeout_s, self._waits = store, timeout_s, waits
         self.calls = 0
         self._own, self._asked, self._ask_at_s = _Told(), 0, _TELL_S
+        self._gave_up = ""
         if waits is not None:
             waits.calls[ON_HOST] = lambda: self.calls
 
@@ -80,6 +81,8 @@ class Watch:
         Raises:
             CommunicationError: A rank died, gave up, called something else or came too late.
         """
+        if self._gave_up:
+            raise AbortedError(f"this rank gave up: {self._gave_up}", peer=self._store.rank)
         self._store.check()
         late = waited_s > self._timeout_s
         if waited_s < 2 * _LOOK_S:
@@ -159,6 +162,15 @@ class Watch:
             self._asked += len(others)
         return {rank: self._told_by(rank) for rank in others}
 
+    def blame_dead(self, what: str) -> None:
+        """Raises if a rank has died, which MPI may know a moment before the store does."""
+        end = time.monotonic() + _REASON_S
+        while not (lost := self._store.lost()) and time.monotonic() < end:
+            time.sleep(_LOOK_S / 10)
+        for rank, how in lost.items():
+            here = f"rank {self._store.rank} was in {what}"
+            raise PeerDiedError(f"rank {rank} died ({how}); {here}", peer=rank)
+
     def check_failures(self, what: str) -> None:
         """Raises AbortedError if a rank has given up."""
         store = self._store
@@ -209,8 +221,8 @@ class Watch:
         )
 
     def give_up(self, reason: str, culprit: int | None) -> None:
-        """Tells the other ranks why this one cannot go on. The first reason stays."""
-        store = self._store
+        """Tells the others, and a thread that waits, why this rank cannot go on. The first reason stays."""
+        store, self._gave_up = self._store, reason
         try:
             if not store.add("mpi/failing", 1) > 1:
                 told = [store.rank, reason.splitlines()[0][:500], culprit]

@@ -94,6 +94,7 @@ class Wire:
             self.abandon(requests, [sent, landed])
             if isinstance(error, self._mpi.Exception):
                 what = what or "a send or receive"
+                self._watch.blame_dead(what)
                 raise CommunicationError(f"rank {rank}: MPI failed in {what}: {error}") from error
             raise
         self._slots += sent
@@ -173,7 +174,17 @@ class Wire:
     ) -> None:
         """Lets the rest of the messages follow their first pieces, and waits until all have come and gone."""
         pieces = Pieces(
-            self._comm, self._byte, tag + 1, sends, receives, landed, requests, self._slots, stamp, ufunc
+            self._comm,
+            self._byte,
+            tag + 1,
+            sends,
+            receives,
+            landed,
+            requests,
+            self.slot,
+            self.give_slot,
+            stamp,
+            ufunc,
         )
         wait, test = Wait(self._watch, what, self.noticed), self._mpi.Request.Testsome
         while pieces.left:

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple, Protocol
 from flagcx.transport.base import Plan
 
 _MOST_LISTS = 32
+_MOST_ARRAYS = 1 << 16
+"""Arrays of all lists together for which something is kept: some hundred bytes each."""
 _MOST_LOSSES = 2
 
 
@@ -102,6 +104,21 @@ class _Known:
         self.bound, self.names, self.losses = bound, names, 0
 
 
+def drop_oldest(kept: OrderedDict[tuple, Any]) -> bool:
+    """Drops what came first until there are few enough lists, of few enough arrays; the last one stays.
+
+    Args:
+        kept: What is kept for lists, by keys of which the last part has an item for each array.
+
+    Returns:
+        Whether anything was dropped.
+    """
+    before, arrays = len(kept), sum(len(key[-1]) for key in kept)
+    while len(kept) > _MOST_LISTS or (arrays > _MOST_ARRAYS and len(kept) > 1):
+        arrays -= len(kept.popitem(last=False)[0][-1])
+    return len(kept) < before
+
+
 class BindingCache:
     """What is bound to lists of arrays that came before.
 
@@ -146,8 +163,7 @@ class BindingCache:
     def put(self, memory: tuple, names: tuple, bound: Bound) -> None:
         """Keeps what is bound to the memory of the arrays with these names."""
         self._by_memory[memory] = _Known(bound, names)
-        if len(self._by_memory) > _MOST_LISTS:
-            self._by_memory.popitem(last=False)
+        drop_oldest(self._by_memory)
 
     def _watch(self, names: tuple, known: _Known, arrays: Sequence[Any]) -> None:
         """Remembers arrays by their identity, until the first of them is gone."""
@@ -158,8 +174,7 @@ class BindingCache:
                 known.losses += 1
 
         found[names] = known.bound, [weakref.ref(array, forget) for array in arrays]
-        if len(found) > _MOST_LISTS:
-            found.popitem(last=False)
+        drop_oldest(found)
 
     def clear(self) -> None:
         """Forgets all."""

@@ -26,11 +26,10 @@ import numpy as np
 
 from flagcx.dtypes import DType, ReduceOp
 from flagcx.executor.host import Executor
-from flagcx.fusion.cache import BindingCache, BoundPart, PlacedPacking
+from flagcx.fusion.cache import BindingCache, BoundPart, PlacedPacking, drop_oldest
 from flagcx.transport.base import Plan
 
 Shapes = tuple[tuple[int, ...], ...]
-_MOST_PLANS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,10 +263,8 @@ class Fusion:
         if found is None:
             self.executor.check()
             found = self._plans[key] = Fused(list(self._parts(dtype, op, algorithm, shapes, in_place)))
-            if len(self._plans) > _MOST_PLANS:
-                self._plans.popitem(last=False)
-                if self.bindings is not None:
-                    self.bindings.clear()
+            if drop_oldest(self._plans) and self.bindings is not None:
+                self.bindings.clear()
         else:
             self._plans.move_to_end(key)
         return found

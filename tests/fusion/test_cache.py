@@ -50,7 +50,7 @@ def bindings() -> BindingCache:
 
 def bring(bindings: BindingCache, arrays, memory: tuple, bound: Bound) -> str:
     """One step of a training with these arrays; says how they were recognised."""
-    names = names_of(arrays)
+    names, memory = names_of(arrays), (*memory, (0,) * len(arrays))
     if bindings.of_arrays(names) is not None:
         return "arrays"
     if bindings.in_memory(memory, names, arrays) is not None:
@@ -116,8 +116,19 @@ def test_the_oldest_lists_are_forgotten(bindings):
         for _ in range(3):
             bring(bindings, arrays, (i,), Bound([]))
     assert bindings.of_arrays(names_of(many[0])) is None
-    assert bindings.in_memory((0,), names_of(many[0]), many[0]) is None
+    assert bindings.in_memory((0, (0,) * len(many[0])), names_of(many[0]), many[0]) is None
     assert bindings.of_arrays(names_of(many[-1])) is not None
     bindings.clear()
     assert bindings.of_arrays(names_of(many[-1])) is None
-    assert bindings.in_memory((99,), names_of(many[-1]), many[-1]) is None
+    assert bindings.in_memory((99, (0,) * len(many[-1])), names_of(many[-1]), many[-1]) is None
+
+
+def test_lists_are_forgotten_when_they_have_too_many_arrays_together(bindings, monkeypatch):
+    monkeypatch.setattr("flagcx.fusion.cache._MOST_ARRAYS", 20)
+    arrays, bound = [Array() for _ in range(8)], Bound([])
+    for memory in range(4):
+        bring(bindings, arrays, (memory,), bound)
+    kept = [bindings.in_memory((memory, (0,) * 8), (memory,), arrays) is bound for memory in range(4)]
+    assert kept == [False, False, True, True]
+    longest = [Array() for _ in range(30)]
+    assert [bring(bindings, longest, (9,), bound) for _ in range(2)] == ["no", "memory"]

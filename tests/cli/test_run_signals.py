@@ -161,16 +161,20 @@ def test_a_rank_that_stops_again_and_again_is_ended(script):
 def test_a_pause_by_ctrl_z_lets_no_time_out_pass(script):
     body = """
     import flagcx as fc, numpy as np
+    def compute():
+        for _ in range(150):  # takes as long whether there is a pause or not
+            time.sleep(0.01)
+
     comm = fc.init()
     comm.barrier()
     tell("ready", os.getpid())
     if comm.rank == 1:
-        time.sleep(1.5)
+        compute()
     assert comm.allreduce(np.ones(3))[0] == 2
     store = comm._store
     if comm.rank == 0:
         tell("asks")
-        time.sleep(1.5)
+        compute()
     store.barrier("asked", 3)
     """
     with running("-n", "2", script(body), env=bare_environment(FLAGCX_TIMEOUT_S="3")) as process:

@@ -11,7 +11,7 @@ import pytest
 import flagcx as fc
 from tests.bootstrap.processes import bare_environment
 from tests.cli.launching import command
-from tests.transport.test_mpi import MPIRUN
+from tests.mpi import MPIRUN
 
 SCRIPT = """
 import contextlib, gc, multiprocessing, os, subprocess, sys, time

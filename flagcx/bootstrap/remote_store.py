@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from flagcx.bootstrap import wire
+from flagcx.bootstrap.clock import TICK_S, ActiveClock
 from flagcx.bootstrap.sockets import is_own_user, parse_address, tune
 from flagcx.bootstrap.store import Store
 from flagcx.bootstrap.store_server import StoreServer
@@ -188,7 +189,7 @@ class RemoteStore(Store):
 
     def _read(self, deadline: float, request: StoreRequest | None) -> tuple[dict[str, Any], bytes]:
         """Reads a message; if it is a notice, notes which rank died or that the store is closed."""
-        if not self._poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
+        if not self._is_readable(deadline):
             raise PeerTimeoutError(
                 f"the store, which {self._host['host']} runs, does not answer "
                 f"{request.kind if request else 'a call'} of rank {self.rank}; is that process stopped?",
@@ -208,6 +209,17 @@ class RemoteStore(Store):
             )
             raise self._broken
         return header, body
+
+    def _is_readable(self, deadline: float) -> bool:
+        """Waits for the server. (Time in which this process is stopped counts for nothing.)"""
+        clock = ActiveClock()
+        left_s = max(0.0, deadline - time.monotonic())
+        end = clock.now() + left_s
+        while not self._poller.poll(min(left_s, TICK_S) * 1000):
+            left_s = end - clock.now()
+            if left_s <= 0:
+                return bool(self._poller.poll(0))
+        return True
 
     def _loss(self) -> Exception:
         host, host_rank = self._host["host"], self._host["host_rank"]
@@ -237,7 +249,7 @@ class RemoteStore(Store):
         self.elastic = bool(header.get("elastic"))
 
     def _hear(self, deadline: float) -> bytes:
-        if not self._poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
+        if not self._is_readable(deadline):
             raise BootstrapError(
                 f"the server at {self.address} sends nothing; is it a flagcx store?", rank=self.rank
             )

@@ -29,6 +29,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from flagcx.bootstrap import wire
@@ -153,19 +154,11 @@ class StoreServer:
 
     def when_complete(self, call: Callable[[], None]) -> None:
         """Has a function called once, from the server's thread, when all ranks have come (again)."""
-
-        def tell() -> None:
-            self._on_complete = call
-
-        self._call(tell)
+        self._call(partial(setattr, self, "_on_complete", call))
 
     def close_when_idle(self) -> None:
         """Has the server end by itself as soon as no rank is connected any more."""
-
-        def tell() -> None:
-            self._ends_when_idle = True
-
-        self._call(tell)
+        self._call(partial(setattr, self, "_ends_when_idle", True))
 
     def join(self, timeout_s: float) -> None:
         """Waits until the server has ended, at most ``timeout_s`` seconds."""

@@ -15,7 +15,7 @@ from flagcx.dtypes import Op, dtype_of, resolve_op
 from flagcx.executor.host import Executor
 from flagcx.executor.staging import stage
 from flagcx.fusion.cache import Bound
-from flagcx.fusion.group import Reductions
+from flagcx.fusion.reductions import Reductions
 
 if TYPE_CHECKING:
     from flagcx.compression import Decision

@@ -15,6 +15,7 @@ from flagcx.executor.staging import StagedArrays, Staging
 from flagcx.executor.work import Work
 from flagcx.fusion.cache import Bound
 from flagcx.fusion.fuse import Fused, Fusion
+from flagcx.fusion.known_lists import KnownList
 from flagcx.transport.base import Plan
 
 
@@ -201,9 +202,11 @@ class Reductions:
         return [call._replace(plan=staged.around(*call[1:])) for call in calls]
 
     def _plain_calls(self) -> list[FusedCall]:
-        fusion = self._lasting()
+        fusion = self._in_one()
         if fusion is None:
             return self._fresh_calls()
+        if fusion.bindings is None:
+            return self._calls_of_list(fusion)
         bound = self._bound(fusion)
         if bound is None:
             return list(self._one_by_one())
@@ -228,13 +231,35 @@ class Reductions:
             bindings.put(memory, names, bound)
         return bound
 
-    def _lasting(self) -> Fusion | None:
-        """The fusion of all arrays, if they are in place and recognised when they come back; else None."""
+    def _calls_of_list(self, fusion: Fusion) -> list[FusedCall]:
+        """The calls for NumPy arrays in place, which may have come together before."""
+        arrays, names = self._arrays, (tuple(self._names), tuple(map(id, self._arrays)))
+        kinds = tuple([(kind.dtype.code, first) for kind, first in self._runs])
+        known = fusion.lists.find(names)
+        if known is not None and known.kinds == kinds:
+            return [FusedCall(fusion.executor, known, arrays, arrays)]
+        members = self._members()
+        if not _apart(members):
+            return list(self._one_by_one())
+        plans = [(kind.plan(some), numbers) for kind, some, numbers in members]
+        if all([array.__class__ is np.ndarray for array in arrays]):
+
+            def known_list() -> KnownList:
+                parts = [part for plan, numbers in plans for part in plan.known(arrays, numbers)]
+                return KnownList(parts, [plan for plan, _ in plans], kinds)
+
+            fusion.lists.note(names, arrays, known_list)
+        return [
+            FusedCall(kind.executor, plan, some, some)
+            for (kind, some, _), (plan, _) in zip(members, plans, strict=True)
+        ]
+
+    def _in_one(self) -> Fusion | None:
+        """The fusion of all arrays, if it is one and they are in place; else None."""
         fusions = {id(kind.fusion): kind.fusion for kind in self._kinds.values()}
         if len(fusions) != 1 or not all([kind.in_place for kind in self._kinds.values()]):
             return None
-        (fusion,) = fusions.values()
-        return None if fusion.bindings is None else fusion
+        return next(iter(fusions.values()))
 
     def _fresh_calls(self) -> list[FusedCall]:
         members = self._members()

@@ -16,13 +16,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flagcx.interop.torch import ddp_hook
 
-BATCH, RATE, MOMENTUM, DECAY = 64, 0.05, 0.9, 5e-4
+BATCH, RATE, DECAY = 64, 0.05, 5e-4
 
 
-def train(comm: Any, feedback: Any, steps: int, seed: int) -> tuple[np.ndarray, float]:
+def train(
+    comm: Any, feedback: Any, momentum: float, gain: float, steps: int, seed: int
+) -> tuple[np.ndarray, float]:
     """Trains with the gradients of each bucket compressed, or plain ones where ``feedback`` is None.
 
-    The rate rises in the first tenth of the steps and falls to zero over all.
+    The rate rises in the first tenth of the steps and falls to zero over all; it is ``gain`` times the usual
+    one, with another momentum.
 
     Returns:
         The network's parameters, and its loss on shifted pictures with noise.
@@ -34,15 +37,17 @@ def train(comm: Any, feedback: Any, steps: int, seed: int) -> tuple[np.ndarray, 
     model = DistributedDataParallel(_network())
     if feedback is not None:
         model.register_comm_hook(None, ddp_hook(feedback))
-    early = feedback is not None and feedback.momentum > 0  # before compression, not in the optimizer
-    momentum, decay = (0.0, DECAY / (1 - MOMENTUM)) if early else (MOMENTUM, DECAY)
+    # Where momentum is gathered before compression, the decay that the optimizer adds gets none of it.
+    early = 0.0 if feedback is None else feedback.momentum
+    decay = DECAY / (1 - early)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=momentum, weight_decay=decay)
     pictures, labels = _pictures()
     random, mine = np.random.default_rng(seed), slice(comm.rank, None, comm.size)
     for step in range(steps):
         rows = random.integers(0, len(labels), BATCH)
         inputs = _disturbed(pictures[rows], random)
-        optimizer.param_groups[0]["lr"] = RATE * min(1.0, 10 * (step + 1) / steps) * (1 - step / steps)
+        rate = gain * RATE * min(1.0, 10 * (step + 1) / steps) * (1 - step / steps)
+        optimizer.param_groups[0]["lr"] = rate
         optimizer.zero_grad()
         cross_entropy(model(inputs[mine]), labels[rows][mine]).backward()
         optimizer.step()

@@ -3,23 +3,29 @@
     flagcx run -n 4 examples/train_transformer.py
     flagcx run -n 4 examples/train_transformer.py --compression int8
     flagcx run -n 4 examples/train_transformer.py --compression topk --density 0.01
+    flagcx run -n 4 examples/train_transformer.py --checkpoints states --resume
 
 As in train_digits.py, every rank holds the whole network, looks at its part of each batch, and the ranks add
 up their gradients. Here the gradients may travel compressed: ``--compression`` names a codec of
 flagcx.compression. What a codec loses in one step is added to the next (error feedback), unless you say
 ``--no-feedback``: try it with topk and powersgd. These two begin gently, while the network still changes
 fast: topk sends more of the elements in the first quarter of the steps, powersgd all in the first half. And
-with topk each rank gathers momentum before it sends, not after, since most elements come late (deep gradient
-compression).
+as topk's elements come late, momentum on top of them is shorter, and each step so much larger that gradients
+move the network as far as before.
+
+With ``--checkpoints`` each rank saves its state now and then, and with ``--resume`` the training goes on from
+there, after a crash too: it ends with the very bits of one that went through.
 
 The network is written out, backward passes and all, in a page of NumPy: each function returns its result and
 a function that carries the slope of the loss back through it. The text is the manual that comes with Python.
 """
 
 import hashlib
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -28,6 +34,7 @@ import typer
 import flagcx as fc
 
 MOMENTUM = 0.9
+LATE_MOMENTUM = 0.7  # where most elements come late anyway
 HELD_OUT = 0.05  # the end of the text, to test on
 LETTERS = 300_000
 
@@ -197,9 +204,19 @@ def lines_of(xp: Any, text: Any, starts: np.ndarray, context: int) -> Any:
 
 
 def train(
-    comm: Any, network: Transformer, text: Any, steps: int, batch: int, lr: float, feedback: Any = None
+    comm: Any,
+    network: Transformer,
+    text: Any,
+    steps: int,
+    batch: int,
+    lr: float,
+    feedback: Any = None,
+    momentum: float = MOMENTUM,
+    checkpoints: "Checkpoints | None" = None,
 ) -> float:
     """Trains ``network`` and returns the seconds that this rank spent in communication.
+
+    The learning rate is that for the usual momentum; with another one a gradient moves the network as far.
 
     The rate rises in the first tenth of the steps and falls to zero over all. The batches are the same for
     any number of ranks.
@@ -208,10 +225,19 @@ def train(
     random, communication_s = np.random.default_rng(1), 0.0
     velocity = xp.zeros_like(network.parameters)
     slot = None if feedback is None else feedback.slot("network", list(network.shapes.values()))
-    momentum = 0.0 if feedback is not None and feedback.momentum else MOMENTUM  # once is enough
+    lr *= (1 - momentum) / (1 - MOMENTUM)
     comm.broadcast(network.parameters, root=0)  # everybody starts where rank 0 does
+    first = 0
+    if checkpoints is not None and checkpoints.found is not None:
+        state = checkpoints.load()
+        first = int(state["step"])
+        network.parameters[...], velocity[...] = (xp.asarray(state[k]) for k in ("parameters", "velocity"))
+        if feedback is not None:
+            feedback.load_state_dict(state)
     for step in range(steps):
         starts = random.integers(0, len(text) - context - 1, batch)
+        if step < first:
+            continue  # but for the drawing of numbers, all this was done before
         network.backward(lines_of(xp, text, starts[comm.rank :: comm.size], context), batch * context)
         began = time.perf_counter()
         comm.allreduce(network.gradient, compression=slot)  # here the ranks talk to each other
@@ -220,7 +246,77 @@ def train(
         velocity += network.gradient
         rate = lr * min(1.0, 10 * (step + 1) / steps) * (1 - step / steps)
         network.parameters -= xp.float32(rate) * velocity
+        if checkpoints is not None and checkpoints.is_due(step + 1):
+            state = {
+                "step": step + 1,
+                "parameters": on_host(network.parameters),
+                "velocity": on_host(velocity),
+            }
+            checkpoints.save(step + 1, state | ({} if feedback is None else feedback.state_dict()))
     return communication_s
+
+
+class Checkpoints:
+    """The last states of all ranks, in a folder that all of them see: a file for each rank and step.
+
+    A state counts when all ranks have saved theirs, and only then those before it are removed. So there is
+    one to go on from, whenever a rank is killed.
+
+    Args:
+        comm: The ranks.
+        folder: Where the files are.
+        every: Steps from one state to the next.
+        settings: The options of the training, which must be the same when it goes on.
+        resume: Whether to go on from the last state, if there is one.
+
+    Attributes:
+        found: The step to go on from, and the number of ranks that saved it; None to begin anew.
+    """
+
+    def __init__(self, comm: Any, folder: Path, every: int, settings: str, resume: bool) -> None:
+        self.comm, self.folder, self.every, self.settings = comm, folder, every, settings
+        folder.mkdir(parents=True, exist_ok=True)
+        self.found = comm.broadcast_object(max(self._complete(), default=None) if resume else None)
+
+    def _complete(self) -> list[tuple[int, int]]:
+        """The steps that all ranks have saved, each with their number."""
+        files = [tuple(map(int, file.stem.split("-"))) for file in self.folder.glob("*-*-*.npz")]
+        saved = {(step, ranks) for step, ranks, _ in files}
+        return [one for one in saved if all((*one, rank) in files for rank in range(one[1]))]
+
+    def _file(self, step: int, ranks: int, rank: int) -> Path:
+        return self.folder / f"{step}-{ranks}-{rank}.npz"
+
+    def is_due(self, step: int) -> bool:
+        return step % self.every == 0
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        """Saves what this rank has after a step."""
+        file = self._file(step, self.comm.size, self.comm.rank)
+        unfinished = file.with_suffix(".unfinished")
+        with unfinished.open("wb") as stream:
+            np.savez(stream, settings=self.settings, **state)
+            stream.flush()
+            os.fsync(stream.fileno())
+        unfinished.replace(file)  # all of a file, or none
+        self.comm.barrier()
+        for old in self.folder.glob("*-*-*.*") if self.comm.rank == 0 else ():
+            if int(old.stem.split("-")[0]) != step:
+                old.unlink()
+
+    def load(self) -> dict[str, Any]:
+        """This rank's state; that of another one where more ranks go on than there were."""
+        step, ranks = self.found
+        with np.load(self._file(step, ranks, self.comm.rank % ranks)) as file:
+            state = dict(file)
+        if str(state["settings"]) != self.settings:
+            raise ValueError(f"{self.folder} has a training with {state['settings']}, not {self.settings}")
+        return state
+
+
+def on_host(x: Any) -> np.ndarray:
+    """A NumPy array, also of a CuPy array."""
+    return x.get() if hasattr(x, "get") else x
 
 
 def held_out_loss(network: Transformer, text: Any) -> float:
@@ -253,8 +349,12 @@ def choose_feedback(
         codec = fc.compression.TopK(density, warmup_steps=steps // 4)
     elif compression == "powersgd":
         codec = fc.compression.PowerSGD(rank, warmup_steps=steps // 2)
-    momentum = MOMENTUM if compression == "topk" and feedback else 0.0
-    return fc.compression.Feedback(codec, residual=feedback, momentum=momentum)
+    return fc.compression.Feedback(codec, residual=feedback)
+
+
+def choose_momentum(compression: str, feedback: bool = True) -> float:
+    """The optimizer's momentum."""
+    return LATE_MOMENTUM if compression == "topk" and feedback else MOMENTUM
 
 
 app = typer.Typer(pretty_exceptions_enable=False)
@@ -270,6 +370,9 @@ def main(
     feedback: Annotated[bool, typer.Option(help="Whether what is lost comes with the next step.")] = True,
     density: Annotated[float, typer.Option(help="Share of the gradients that topk sends.")] = 0.01,
     rank: Annotated[int, typer.Option(help="Rank of powersgd.")] = 4,
+    checkpoints: Annotated[Path | None, typer.Option(help="Folder for the ranks' states.")] = None,
+    every: Annotated[int, typer.Option(min=1, help="Steps from one saved state to the next.")] = 100,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last state.")] = False,
 ) -> None:
     """Trains a small transformer on Python's manual, data-parallel over all ranks."""
     began = time.perf_counter()
@@ -278,7 +381,14 @@ def main(
         training, test, letters = load_text(xp)
         network = Transformer(xp, Size(), letters, seed)
         memory = choose_feedback(compression, steps, feedback, density, rank)
-        communication_s = train(comm, network, training, steps, batch, lr, memory)
+        momentum = choose_momentum(compression, feedback)
+        settings = f"{steps=} {batch=} {lr=} {seed=} {compression=} {feedback=} {density=} {rank=}"
+        saved = None
+        if checkpoints is not None:
+            saved = Checkpoints(comm, checkpoints, every, settings, resume)
+        elif resume:
+            raise typer.BadParameter("--resume needs --checkpoints FOLDER")
+        communication_s = train(comm, network, training, steps, batch, lr, memory, momentum, saved)
         digest = hashlib.sha256(network.parameters.tobytes()).hexdigest()
         equal = len(set(comm.allgather_object(digest))) == 1
         if comm.rank != 0:
@@ -286,6 +396,7 @@ def main(
         seconds, count = time.perf_counter() - began, network.parameters.size
         print(f"held-out loss      {held_out_loss(network, test):.4f} nats a letter")
         print(f"parameters         {count:,}, {'equal' if equal else 'DIFFERENT'} on {comm.size} ranks")
+        print(f"their SHA-256      {digest}")
         print(f"time               {seconds:.1f} s, of which {communication_s:.1f} s in communication")
         raise typer.Exit(0 if equal else 1)
 

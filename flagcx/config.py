@@ -10,7 +10,16 @@ from pathlib import Path
 from flagcx.errors import ArgumentError
 
 _PREFIX = "FLAGCX_"
-_TOLD_TO_RANKS = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "JOB", "STORE_ADDRESS", "STORE_KEY", "RESTARTS")
+_TOLD_TO_RANKS = (
+    "RANK",
+    "SIZE",
+    "LOCAL_RANK",
+    "LOCAL_SIZE",
+    "JOB",
+    "STORE_ADDRESS",
+    "STORE_KEY",
+    "RESTARTS",
+)
 _OF_TESTS = ("TEST_RANKS", "TEST_PERFETTO")
 
 

@@ -223,6 +223,7 @@ def _join_once(config: Config) -> Communicator:
         members = list(store.agree("generation", b"", limit_s)) if store.elastic else None
         scope = store.scoped("world/", members)
         hosts = page.join(scope.exchange("hosts", page.card(), limit_s), scope.in_job()[1])
+        store.stand_by(limit_s)
 
         def exchange(value: bytes) -> list[bytes]:
             return scope.exchange("communicator", value, limit_s)

@@ -39,7 +39,12 @@ def _unshare() -> str:
 
 
 def run_mpi(
-    size: int, module: str, *args: str, settings: dict[str, str] | None = None, timeout_s: float = 90
+    size: int,
+    module: str,
+    *args: str,
+    settings: dict[str, str] | None = None,
+    timeout_s: float = 90,
+    options: tuple[str, ...] = (),
 ) -> tuple[int, str]:
     """Runs ``python -m MODULE ARGS`` on every rank; the exit code of mpirun, and what the ranks printed.
 
@@ -49,13 +54,14 @@ def run_mpi(
         args: Its arguments.
         settings: Variables for the environment.
         timeout_s: Fail after so many seconds.
+        options: Of mpirun.
     """
     if not MPIRUN.exists():
         pytest.skip("no mpirun beside this Python; the extra 'test' brings Open MPI's")
     flags = _unshare()
     if not flags:
         pytest.skip("unshare may not give a process a host name of its own here")
-    mpirun = [str(MPIRUN), "--allow-run-as-root", "--oversubscribe", "-n", str(size)]
+    mpirun = [str(MPIRUN), "--allow-run-as-root", "--oversubscribe", *options, "-n", str(size)]
     environ = environment() | {"UNSHARE": flags, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*mpirun, "sh", "-c", HOST, "rank", sys.executable, "-m", module, *args],

@@ -187,6 +187,14 @@ def test_output_comes_through_line_by_line(capsys):
         ({"function": len, "ranks": 0}, "ranks must be an integer from 1 up, got 0"),
         ({"function": len, "ranks": 2.0}, "ranks must be an integer from 1 up, got 2.0"),
         ({"function": len, "timeout_s": 0}, "timeout_s must be above 0 seconds or None, got 0"),
+        ({"function": len, "timeout_s": "soon"}, "timeout_s must be above 0 seconds or None, got 'soon'"),
+        ({"function": len, "args": 5}, "args must be the arguments of one call, such as args=(10,), got 5"),
+        (
+            {"function": len, "args": "ab"},
+            "args must be the arguments of one call, such as args=(10,), got 'ab'",
+        ),
+        ({"function": len, "kwargs": 5}, "kwargs must be a dict of names and values, got 5"),
+        ({"function": len, "args": 5, "threads": True}, "args must be the arguments of one call"),
         ({"function": len, "args": (threading.Lock(),)}, "len or its arguments cannot be sent to the ranks"),
     ],
 )

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from flagcx.config import environment
@@ -57,8 +57,12 @@ def launch(
         raise ArgumentError(f"launch needs a function to call, got {type(function).__name__}")
     if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
         raise ArgumentError(f"ranks must be an integer from 1 up, got {ranks!r}")
-    if timeout_s is not None and not timeout_s > 0:
+    if timeout_s is not None and not (isinstance(timeout_s, (int, float)) and timeout_s > 0):
         raise ArgumentError(f"timeout_s must be above 0 seconds or None, got {timeout_s!r}")
+    if isinstance(args, (str, bytes)) or not isinstance(args, Iterable):
+        raise ArgumentError(f"args must be the arguments of one call, such as args=(10,), got {args!r:.80}")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise ArgumentError(f"kwargs must be a dict of names and values, got {kwargs!r:.80}")
     if threads:
         if share_gpu:
             raise ArgumentError("share_gpu=True is for ranks that are processes; leave threads=True out")

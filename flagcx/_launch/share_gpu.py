@@ -49,7 +49,7 @@ def shared_gpu(environ: Mapping[str, str], control: str = CONTROL) -> Iterator[d
         Variables for every rank.
 
     Raises:
-        LaunchError: The daemon cannot be started.
+        LaunchError: The daemon cannot be started, or has no directory for its files.
     """
     program = shutil.which(control, path=environ.get("PATH"))
     if program is None or "CUDA_MPS_PIPE_DIRECTORY" in environ:
@@ -57,8 +57,15 @@ def shared_gpu(environ: Mapping[str, str], control: str = CONTROL) -> Iterator[d
             logger.warning("%s is not installed: the ranks take turns on the GPU, which is slow", control)
         yield dict(SHARED)  # A daemon that the caller has started is used as it is.
         return
-    directory = tempfile.mkdtemp(prefix="flagcx-mps-")
-    service = _prepare(directory)
+    try:
+        directory = tempfile.mkdtemp(prefix="flagcx-mps-")
+        service = _prepare(directory)
+    except OSError as error:
+        raise LaunchError(
+            f"MPS, with which ranks share a GPU, has no directory for its files ({error}); set TMPDIR to one "
+            f"that can be written",
+            rank=0,
+        ) from error
     guardian = _guard(program, directory, {**environ, **service})
     try:
         _start(program, {**environ, **service})

@@ -111,6 +111,7 @@ _TRACES = MappingProxyType(
     {
         "PMIX_RANK": "prterun, or another launcher that speaks PMIx",
         "PMI_ID": "a launcher that speaks PMI",
+        "SLURM_PROCID": "srun",
         "MPIRUN_RANK": "MVAPICH's mpirun_rsh",
         "MVP_COMM_WORLD_LOCAL_RANK": "MVAPICH's mpirun_rsh",
         "PALS_RANKID": "PALS",
@@ -186,7 +187,8 @@ def _innermost(environ: Mapping[str, str]) -> _Names | None:
 
 def _refuse_traces(environ: Mapping[str, str]) -> None:
     for name, launcher in _TRACES.items():
-        if name in environ:
+        # Slurm gives a batch script, which is no task of a step, the number 0.
+        if name in environ and (name, environ[name]) != (_SLURM.rank, "0"):
             raise BootstrapError(
                 f"{name}={environ[name]!r} is set, so {launcher} started this process as one of several, and "
                 f"nothing says of how many; start the ranks with mpirun, srun, torchrun or flagcx run, or "

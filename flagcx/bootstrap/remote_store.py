@@ -14,9 +14,12 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from flagcx.bootstrap import wire
+from flagcx.bootstrap.clock import TICK_S, ActiveClock
 from flagcx.bootstrap.sockets import close_in_forked_child, is_own_user, parse_address, tune
 from flagcx.bootstrap.store import Store
+from flagcx.bootstrap.store_server import StoreServer
 from flagcx.bootstrap.store_state import StoreAnswer, StoreRequest
+from flagcx.bootstrap.takeover import Standby
 from flagcx.errors import (
     BootstrapError,
     CommunicationError,
@@ -26,6 +29,7 @@ from flagcx.errors import (
 )
 
 _MARGIN_S = 5.0
+_LONGEST_OPEN_S = 10.0
 _MAX_ANSWER_NBYTES = (1 << 31) - 1
 
 
@@ -49,22 +53,77 @@ class RemoteStore(Store):
 
     def __init__(self, address: str, authkey: bytes, rank: int, size: int, timeout_s: float = 10.0) -> None:
         self.rank, self.size = rank, size
-        self.address, self.authkey = address, authkey
+        self.authkey = authkey
         self._lock = threading.Lock()
         self._number = 0
         self._owner = os.getpid()
         self._broken: Exception | None = None
         self._dead: dict[int, str] = {}
         self._host: dict[str, Any] = {}
-        self._connection = open_connection(address, timeout_s, rank)
+        self._standby: Standby | None = None
+        self._connect(address, timeout_s)
+        close_in_forked_child(self)
+
+    def _connect(self, address: str, timeout_s: float) -> None:
+        self.address, deadline = address, time.monotonic() + timeout_s
+        self._connection = open_connection(address, min(timeout_s, _LONGEST_OPEN_S), self.rank)
         self._poller = select.poll()
         self._poller.register(self._connection.fileno(), select.POLLIN)
         try:
-            self._greet(authkey, time.monotonic() + timeout_s)
+            self._greet(self.authkey, deadline)
         except BaseException:
             self._drop()
             raise
-        close_in_forked_child(self)
+
+    def stand_by(self, timeout_s: float) -> None:
+        if self._host["host_rank"] is None:
+            return
+        address = b""
+        if self._host["host_rank"] != self.rank:
+            self._standby = Standby(self.rank, self.size, _own_address(self._connection), self.authkey)
+            address = self._standby.server.address.encode()
+        addresses = [other.decode() for other in self.exchange("standby", address, timeout_s)]
+        if self._standby is not None:
+            self._standby.addresses = addresses
+
+    def recover(self, timeout_s: float) -> None:
+        self.lost()  # reads what has come
+        with self._lock:
+            if self._broken is None:
+                return
+            if self._standby is None or os.getpid() != self._owner:
+                raise self._broken
+            self._drop()
+            self._find_host(self._standby, time.monotonic() + timeout_s)
+            self._broken = None
+
+    def _find_host(self, standby: Standby, deadline: float) -> None:
+        """Connects to the first rank that lives, which may be this one; see takeover.py."""
+        for rank, address in enumerate(standby.addresses):
+            if not address:
+                self._dead.setdefault(rank, "it ran the store, and left")
+            if rank in self._dead:
+                continue
+            if rank == self.rank and not standby.serves:
+                standby.serve(self._dead)
+            try:
+                return self._connect(address, max(deadline - time.monotonic(), 0.1))
+            except RefusedError:
+                raise
+            except BootstrapError:
+                if time.monotonic() >= deadline:
+                    raise PeerTimeoutError(
+                        f"rank {rank}, the first that may serve the store now that {self._host['host']} is "
+                        f"gone, did not come in time; every rank that is left must call comm.shrink()",
+                        peer=rank,
+                    ) from None
+                self._dead.setdefault(rank, "nothing listens at its address any more")
+        raise self._broken or BootstrapError("no rank is left to serve the store")
+
+    @property
+    def server(self) -> StoreServer | None:
+        """The server that this rank has taken over, if it has."""
+        return self._standby.server if self._standby is not None and self._standby.serves else None
 
     def lost(self) -> dict[int, str]:
         # The thread that holds the lock reads the notices too; a poll object serves one thread at a time.
@@ -96,6 +155,8 @@ class RemoteStore(Store):
                 with contextlib.suppress(OSError):
                     self._connection.send_bytes(wire.pack(message))
             self._drop()
+            if self._standby is not None:
+                self._standby.close()
 
     def abandon(self) -> None:
         """Closes the connection without a word: for a forked child, which holds a copy of it."""
@@ -127,7 +188,7 @@ class RemoteStore(Store):
 
     def _read(self, deadline: float, request: StoreRequest | None) -> tuple[dict[str, Any], bytes]:
         """Reads a message; if it is a notice, notes which rank died or that the store is closed."""
-        if not self._poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
+        if not self._is_readable(deadline):
             raise PeerTimeoutError(
                 f"the store, which {self._host['host']} runs, does not answer "
                 f"{request.kind if request else 'a call'} of rank {self.rank}; is that process stopped?",
@@ -147,6 +208,17 @@ class RemoteStore(Store):
             )
             raise self._broken
         return header, body
+
+    def _is_readable(self, deadline: float) -> bool:
+        """Waits for the server. (Time in which this process is stopped counts for nothing.)"""
+        clock = ActiveClock()
+        left_s = max(0.0, deadline - time.monotonic())
+        end = clock.now() + left_s
+        while not self._poller.poll(min(left_s, TICK_S) * 1000):
+            left_s = end - clock.now()
+            if left_s <= 0:
+                return bool(self._poller.poll(0))
+        return True
 
     def _loss(self) -> Exception:
         host, host_rank = self._host["host"], self._host["host_rank"]
@@ -176,7 +248,7 @@ class RemoteStore(Store):
         self.elastic = bool(header.get("elastic"))
 
     def _hear(self, deadline: float) -> bytes:
-        if not self._poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
+        if not self._is_readable(deadline):
             raise BootstrapError(
                 f"the server at {self.address} sends nothing; is it a flagcx store?", rank=self.rank
             )
@@ -217,3 +289,10 @@ def open_connection(address: str, timeout_s: float, rank: int) -> Connection:
             f"rank {rank} cannot reach the store at {address}: {error}", rank=rank
         ) from error
     return Connection(link.detach())
+
+
+def _own_address(connection: Connection) -> str:
+    """This host's address in a connection; "" in one that stays on one host."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as link:
+        own = link.getsockname()[0] if link.family != socket.AF_UNIX else ""
+    return f"[{own}]" if ":" in own else own

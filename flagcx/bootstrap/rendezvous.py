@@ -241,7 +241,7 @@ def _end(store: weakref.ref[RemoteStore], server: weakref.ref[StoreServer] | Non
     found = store()
     if found is not None:
         leave(found)
-    running = None if server is None else server()
+    running = (None if server is None else server()) or (None if found is None else found.server)
     if running is not None:
         running.close_when_idle()
         running.join(_LINGER_S)

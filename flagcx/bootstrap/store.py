@@ -163,6 +163,20 @@ class Store:
         """
         return _View(self, _text(prefix), tuple(range(self.size)) if ranks is None else tuple(ranks))
 
+    def stand_by(self, timeout_s: float) -> None:
+        """Gets ready to serve the store, should the rank that does be lost. All ranks call it."""
+
+    def recover(self, timeout_s: float) -> None:
+        """Goes on with another rank that serves the store, if the one that did is gone. Nothing is kept.
+
+        Args:
+            timeout_s: How long to wait for a rank that lives, in seconds.
+
+        Raises:
+            PeerTimeoutError: It did not come.
+            BootstrapError: What ran the store is gone, and no rank may take its place.
+        """
+
     def in_job(self) -> tuple[Store, tuple[int, ...]]:
         """The store that this one is a view of, and each rank's number in it."""
         return self, tuple(range(self.size))
@@ -272,6 +286,9 @@ class _View(Store):
         with contextlib.suppress(PeerDiedError):  # it may be of another part
             self._parent.check()
         super().check()
+
+    def recover(self, timeout_s: float) -> None:
+        self._parent.recover(timeout_s)
 
     def in_job(self) -> tuple[Store, tuple[int, ...]]:
         whole, ranks = self._parent.in_job()

@@ -32,6 +32,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flagcx.bootstrap import wire
+from flagcx.bootstrap.clock import TICK_S, ActiveClock
 from flagcx.bootstrap.generations import Generations
 from flagcx.bootstrap.membership import Membership
 from flagcx.bootstrap.peer import Peer
@@ -86,6 +87,7 @@ class StoreServer:
         self._listener = listen(address)
         self.address = format_address(self._listener)
         self._selector = selectors.DefaultSelector()
+        self._clock = ActiveClock()
         self._waker, self._woken = socket.socketpair()
         self._calls: deque[Callable[[], object]] = deque()
         self._peers: dict[Peer, None] = {}
@@ -133,6 +135,15 @@ class StoreServer:
             self._lose(rank, how)
 
         self._call(tell)
+
+    @property
+    def ended(self) -> bool:
+        """Whether it serves no more."""
+        return self._ended
+
+    def connected(self) -> list[int]:
+        """The ranks that are connected now."""
+        return list(self._members.connected)
 
     def settle(self, timeout_s: float = 5.0) -> None:
         """Waits until what ranks have sent so far is dealt with, at most ``timeout_s`` seconds."""
@@ -200,7 +211,7 @@ class StoreServer:
                     key.data(events)
                 while self._calls:
                     self._calls.popleft()()
-                now = time.monotonic()
+                now = self._clock.now()
                 self._deliver(self._members.expire(now))
                 for stranger in self._strangers():
                     if stranger.deadline <= now:
@@ -215,7 +226,7 @@ class StoreServer:
     def _patience_s(self) -> float | None:
         deadlines = [*self._members.deadlines(), *(peer.deadline for peer in self._strangers())]
         first = min(deadlines, default=math.inf)
-        return None if first == math.inf else max(0.0, first - time.monotonic())
+        return None if first == math.inf else min(max(0.0, first - self._clock.now()), TICK_S)
 
     def _strangers(self) -> list[Peer]:
         """The connections that have not shown the key yet, oldest first."""
@@ -240,7 +251,7 @@ class StoreServer:
             connection.close()
             return
         self._drop_strangers(keep=_MAX_STRANGERS - 1)
-        peer = Peer(connection, time.monotonic() + self._handshake_s)
+        peer = Peer(connection, self._clock.now() + self._handshake_s)
         self._peers[peer] = None
         self._selector.register(connection, selectors.EVENT_READ, lambda events: self._attend(peer, events))
         self._send(peer, wire.MAGIC + peer.nonce)
@@ -325,7 +336,7 @@ class StoreServer:
         else:
             request = wire.read_request(header, body, peer.rank, self.size)
             ticket = (peer, header["number"])
-            self._deliver(self._members.submit(peer.rank, request, ticket, time.monotonic()))
+            self._deliver(self._members.submit(peer.rank, request, ticket, self._clock.now()))
 
     def _drop(self, peer: Peer, how: str = "") -> None:
         """Ends a connection; if it is a rank's that has not left, the rank is lost."""

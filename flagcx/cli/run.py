@@ -54,7 +54,9 @@ def run(
     ),
     share_gpu: bool = typer.Option(False, "--share-gpu", help="Let several ranks use one GPU."),
     elastic: bool = typer.Option(
-        False, "--elastic", help="Start a lost rank again; fc.init() makes a communicator with it."
+        False,
+        "--elastic",
+        help="Start a lost rank again, with FLAGCX_RESTARTS set; fc.init() makes a communicator with it.",
     ),
     min_ranks: int = typer.Option(
         1, min=1, help="With --elastic: with how many ranks the job goes on where no restart is left."

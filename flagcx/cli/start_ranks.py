@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
@@ -80,18 +82,21 @@ def launch_reporting(
     Returns:
         Rank 0's result, once all reports have come.
     """
-    with _listening(report) as address:
-        return launch_quietly(_call_reporting, ranks, (function, task, address), share_gpu)[0]
+    with _listening(report) as (address, key):
+        return launch_quietly(_call_reporting, ranks, (function, task, address, key), share_gpu)[0]
 
 
-def _call_reporting(function: Callable[[Any, Report], Any], task: Any, address: str) -> Any:
-    with Client(address, family="AF_UNIX") as connection:
+def _call_reporting(function: Callable[[Any, Report], Any], task: Any, address: str, key: bytes) -> Any:
+    with Client(address, family="AF_UNIX", authkey=key) as connection:
         return function(task, lambda *values: connection.send(values))
 
 
 @contextlib.contextmanager
-def _listening(report: Report) -> Iterator[str]:
-    """Yields an address for the ranks' reports, which threads take; the last ones as the block ends."""
+def _listening(report: Report) -> Iterator[tuple[str, bytes]]:
+    """Yields address and key for the ranks' reports, which threads take; the last ones as the block ends.
+
+    Nothing is unpickled that does not come from a process that knows the key.
+    """
     threads: list[threading.Thread] = []
 
     def listen(connection: Connection) -> None:
@@ -102,16 +107,28 @@ def _listening(report: Report) -> Iterator[str]:
     def accept(listener: Listener) -> None:
         with contextlib.suppress(OSError):
             while True:
-                threads.append(threading.Thread(target=listen, args=(listener.accept(),), daemon=True))
-                threads[-1].start()
+                with contextlib.suppress(AuthenticationError, EOFError, ConnectionError):  # A stranger.
+                    threads.append(threading.Thread(target=listen, args=(listener.accept(),), daemon=True))
+                    threads[-1].start()
 
-    with tempfile.TemporaryDirectory(prefix="flagcx-") as directory:
+    key = secrets.token_bytes(32)
+    with _private_directory() as directory:
         address = os.path.join(directory, "progress")
-        with Listener(address, family="AF_UNIX", backlog=256) as listener:
+        with Listener(address, family="AF_UNIX", backlog=256, authkey=key) as listener:
             threading.Thread(target=accept, args=(listener,), daemon=True).start()
-            yield address
+            yield address, key
             for thread in threads:
                 thread.join(_LAST_REPORTS_S)
+
+
+def _private_directory() -> tempfile.TemporaryDirectory:
+    try:
+        return tempfile.TemporaryDirectory(prefix="flagcx-")
+    except OSError as error:
+        raise ResourceError(
+            f"no temporary directory can be made, over which ranks report ({error}); set TMPDIR to one that "
+            f"can be written"
+        ) from error
 
 
 @contextlib.contextmanager

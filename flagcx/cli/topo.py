@@ -67,9 +67,12 @@ def _machine(file: Path | None, preset: str | None, hosts: int) -> Topology:
 
 def _run(machine: Topology, gpus: str | None, json: bool, xml: bool, plot: Path | None) -> None:
     from flagcx.topology import make_plan, nccl_xml_write, plot_topology, render
+    from flagcx.topology.draw import check_picture
 
     if json and xml:
         raise TopologyError("--json and --xml were both given; use one of them")
+    if plot is not None:
+        check_picture(plot)
     if xml and plot is None:
         typer.echo(nccl_xml_write.format_xml(machine), nl=False)
         return

@@ -58,6 +58,7 @@ class Communicator(Caller):
         config: Settings.
         store: The ranks' part of the store, with which those join that have arrays on GPUs.
         name: What the communicator is called in messages.
+        after_loss: See ``TransportContext``.
 
     Attributes:
         rank: This rank, from 0.
@@ -108,13 +109,14 @@ class Communicator(Caller):
         config: Config,
         store: Store | None = None,
         name: str = "world",
+        after_loss: str = "",
     ) -> None:
         self.rank, self.size, self.hosts, self.config = rank, size, tuple(hosts), config
         self.profiler = Profiler(rank, size, self.allgather_object, self.barrier)
         self._ring = self.profiler.ring if config.profile else None
         self._name = name
         waits = None if store is None else Waits(store, name, config.explain_wait_s, config.timeout_s)
-        self._context = TransportContext(rank, size, self.hosts, exchange, store, config, waits)
+        self._context = TransportContext(rank, size, self.hosts, exchange, store, config, waits, after_loss)
         self._host = open_host_executor(self._context, self._ring)
         self._device: DeviceExecutor | None = None
         if waits is not None:
@@ -273,9 +275,11 @@ class Communicator(Caller):
             while self._at_close:
                 last.callback(self._at_close.pop(0))
             last.callback(self._give_back)
+            for child in self._children:
+                last.callback(child.close)
 
     def _give_back(self) -> None:
-        """Closes all but the ranks' store."""
+        """Closes all but the ranks' store, and the communicators that were split from this one."""
         with self._closing, contextlib.ExitStack() as last:  # whatever fails, the rest is closed
             last.callback(self._host.close)
             for fusion in self._fusions.values():
@@ -283,8 +287,6 @@ class Communicator(Caller):
             if self._device is not None:
                 last.callback(self._device.close)
             last.callback(self._keep_learned)
-            for child in self._children:
-                last.callback(child.close)
             if self._context.waits is not None:
                 last.callback(self._context.waits.close)
 

@@ -1,11 +1,14 @@
 """Python objects between ranks: pickled, and sent as bytes. For control information, not for data.
 
-The ranks of a job trust each other: what they send is unpickled.
+The ranks of a job trust each other: what they send is unpickled. Bytes that no rank sent as an object, such
+as another call's or memory that was never written, are not: a mark and a checksum come before each pickle.
 """
 
 from __future__ import annotations
 
 import pickle
+import struct
+import zlib
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -15,7 +18,11 @@ import numpy as np
 from flagcx.communicator.caller import Caller
 from flagcx.communicator.operations import allgather, broadcast
 from flagcx.communicator.v_operations import allgatherv, gatherv, scatterv
-from flagcx.errors import ArgumentError
+from flagcx.errors import ArgumentError, MismatchError
+
+_MARK = b"flagcx object\n"
+_HEADER = struct.Struct(f"<{len(_MARK)}sI")
+_MOST_NBYTES = 1 << 40
 
 
 def _packed(comm: Caller, value: Any) -> np.ndarray:
@@ -30,7 +37,7 @@ def _packed(comm: Caller, value: Any) -> np.ndarray:
             "wanted now; make the call before or after the group"
         )
     try:
-        return np.frombuffer(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL), np.uint8)
+        pickled = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
     except Exception as error:  # pickle raises several, and a value's own methods any
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         raise ArgumentError(
@@ -38,10 +45,24 @@ def _packed(comm: Caller, value: Any) -> np.ndarray:
             f"({type(error).__name__}: {error}); pass plain values, or objects of classes and functions that "
             f"stand at the top of a module: no lambda, no local class, no open file or lock"
         ) from error
+    return np.frombuffer(_HEADER.pack(_MARK, zlib.crc32(pickled)) + pickled, np.uint8)
 
 
 def _unpacked(data: np.ndarray) -> Any:
-    return pickle.loads(data.tobytes())
+    """The value whose bytes came.
+
+    Raises:
+        MismatchError: They are those of no value.
+    """
+    content = data.tobytes()
+    header = content[: _HEADER.size].ljust(_HEADER.size)
+    pickled = memoryview(content)[_HEADER.size :]
+    if _HEADER.unpack(header) != (_MARK, zlib.crc32(pickled)):
+        raise MismatchError(
+            f"{len(data)} bytes that came are no Python object that a rank sent, and were not unpickled; "
+            f"every rank must make the same calls in the same order"
+        )
+    return pickle.loads(pickled)
 
 
 def _parts(data: np.ndarray, counts: list[int]) -> list[Any]:
@@ -57,6 +78,11 @@ def broadcast_object(comm: Caller, value: Any = None, root: int = 0) -> Any:
     if comm.rank == root:
         broadcast(comm, data.copy(), root)
         return value
+    if not _HEADER.size <= length[0] <= _MOST_NBYTES:
+        raise MismatchError(
+            f"rank {root} sent an object of {length[0]} bytes, which is none; every rank must make the same "
+            f"calls in the same order"
+        )
     buffer = np.empty(int(length[0]), np.uint8)
     broadcast(comm, buffer, root)
     return _unpacked(buffer)

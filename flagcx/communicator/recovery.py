@@ -17,13 +17,13 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import weakref
 from dataclasses import replace
 from typing import Any
 
 from flagcx.communicator.caller import Caller, Lineage
 from flagcx.errors import (
     AbortedError,
+    BootstrapError,
     CommunicationError,
     CommunicatorError,
     FlagcxError,
@@ -86,7 +86,8 @@ def shrink(self: Caller) -> Caller:
 
     The new ranks are 0 to n-1 in the order of the old ones. This communicator is closed. Communicators split
     from it go on if they lost no rank; else they shrink too. Arrays of ``comm.empty`` stay as they are, and
-    are ordinary memory to the new one. The call that failed may have been done on some ranks and not on
+    are ordinary memory to the new one. Over MPI, end the processes by ``os._exit``: in MPI_Finalize Open MPI
+    5.0 may wait for the lost ranks. The call that failed may have been done on some ranks and not on
     others: agree on where to go on, such as by a ``broadcast`` from one of them.
 
     Returns:
@@ -112,17 +113,14 @@ def shrink(self: Caller) -> Caller:
     if lineage is None or self._host.forked or self._shut:
         why = "it was made without a store" if lineage is None else "it was closed, or carried through a fork"
         raise CommunicatorError(f"comm.shrink() cannot go on from this communicator: {why}; use fc.init()")
-    if obstacle := self._host.transport.no_shrink():
-        raise CommunicatorError(f"comm.shrink() is not possible here: {obstacle}")
     _end_calls(self, "it calls comm.shrink(), as every rank that is left must")
     if not _retire(self):
         raise CommunicatorError(f"comm.shrink() waits for another thread to leave its call: {TWO_THREADS}")
-    children, self._children = self._children, weakref.WeakSet()
-    with contextlib.suppress(FlagcxError):  # of the calls that the loss has ended
-        self._give_back()
+    if self._device is not None:
+        self._device.transport.end_enqueued()
     made = _go_on(self, lineage)
     self._shut, self.successor = True, made
-    made._children |= children
+    made._children |= self._children
     made._at_close, self._at_close = self._at_close, []
     return made
 
@@ -131,7 +129,13 @@ def _go_on(old: Caller, lineage: Lineage) -> Caller:
     """Makes the new communicator, however many more ranks are lost meanwhile."""
     limit_s, known = old.config.init_timeout_s, lineage.members
     for _ in range(2 * len(known) + 1):
-        came = lineage.store.agree("shrink", str(lineage.generation).encode(), limit_s)
+        lineage.store.recover(limit_s)
+        try:
+            came = lineage.store.agree("shrink", str(lineage.generation).encode(), limit_s)
+        except (PeerDiedError, BootstrapError):  # what ran the store is gone
+            continue
+        with contextlib.suppress(FlagcxError):  # of the calls that the loss has ended
+            old._give_back()  # no rank that is left works in this one's memory any more
         newest = max(int(generation) for generation in came.values())
         lineage = replace(lineage, members=tuple(came), generation=newest + 1)
         made = _build(old, lineage)
@@ -163,6 +167,7 @@ def _build(old: Caller, lineage: Lineage) -> Caller | None:
             old.config,
             store,
             f"{lineage.name} after {generation} losses" if generation > 1 else f"{lineage.name} after a loss",
+            f"{lineage.name} {generation} {lineage.members}",
         )
         made._lineage = lineage
     except FlagcxError as error:
@@ -172,7 +177,7 @@ def _build(old: Caller, lineage: Lineage) -> Caller | None:
     except PeerTimeoutError:
         _discard(made)
         raise
-    except CommunicationError:  # a rank died, or left, and all of them know
+    except (CommunicationError, BootstrapError):  # a rank died, or left, and all of them know
         verdicts = [_AGAIN]
     if not any(verdicts):
         return made

@@ -186,6 +186,8 @@ class CompressedPlan:
         self._peers.enter(self._what, sendbuf, recvbuf)
         if slot.resumes:
             _agree_on_load(self._peers, slot)
+        if slot.ranks() is not self._peers:
+            slot.meet(self._peers)
         slot.place = self._place
         x = sendbuf.reshape(-1)
         y = x if recvbuf is sendbuf else recvbuf.reshape(-1)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+import weakref
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -13,6 +14,19 @@ from flagcx.arguments import on_device
 from flagcx.compression.checkpoint import load_memory, on_host, save_memory
 from flagcx.compression.codec import Scratch, captures, clear_nonfinite, namespace
 from flagcx.errors import ArgumentError
+
+
+class Ranks(Protocol):
+    """The ranks that a slot is used with.
+
+    Attributes:
+        size: Number of ranks.
+    """
+
+    size: int
+
+    def numbers(self, mine: Sequence[int]) -> np.ndarray:
+        """The numbers of all ranks, a row for each rank."""
 
 
 class Slot:
@@ -28,6 +42,7 @@ class Slot:
         place: The rank, and the number of ranks, of the calls.
         memory: State of the codec's all-reduce, by name.
         resumes: Whether a state was loaded that no call has used yet.
+        ranks: Returns the ranks that it was used with last.
         plans: The plans of calls with this slot.
         lasting: Whether the slot belongs to one array. Otherwise all arrays of one length share it, and it
             keeps nothing that depends on an array's content.
@@ -58,6 +73,8 @@ class Slot:
         self.place, self.resumes = (0, 1), False
         self._count: int | None = None
         self.shape: tuple[int, ...] | None = None
+        self._size = 0
+        self.ranks: Callable[[], Any] = lambda: None
 
     def check_shapes(self, shapes: Sequence[tuple[int, ...]]) -> None:
         """Raises ArgumentError where the slot is not one for parameters of these shapes."""
@@ -111,6 +128,23 @@ class Slot:
             f"the slot {self.key!r} of this Feedback remembers the matrix of an array of shape {self.shape}, "
             f"and got an array of shape {shape}; use a slot for each array, or reshape it"
         )
+
+    def meet(self, peers: Ranks) -> None:
+        """Agrees on the step with ranks that are new to the slot.
+
+        Ranks that went on without one that was lost may have left off in different steps, and one that was
+        started again has none. Then what must be alike on all ranks, such as factors, begins anew.
+
+        Args:
+            peers: The ranks; all of them call it together.
+        """
+        self.ranks = weakref.ref(peers)
+        if not self.lasting:
+            return
+        told = peers.numbers([self.step, self._size])
+        if (told != told[0]).any() or told[0, 1] not in (0, peers.size):
+            self.memory.clear()
+        self.step, self._size = int(told[:, 0].max()), peers.size
 
     def source(self, x: Any, scratch: Scratch, ranks: int) -> Any:
         """This step's contribution before the residual: clipped, and with momentum.

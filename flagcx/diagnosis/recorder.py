@@ -32,7 +32,6 @@ from flagcx.diagnosis import flight_record
 from flagcx.diagnosis.processes import doing
 from flagcx.diagnosis.stacks import stacks
 from flagcx.diagnosis.state import noted_state, state_of
-from flagcx.diagnosis.surroundings import surroundings
 from flagcx.errors import AbortedError, BootstrapError
 
 logger = logging.getLogger("flagcx")
@@ -217,6 +216,8 @@ class FlightRecorder:
         return f"the last calls and stacks of all ranks: flagcx doctor {self._path}"
 
     def _describe(self, page: dict[str, Any], reason: str, error: BaseException | None) -> dict[str, Any]:
+        from flagcx.diagnosis.surroundings import surroundings
+
         entries = self._page.entries()[-_MOST_COMMUNICATORS:]
         described: dict[str, Any] = {
             "rank": page["rank"],

@@ -16,7 +16,8 @@ def abort_calls(executor: Executor, reason: str) -> None:
     if executor.over:
         return
     why = f"this communicator was aborted ({reason}); make a new one: fc.init() or comm.shrink()"
-    executor.leave_untold(AbortedError(why, peer=executor.rank))  # for a thread that waits for messages
+    if executor.messages is not None and executor.messages.callers:
+        executor.leave_untold(AbortedError(why, peer=executor.rank))
     executor.end(why)
     executor.transport.abort(reason, None)
 

@@ -10,7 +10,7 @@ from flagcx.algorithms.catalogue import Algorithm
 from flagcx.errors import ArrayError, CommunicatorError
 from flagcx.executor.host import Executor
 from flagcx.executor.point_to_point import TWO_THREADS
-from flagcx.executor.work import Work
+from flagcx.executor.work import Work, seconds
 from flagcx.profiler import RecordBuffer, RecordedPlan
 from flagcx.selection.device_rules import DeviceRules
 from flagcx.selection.selector import Selector
@@ -144,11 +144,13 @@ class DeviceWork(Work):
             What the call without ``async_op`` would.
 
         Raises:
+            ArgumentError: ``timeout_s`` is no time.
             PeerTimeoutError: It still runs after ``timeout_s``.
             CommunicationError: A rank died or gave up.
         """
-        if timeout_s is not None:
-            self._transport.wait(self._event, timeout_s)
+        limit_s = seconds(timeout_s)
+        if limit_s is not None:
+            self._transport.wait(self._event, limit_s)
         self._transport.follow(self._event)
         return self._value
 

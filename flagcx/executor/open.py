@@ -16,6 +16,7 @@ from flagcx.selection.rules import HostRules, MultiHostRules
 from flagcx.selection.selector import PiggybackExchange, Selector, TuningInfo, look_for_table
 from flagcx.selection.table import fit_here
 from flagcx.transport.base import DEVICE, HOST, TransportContext
+from flagcx.transport.compared import comparing
 from flagcx.transport.registry import TransportEntry, find_transport, open_transport
 from flagcx.transport.throttled import throttled
 
@@ -50,8 +51,8 @@ def open_host_executor(context: TransportContext, ring: RecordBuffer | None) -> 
         selector = Selector(MultiHostRules(groups), exchange.told, groups)
     else:
         selector = Selector(HostRules(transport, context.hosts[context.rank]), exchange.told)
-    throttle = context.config.throttle
-    executor = Executor(context.rank, context.size, throttled(transport, throttle), selector, ring)
+    transport = comparing(throttled(transport, context.config.throttle), context)
+    executor = Executor(context.rank, context.size, transport, selector, ring)
     return recorded(executor, context)
 
 
@@ -125,4 +126,4 @@ def open_device_executor(context: TransportContext, ring: RecordBuffer | None) -
 
     transport: Any = open_transport(DEVICE, replace(context, exchange=exchange))
     selector = device_selector(store, transport, config, environment(), detect)
-    return recorded(DeviceExecutor(transport, selector, ring), context)
+    return recorded(DeviceExecutor(comparing(transport, context), selector, ring), context)

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from flagcx.errors import CommunicationError, CommunicatorError, PeerTimeoutError
 from flagcx.executor.progress_thread import ask_for_short_slices
-from flagcx.executor.work import Work
+from flagcx.executor.work import Work, seconds
 from flagcx.profiler import OperationInfo, RecordBuffer
 from flagcx.profiler.records import NO_CALL
 from flagcx.transport.messenger import Message, Messenger
@@ -349,8 +349,9 @@ class PointToPoint:
     def stop(self, forked: bool = False) -> None:
         """Lets nothing move any more. In a forked child the lock may belong to a thread that is not there."""
         held = not forked and self._lock.acquire(timeout=_STOP_S)
-        self._channels = {}
+        left, self._channels = self._channels, {}
         if held:
+            self._messenger.abandon([message for channel in left.values() for message, _ in channel])
             self._lock.release()
 
 
@@ -386,12 +387,14 @@ class TransferWork(Work):
                 counts while callers wait and nothing comes.
 
         Raises:
+            ArgumentError: ``timeout_s`` is no time.
             PeerTimeoutError: It is still under way; after ``timeout_s`` ``wait`` may be called again.
             CommunicationError: A peer died, came late, or sent something else.
             CommunicatorError: The communicator was closed or broken meanwhile.
         """
+        limit_s = seconds(timeout_s)
         if self._transfer.left:
-            self._messages.wait(self._transfer, math.inf if timeout_s is None else timeout_s)
+            self._messages.wait(self._transfer, math.inf if limit_s is None else limit_s)
         if self._transfer.left:
             raise PeerTimeoutError(f"{self._what} still runs after {timeout_s} s; wait again")
         return self._value

@@ -7,8 +7,26 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
-from flagcx.errors import PeerTimeoutError
+from flagcx.errors import ArgumentError, PeerTimeoutError
 from flagcx.executor.float_errors import FloatErrors
+
+_FOREVER_S = 1e8
+
+
+def seconds(timeout_s: float | None) -> float | None:
+    """A time to wait, as ``Future.result`` takes it.
+
+    Raises:
+        ArgumentError: It is no number of seconds from 0 up, nor None.
+    """
+    if timeout_s is None:
+        return None
+    try:
+        if timeout_s >= 0:
+            return min(float(timeout_s), _FOREVER_S)
+    except (TypeError, ValueError):
+        pass
+    raise ArgumentError(f"timeout_s must be a number of seconds from 0 up, or None, got {timeout_s!r}")
 
 
 class Work:
@@ -45,13 +63,15 @@ class Work:
                 time-out of its own.
 
         Raises:
+            ArgumentError: ``timeout_s`` is no time.
             PeerTimeoutError: It still runs; ``wait`` may be called again.
             FlagcxError: Whatever error the operation ended with.
         """
+        limit_s = seconds(timeout_s)
         if self._hurry is not None and not self._future.done():
             self._hurry()
         try:
-            value = self._future.result(timeout_s)
+            value = self._future.result(limit_s)
         except BaseException as error:
             if timeout_s is not None and isinstance(error, FutureTimeout) and not self._future.done():
                 raise PeerTimeoutError(f"{self._what} still runs after {timeout_s} s; wait again") from None

@@ -12,7 +12,7 @@ import numpy as np
 from flagcx.arguments import format_nbytes
 from flagcx.dtypes import dtype_of, resolve_op
 from flagcx.executor.host import Executor
-from flagcx.gradients.buckets import plan_beside
+from flagcx.gradients.buckets import Gradient, plan_beside
 from flagcx.gradients.overlap import DEVICE_CALL_US, HOST_CALL_US, best_bucket_nbytes, step_us
 from flagcx.kernels.cuda import import_cupy
 from flagcx.selection.table import Table
@@ -178,3 +178,26 @@ def _agreed_us(comm: Communicator, seconds: Callable[[], float]) -> float:
         if best > _LONG_S:
             break
     return best * 1e6
+
+
+def agree_on_size(
+    comm: Communicator,
+    gradients: Sequence[Gradient],
+    executors: Sequence[Executor],
+    overlaps: Sequence[bool],
+    backward_us: float,
+) -> tuple[int, str]:
+    """The size of a bucket that rank 0 chooses, in bytes, and the reason. All ranks must call it.
+
+    Args:
+        comm: The communicator.
+        gradients: The gradients.
+        executors: What runs the calls of each.
+        overlaps: Whether each is reduced beside the computation.
+        backward_us: The time in which they became ready, in us.
+    """
+    total = sum(gradient.nbytes for gradient in gradients)
+    largest = max(range(len(gradients)), key=lambda number: gradients[number].nbytes)
+    compute_us = backward_us if executors[largest] is comm._host else None
+    choice = choose_bucket_nbytes(comm, executors[largest], total, compute_us, overlaps[largest])
+    return comm.broadcast_object(choice)

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from flagcx.dtypes import DType, ReduceOp
+from flagcx.dtypes import DType, ReduceOp, dtype_of, resolve_op
 from flagcx.executor.host import Executor
 from flagcx.executor.staging import Staged, stage
 from flagcx.executor.work import Work
 from flagcx.fusion.fuse import HostPacker, Packing
 from flagcx.transport.base import Plan
+
+if TYPE_CHECKING:
+    from flagcx.communicator import Communicator
 
 ALONE_NBYTES = MappingProxyType({"host": HostPacker.limits.array_nbytes, "device": 16 << 20})
 """By place: a larger gradient is not packed; that would take longer than the call that it saves."""
@@ -152,12 +155,53 @@ class Bucket:
         elif self.work is not None:
             self.work.wait()
 
+    def drop(self) -> None:
+        """Drops an all-reduce that was put off."""
+        self._put_off = ()
+
     def finish(self) -> None:
         """Waits on the host until it is idle, also on a GPU. Drops an all-reduce that was put off."""
-        self._put_off = ()
+        self.drop()
         self.wait()
         self.executor.transport.synchronize()
 
     def begin_again(self) -> None:
         """Prepares the next step."""
         self.left, self.work, self._put_off = len(self.members), None, ()
+
+
+def make_bucket(
+    comm: Communicator,
+    executor: Executor,
+    members: tuple[int, ...],
+    arrays: Sequence[Any],
+    op: str,
+    feedback: Any,
+    overlap: bool,
+) -> Bucket:
+    """Makes a bucket, with its packing and its plan.
+
+    Args:
+        comm: The communicator.
+        executor: Runs the all-reduce.
+        members: Numbers of the gradients.
+        arrays: Arrays like those that each step will give.
+        op: "avg" or "sum".
+        feedback: The error feedback, or None.
+        overlap: As ``Bucket`` takes it.
+    """
+    shapes, dtype = tuple(tuple(array.shape) for array in arrays), arrays[0].dtype
+    if len(arrays) == 1:
+        packing, message = None, arrays[0]
+    else:
+        packing = comm.fusion_of(executor).packer.packing(shapes, dtype, own=True)
+        message = packing.flat
+    if feedback is None:
+        kind = dtype_of(dtype)
+        plan: Any = plan_beside(executor, message.size, kind, resolve_op(op, kind))
+    else:
+        from flagcx.communicator.compressed import compressor_of
+
+        slot = feedback.slot(members, shapes)
+        plan = compressor_of(comm, executor).find(slot, message, op, beside=overlap)
+    return Bucket(members, executor, packing, plan, overlap)

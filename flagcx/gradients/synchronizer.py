@@ -9,12 +9,15 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, cast
 
 from flagcx.arguments import format_nbytes
-from flagcx.dtypes import dtype_of, resolve_op
-from flagcx.errors import ArgumentError, ArrayError, CommunicationError, CommunicatorError, FlagcxError
+from flagcx.errors import ArgumentError, CommunicatorError, FlagcxError
 from flagcx.executor.host import Executor
-from flagcx.gradients.bucket_size import choose_bucket_nbytes, overlap_pays
-from flagcx.gradients.buckets import Bucket, Gradient, form_buckets, plan_beside
+from flagcx.gradients.abandon import abandon, end
+from flagcx.gradients.apart import check_apart
+from flagcx.gradients.bucket_size import agree_on_size, overlap_pays
+from flagcx.gradients.buckets import Bucket, form_buckets, make_bucket
+from flagcx.gradients.checkpoint import feedback_of, load, save
 from flagcx.gradients.first_step import FirstStep, agree, never_ready
+from flagcx.gradients.known import KnownGradients
 
 if TYPE_CHECKING:
     from flagcx.communicator import Communicator
@@ -79,36 +82,24 @@ class GradientSynchronizer:
     ) -> None:
         if bucket_bytes is not None and bucket_bytes < 1:
             raise ArgumentError(f"bucket_bytes={bucket_bytes!r} must be at least 1, or None")
-        named = parameters if isinstance(parameters, Mapping) else dict(enumerate(parameters))
+        named: Mapping = parameters if isinstance(parameters, Mapping) else dict(enumerate(parameters))
         if not named:
             raise ArgumentError("parameters are empty; expected at least one gradient")
         self._comm, self._op = comm, "avg" if average else "sum"
-        self._numbers = {name: number for number, name in enumerate(named)}
-        self._executors = [comm.executor_of(array) for array in named.values()]
-        self._arrays = [
-            executor.take(array, f"the gradient {name!r}", False)
-            for executor, (name, array) in zip(self._executors, named.items(), strict=True)
-        ]
-        self._made_with = tuple(self._arrays)
-        self._shapes = [tuple(array.shape) for array in self._arrays]
-        self._dtypes = [array.dtype for array in self._arrays]
-        self._gradients = list(map(self._describe, named, self._arrays, self._executors))
-        self._feedback = _feedback(compression)
+        self._known = known = KnownGradients(comm, named, self._op)
+        self._numbers, self._executors, self._gradients = known.numbers, known.executors, known.gradients
+        self._arrays = list(known.arrays)
+        self._feedback = feedback_of(compression)
         self._overlap = overlap
         self.bucket_nbytes, self.reason = bucket_bytes, "given" if bucket_bytes is not None else ""
         self._buckets: list[Bucket] = []
         self._home: list[Bucket] = []
+        self._settled: Sequence[int] = ()
         self._is_ready = [False] * len(self._arrays)
         self._order: list[int] = []
         self._next, self._accumulating, self._closed = 0, False, False
         self._began = 0.0
         self._stream: Any = None
-
-    def _describe(self, name: Hashable, array: Any, executor: Executor) -> Gradient:
-        dtype = dtype_of(array.dtype)
-        resolve_op(self._op, dtype)
-        place = "host" if executor is self._comm._host else "device"
-        return Gradient(name, tuple(array.shape), dtype.name, array.nbytes, place)
 
     # -- a step -----------------------------------------------------------------------------------
 
@@ -126,7 +117,7 @@ class GradientSynchronizer:
         """
         number = self._numbers.get(name)
         if number is None:
-            raise self._unknown(name)
+            raise self._known.unknown(name)
         if self._closed:
             raise CommunicatorError("this GradientSynchronizer is closed; make a new one")
         if self._is_ready[number]:
@@ -134,7 +125,7 @@ class GradientSynchronizer:
                 f"the gradient {name!r} was made ready twice in one step; call sync.wait() once all are "
                 f"ready, and use 'with sync.accumulate():' for backward passes that only add up"
             )
-        array = self._take(number, gradient)
+        array = self._known.take(number, gradient)
         self._is_ready[number] = True
         if self._accumulating:
             return
@@ -160,22 +151,6 @@ class GradientSynchronizer:
         if self._stream is not None:
             cast("DeviceTransport", executor.transport).order(self._stream, stream)
         self._stream = stream
-
-    def _take(self, number: int, gradient: Any) -> Any:
-        given = self._made_with[number] if gradient is None else gradient
-        known = self._gradients[number]
-        array = self._executors[number].take(given, f"the gradient {known.name!r}", True)
-        if array.shape != self._shapes[number] or array.dtype != self._dtypes[number]:
-            raise ArrayError(
-                f"the gradient {known.name!r} has shape {tuple(array.shape)} and dtype {array.dtype}; the "
-                f"synchronizer was made for {known}: make a new one where a model changes"
-            )
-        return array
-
-    def _unknown(self, name: Hashable) -> ArgumentError:
-        names = ", ".join(repr(g.name) for g in self._gradients[:8])
-        more = ", ..." if len(self._gradients) > 8 else ""
-        return ArgumentError(f"there is no gradient {name!r}; expected one of {names}{more}")
 
     def _start_full(self) -> None:
         """Starts the buckets that are full; in one order on all ranks, so that none waits for another."""
@@ -276,13 +251,66 @@ class GradientSynchronizer:
 
     def _give_up(self) -> None:
         """Ends a step that cannot end well: the peers wait for a gradient that will not come."""
+        if not any(self._is_ready):
+            raise ArgumentError(
+                f"rank {self._comm.rank} waits for its gradients, but made none of them ready since the last "
+                f"step; call sync.ready(name) for each, and sync.wait() once after that"
+            )
         message = never_ready(self._missing(), self._comm.rank)
         if self._comm.size > 1:
-            error = CommunicationError(message, peer=self._comm.rank)
-            for executor in {id(executor): executor for executor in self._executors}.values():
-                executor.broke(error)
+            end(self._comm.rank, self._executors, message)
         self._begin_again()
         raise ArgumentError(message)
+
+    def abandon(self) -> None:
+        """Leaves a step in the middle; the next ``ready`` begins another one. All ranks must call it.
+
+        Buckets that no rank has started are not reduced, and those that some rank has are reduced on all
+        ranks. So the gradients hold nothing of use, and what these buckets sent of the memory of error
+        feedback is lost. A ``with`` block that is left by an exception does the same.
+
+        Raises:
+            CommunicationError: A rank has not come in time, or died.
+
+        Example:
+            >>> if not comm.allreduce(np.isfinite(loss), "land"):  # doctest: +SKIP
+            ...     sync.abandon()
+        """
+        if self._closed:
+            raise CommunicatorError("this GradientSynchronizer is closed; make a new one")
+        self._abandon(self._comm.config.timeout_s)
+
+    def _abandon(self, timeout_s: float) -> None:
+        abandon(self._comm, self._buckets, self._next, self._start_incomplete, timeout_s)
+        self._begin_again()
+
+    def _start_incomplete(self, bucket: Bucket) -> None:
+        """Starts a bucket that another rank has started, with zeros in place of what is not ready."""
+        for number in bucket.members:
+            if not self._is_ready[number]:
+                self._arrays[number][...] = 0
+        bucket.start([self._arrays[number] for number in bucket.members])
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a training needs to be continued with the same bits: the buckets, and this rank's feedback.
+
+        Every rank saves its own, between two steps. It is a flat dictionary of NumPy arrays, numbers and
+        text; see ``flagcx.compression.Feedback.state_dict``.
+        """
+        return save(self._gradients, self._settled, self.bucket_nbytes, self._feedback)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over what ``state_dict`` gave, on all ranks, between two steps. See ``Feedback``.
+
+        Raises:
+            ArgumentError: It is the state of other gradients, or of another compression.
+        """
+        if any(self._is_ready):
+            raise ArgumentError("sync.load_state_dict() in the middle of a step; call sync.wait() before")
+        settled, bucket_nbytes = load(state, self._gradients, self._feedback)
+        self._release()
+        if settled:
+            self._settled, self.bucket_nbytes, self.reason = settled, bucket_nbytes, "as in the checkpoint"
 
     # -- the first step ---------------------------------------------------------------------------
 
@@ -290,12 +318,15 @@ class GradientSynchronizer:
         """Forms the buckets, as rank 0 has seen the gradients become ready, and starts them all."""
         comm = self._comm
         backward_us = (perf_counter() - self._began) * 1e6
-        facts = self._gradients, self._missing(), self._order, self.bucket_nbytes, self._overlap
+        order = self._settled or self._order
+        facts = self._gradients, self._missing(), order, self.bucket_nbytes, self._overlap
         try:
+            check_apart([gradient.name for gradient in self._gradients], self._arrays)
             steps = agree(comm, FirstStep(*facts, os.sched_getaffinity(0)))
         except ArgumentError:
             self._begin_again()
             raise
+        self._settled = steps[0].order
         order, overlap, self.bucket_nbytes = steps[0].order, steps[0].overlap, steps[0].bucket_nbytes
         cores_of_ranks = [step.cores for step in steps]
         overlaps = [
@@ -303,38 +334,20 @@ class GradientSynchronizer:
             for executor in self._executors
         ]
         if self.bucket_nbytes is None:
-            total = sum(gradient.nbytes for gradient in self._gradients)
-            largest = max(range(len(self._gradients)), key=lambda number: self._gradients[number].nbytes)
-            executor = self._executors[largest]
-            compute_us = backward_us if executor is comm._host else None
-            choice = choose_bucket_nbytes(comm, executor, total, compute_us, overlaps[largest])
-            self.bucket_nbytes, self.reason = comm.broadcast_object(choice)
+            facts_of_size = self._gradients, self._executors, overlaps, backward_us
+            self.bucket_nbytes, self.reason = agree_on_size(comm, *facts_of_size)
         self._home = [None] * len(self._gradients)  # type: ignore[list-item]
         for members in form_buckets(order, self._gradients, self.bucket_nbytes):
-            bucket = self._make_bucket(members, overlaps[members[0]])
+            first = [self._arrays[number] for number in members]
+            executor = self._executors[members[0]]
+            bucket = make_bucket(
+                comm, executor, members, first, self._op, self._feedback, overlaps[members[0]]
+            )
             self._buckets.append(bucket)
             for number in members:
                 self._home[number] = bucket
             bucket.left = 0
         self._start_full()
-
-    def _make_bucket(self, members: tuple[int, ...], overlap: bool) -> Bucket:
-        executor: Executor = self._executors[members[0]]
-        shapes, dtype = tuple(self._shapes[number] for number in members), self._dtypes[members[0]]
-        if len(members) == 1:
-            packing, message = None, self._arrays[members[0]]
-        else:
-            packing = self._comm.fusion_of(executor).packer.packing(shapes, dtype, own=True)
-            message = packing.flat
-        if self._feedback is None:
-            kind = dtype_of(dtype)
-            plan: Any = plan_beside(executor, message.size, kind, resolve_op(self._op, kind))
-        else:
-            from flagcx.communicator.compressed import compressor_of
-
-            slot = self._feedback.slot(members, shapes)
-            plan = compressor_of(self._comm, executor).find(slot, message, self._op, beside=overlap)
-        return Bucket(members, executor, packing, plan, overlap)
 
     # -- the end ----------------------------------------------------------------------------------
 
@@ -345,9 +358,11 @@ class GradientSynchronizer:
 
     def close(self) -> None:
         """Waits for the buckets under way, and releases their memory."""
-        if self._closed:
-            return
-        self._closed = True
+        if not self._closed:
+            self._closed = True
+            self._release()
+
+    def _release(self) -> None:
         for bucket in self._buckets:
             with contextlib.suppress(FlagcxError):
                 bucket.finish()
@@ -358,8 +373,19 @@ class GradientSynchronizer:
     def __enter__(self) -> GradientSynchronizer:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if kind is not None and not self._closed and not any(e.over for e in self._executors):
+            self._leave(error)
         self.close()
+
+    def _leave(self, error: BaseException | None) -> None:
+        """Abandons the step; the peers hear of it if they do not come, too."""
+        config, rank = self._comm.config, self._comm.rank
+        try:
+            self._abandon(min(config.explain_wait_s, config.timeout_s))
+        except FlagcxError:
+            why = f"left its GradientSynchronizer in the middle of a step: {type(error).__name__}: {error}"
+            end(rank, self._executors, f"rank {rank} {why}")
 
     def __repr__(self) -> str:
         comm, total = self._comm, sum(gradient.nbytes for gradient in self._gradients)
@@ -369,11 +395,3 @@ class GradientSynchronizer:
         if self._feedback is not None:
             text += f", {self._feedback.codec.name}"
         return f"<flagcx.GradientSynchronizer {text}{', closed' if self._closed else ''}>"
-
-
-def _feedback(compression: Any) -> Any:
-    if compression is None:
-        return None
-    from flagcx.compression import as_feedback
-
-    return as_feedback(compression)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -40,7 +41,10 @@ def ddp_hook(
         options: Fields of ``fc.Config``, for a group that is not enhanced.
 
     Returns:
-        The hook, for ``model.register_comm_hook(state, hook)``.
+        The hook, for ``model.register_comm_hook(state, hook)``. ``hook.state_dict()`` is what this rank's
+        error feedback remembers, and ``hook.load_state_dict(state)`` takes it over; see
+        ``flagcx.compression.Feedback``. DDP forms its buckets anew after the first backward pass: for the
+        same bits as a training that went through, make one pass before parameters and states are loaded.
 
     Raises:
         ArgumentError: There is no such codec or option.
@@ -57,6 +61,8 @@ def ddp_hook(
     def flagcx_hook(state, bucket):  # type: ignore[no-untyped-def]
         return _average(groups.group_for(state), slots, bucket)
 
+    flagcx_hook.state_dict = slots.state_dict  # type: ignore[attr-defined]
+    flagcx_hook.load_state_dict = slots.load_state_dict  # type: ignore[attr-defined]
     return no_dynamo(flagcx_hook)
 
 
@@ -78,17 +84,50 @@ class _BucketSlots:
 
     def __init__(self, feedback: Any) -> None:
         self._feedback = feedback
-        self._layouts: dict[int, tuple] = {}
+        self._layouts: dict[Any, tuple] = {}
+        self._loaded: dict[int, tuple] = {}  # of loaded memory that no bucket has used yet
 
     def slot(self, bucket: Any) -> Any:
         """The memory of a bucket; None where nothing is compressed."""
         if self._feedback is None:
             return None
         index, shapes = bucket.index(), tuple(tuple(p.shape) for p in bucket.parameters())
-        if self._layouts.get(index, shapes) != shapes:
-            self._feedback.drop(index)
-        self._layouts[index] = shapes
-        return self._feedback.slot(index, shapes=list(shapes))
+        if index not in self._loaded:
+            return self._of_layout(index, shapes)
+        until_then = "until then", index
+        if self._loaded[index] == shapes:
+            del self._loaded[index]
+            self._feedback.drop(until_then)
+            return self._of_layout(index, shapes)
+        if until_then not in self._layouts:
+            warnings.warn(
+                f"bucket {index} of DDP has other parameters than the one whose memory was loaded, which is "
+                f"used once DDP has formed that one; make a backward pass before load_state_dict",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return self._of_layout(until_then, shapes)
+
+    def _of_layout(self, key: Any, shapes: tuple) -> Any:
+        if self._layouts.get(key, shapes) != shapes:
+            self._feedback.drop(key)
+        self._layouts[key] = shapes
+        return self._feedback.slot(key, shapes)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank remembers; empty where nothing is compressed."""
+        return {} if self._feedback is None else self._feedback.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over what ``state_dict`` gave, on all ranks, between two steps."""
+        if self._feedback is None:
+            if len(state):
+                raise ArgumentError("the state is one of a hook with compression, and this one has none")
+            return
+        self._feedback.load_state_dict(state)
+        slots = [slot for slot in self._feedback if slot.resumes]
+        self._layouts = {slot.key: slot.shapes for slot in slots}
+        self._loaded = {slot.key: slot.shapes for slot in slots if isinstance(slot.key, int)}
 
 
 class _Groups:

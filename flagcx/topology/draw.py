@@ -61,6 +61,16 @@ def _shown_figure(matplotlib: Any) -> type[Figure]:
     return ShownFigure
 
 
+def check_picture(path: str | Path) -> None:
+    """Raises TopologyError where a picture cannot be drawn to a file of this name."""
+    if Path(path).suffix.lower() not in _SUFFIXES:
+        raise TopologyError(
+            f"{path}: cannot draw to {Path(path).suffix or 'no ending'!r}; use .png, .svg or .pdf"
+        )
+    if not Path(path).absolute().parent.is_dir():
+        raise TopologyError(f"{path}: cannot be written: there is no such directory")
+
+
 def plot_topology(
     topology: Topology | str,
     path: str | Path | None = None,
@@ -96,10 +106,8 @@ def plot_topology(
             f"topology={topology!r} is no topology; expected a Topology, such as fc.get_topology(), or the "
             f"name of a preset, such as 'dgx-a100'"
         )
-    if path is not None and Path(path).suffix.lower() not in _SUFFIXES:
-        raise TopologyError(
-            f"{path}: cannot draw to {Path(path).suffix or 'no ending'!r}; use .png, .svg or .pdf"
-        )
+    if path is not None:
+        check_picture(path)
     matplotlib = _matplotlib()
     if plan is None and topology.gpus:
         plan = make_plan(topology)

@@ -204,6 +204,8 @@ class TransportContext:
         store: The ranks' part of the store, or None where the communicator has none.
         config: Settings.
         waits: What explains long waits, or None where there is no store.
+        after_loss: For ranks that have lost others, words that no other communicator of theirs has; else
+            empty.
     """
 
     rank: int
@@ -213,6 +215,7 @@ class TransportContext:
     store: Store | None
     config: Config
     waits: Waits | None = None
+    after_loss: str = ""
 
 
 class Transport(ABC):
@@ -318,10 +321,6 @@ class Transport(ABC):
         Raises:
             MismatchError: A peer called something else, or sent what this rank has never received.
         """
-
-    def no_shrink(self) -> str:
-        """Why ranks that are left cannot go on over this transport after a loss; empty where they can."""
-        return ""
 
     @abstractmethod
     def abort(self, reason: str, culprit: int | None) -> None:

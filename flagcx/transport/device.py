@@ -10,11 +10,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from flagcx.config import set_default
 from flagcx.errors import ArrayError, MissingDependencyError, ResourceError
 from flagcx.kernels.cuda import load_cupy
 from flagcx.transport.stream_order import StreamOrder
 
 _DRIVER = "/dev/nvidiactl"
+_MULTI_RANK_SINCE = 23000
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +126,22 @@ def check_devices(identities: Sequence[DeviceIdentity], shared: bool) -> None:
 def most_on_one_gpu(identities: Sequence[DeviceIdentity]) -> int:
     """The largest number of ranks that use one GPU."""
     return max(map(len, _users(identities).values()))
+
+
+def prepare_sharing(cupy: Any, device: int, identities: Sequence[DeviceIdentity], rank: int) -> None:
+    """Prepares NCCL's settings for ranks that share a GPU, before NCCL reads them."""
+    crowd = most_on_one_gpu(identities)
+    if crowd == 1:
+        return
+    if identities[rank].nccl >= _MULTI_RANK_SINCE:
+        set_default("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    else:
+        # NCCL accepts ranks that seem to be on different hosts, and connects them through sockets.
+        set_default("NCCL_HOSTID", f"rank-{rank}")
+        set_default("NCCL_SOCKET_IFNAME", "lo")
+    # The kernels of all ranks wait for each other, so they must fit on the GPU together.
+    processors = cupy.cuda.Device(device).attributes["MultiProcessorCount"]
+    set_default("NCCL_MAX_CTAS", str(max(1, processors // (2 * crowd))))
 
 
 def _users(identities: Sequence[DeviceIdentity]) -> dict[tuple[str, str], list[int]]:

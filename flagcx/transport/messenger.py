@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 _SPINS = 50
@@ -76,6 +77,9 @@ class Messenger(ABC):
 
     def end_wait(self) -> None:  # noqa: B027
         """A caller's wait, which may have been examined, is over."""
+
+    def abandon(self, messages: Sequence[Message]) -> None:  # noqa: B027
+        """Lets go of messages that won't end, since the communicator has."""
 
     def rest(self, looks: int, waited_s: float, caller: bool) -> None:
         """Waits a little before the messages are looked at again: soon for a caller, who has nothing to do.

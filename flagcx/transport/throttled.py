@@ -66,10 +66,6 @@ class Throttled(Transport):
         """Lets the carrying transport compare the ranks' calls."""
         self._inner.check_end()
 
-    def no_shrink(self) -> str:
-        """What the carrying transport says."""
-        return self._inner.no_shrink()
-
     def abort(self, reason: str, culprit: int | None) -> None:
         """Tells the peers through the carrying transport."""
         self._inner.abort(reason, culprit)

@@ -127,6 +127,7 @@ CAUSED = PLAIN + b"\nThe above exception was the direct cause of the following e
     ("text", "expected"),
     [
         (b"just talk\n", b""),
+        (b"\x1b[1;35m" + PLAIN.replace(b"ValueError", b"\x1b[31mValueError\x1b[0m"), PLAIN),  # Python 3.13
         (b"warning\n" + PLAIN, PLAIN),
         (b"warning\n" + CHAINED, CHAINED),
         (b"warning\n" + CAUSED, CAUSED),

@@ -70,6 +70,14 @@ def test_a_daemon_that_does_not_start_is_an_error_and_leaves_nothing(log):
         pass
 
 
+def test_a_directory_that_cannot_be_made_is_named(log, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", "/proc")
+    message = r"no directory for its files .*/proc/.*set TMPDIR"
+    with pytest.raises(LaunchError, match=message), shared_gpu(os.environ):
+        pass
+    assert not log.exists()
+
+
 def test_without_the_program_ranks_take_turns(caplog):
     with shared_gpu({"PATH": "/nonexistent"}) as variables:
         assert variables == {"FLAGCX_SHARE_GPU": "1"}

@@ -34,11 +34,12 @@ def test_the_bench_measures_and_writes(tmp_path, capsys):
 
 
 def test_a_training_that_falls_short_is_a_miss():
-    def of(codec: str, *ratios: float, equal: bool = True) -> str:
-        return convergence.Row("digits", 4, 10, codec, (1.0,) * len(ratios), ratios, equal, 1.0).verdict
+    def of(codec: str, *ratios: float, equal: bool = True, task: str = "cnn") -> str:
+        return convergence.Row(task, 4, 10, codec, (1.0,) * len(ratios), ratios, equal, 1.0).verdict
 
     assert of("int8", 1.019) == "ok" and of("int8", 1.03) == "MISSED"
     assert of("topk+", 0.99, 1.01, 1.05) == "ok" and of("topk+", 0.99, 1.03, 1.05) == "MISSED"
+    assert of("topk+", 1.04, task="digits") == ""
     assert of("topk", 2.0) == "" and of("int4+", 1.0, equal=False) == "RANKS DIFFER"
     said = convergence._cells(convergence.Row("cnn", 4, 9, "topk+", (2.0, 4.0), (0.9, 1.1), True, 1.0))
     assert said == ["topk+", "3.0000", "1.000", "0.900", "1.100", "ok"]

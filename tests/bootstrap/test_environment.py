@@ -146,6 +146,11 @@ def test_a_launcher_of_which_there_is_a_trace_alone_is_refused(trace):
         identify({trace: "0", "PATH": "/bin"})
 
 
+def test_a_task_of_slurm_that_is_not_told_how_many_there_are_is_refused():
+    with pytest.raises(BootstrapError, match="SLURM_PROCID='1' is set, so srun started this process"):
+        identify({"SLURM_JOB_ID": "4", "SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "1"})
+
+
 def test_without_a_launcher_a_rank_is_alone():
     me = identify({"PATH": "/bin"})
     assert (me.rank, me.size, me.local_rank, me.local_size, me.launcher) == (0, 1, 0, 1, "alone")

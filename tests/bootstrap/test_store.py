@@ -390,6 +390,26 @@ print(len(link.recv(4096)) > 0)
             assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == expected
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
+def test_the_server_of_another_user_is_not_joined():
+    listen = """
+import os, socket, sys
+listener = socket.socket(socket.AF_UNIX)
+os.setuid(65534)
+listener.bind("\\0" + sys.argv[1])
+listener.listen()
+print("listens", flush=True)
+sys.stdin.read()
+"""
+    name = f"flagcx-test-{os.getpid()}"
+    command = [sys.executable, "-S", "-c", listen, name]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "listens\n"
+        with pytest.raises(BootstrapError, match="another user listens there"):
+            RemoteStore(f"unix:@{name}", b"k" * 16, 0, 2)
+        process.communicate()
+
+
 def test_a_replayed_greeting_is_worthless(server):
     """What one connection proved does not hold for the next, whose nonce differs."""
 

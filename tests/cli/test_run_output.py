@@ -1,13 +1,15 @@
 """flagcx run where its stdout is full, closed, has no reader or does not block: no job ends for it."""
 
 import os
+import signal
 import subprocess
 import sys
+import textwrap
 
 import pytest
 
 from tests.bootstrap.processes import bare_environment
-from tests.cli.launching import running
+from tests.cli.launching import lead_a_session, read_until, running
 
 BODY = """
 for number in range(200):
@@ -88,3 +90,28 @@ os._exit(0)  # Python would complain of its full stdout
     assert done.stderr.endswith("\n[7, 7] all")
     told = "the ranks go on, but output of theirs is lost: [Errno 28] No space left on device"
     assert set(done.stderr.splitlines()[:-1]) == {told}
+
+
+def test_a_terminal_that_goes_away_ends_no_job_under_nohup(script, tmp_path):
+    ours, theirs = os.openpty()
+
+    def under_nohup():
+        lead_a_session()
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    body = """
+    tell("ready")
+    while os.path.exists(sys.argv[2]):
+        time.sleep(0.01)
+    """
+    waits = tmp_path / "waits"
+    waits.touch()
+    streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs, "preexec_fn": under_nohup}
+    body = textwrap.dedent(body) + BODY
+    with running("-n", "2", script(body), tmp_path / "done", waits, **streams) as process:
+        os.close(theirs)
+        assert read_until(ours, rb"(?s)ready.*ready")
+        os.close(ours)
+        waits.unlink()
+        assert process.wait(timeout=30) == 0
+    assert are_done(tmp_path)

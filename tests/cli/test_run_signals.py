@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import subprocess
+import time
 
 import pytest
 
@@ -154,6 +155,38 @@ def test_a_rank_that_stops_again_and_again_is_ended(script):
     done = flagcx_run("-n", "2", "--kill-after", "0.1", script(body))
     assert done.returncode == 143
     assert "rank 1 was stopped by a signal, and all other ranks have ended; ended\n" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_pause_by_ctrl_z_lets_no_time_out_pass(script):
+    body = """
+    import flagcx as fc, numpy as np
+    def compute():
+        for _ in range(150):  # takes as long whether there is a pause or not
+            time.sleep(0.01)
+
+    comm = fc.init()
+    comm.barrier()
+    tell("ready", os.getpid())
+    if comm.rank == 1:
+        compute()
+    assert comm.allreduce(np.ones(3))[0] == 2
+    store = comm._store
+    if comm.rank == 0:
+        tell("asks")
+        compute()
+    store.barrier("asked", 3)
+    """
+    with running("-n", "2", script(body), env=bare_environment(FLAGCX_TIMEOUT_S="3")) as process:
+        pids = [int(process.stdout.readline().split()[2]) for _ in range(2)]
+        for _ in range(2):
+            process.send_signal(signal.SIGTSTP)
+            wait_until(lambda: all(map(is_stopped, [process.pid, *pids])))
+            time.sleep(4)
+            process.send_signal(signal.SIGCONT)
+            process.stdout.readline()
+        _, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (0, "")
 
 
 def test_ctrl_z_stops_all_and_fg_continues_all(script):

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from flagcx.bootstrap.store import StoreServer
 from tests.bootstrap.processes import launched_environment, spawned
 
-_PRELUDE = """
+PRELUDE = """
 import numpy as np
 import flagcx as fc
 
@@ -39,7 +39,7 @@ def job(size: int, body: str, **variables: str) -> Iterator[list[subprocess.Pope
     before = shared_memory_files()
     with StoreServer(size) as server:
         environs = [launched_environment(server, rank) | variables for rank in range(size)]
-        with spawned(_PRELUDE + body, *environs) as processes:
+        with spawned(PRELUDE + body, *environs) as processes:
             yield processes
     assert shared_memory_files() == before, "a job left files in /dev/shm"
 

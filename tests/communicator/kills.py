@@ -29,6 +29,13 @@ IN_JOINING = (
     "transport.shared_memory.signals:Signals.close",
 )
 
+IN_TAKEOVER = (
+    *IN_JOINING,
+    "bootstrap.remote_store:RemoteStore.recover",
+    "bootstrap.remote_store:RemoteStore._connect",
+    "bootstrap.takeover:Standby.serve",
+)
+
 
 class Kill(NamedTuple):
     """Where a rank dies.

@@ -203,6 +203,17 @@ def test_a_deviating_call_is_told_to_every_rank(size):
     check(run_ranks(deviate, size, range(size * 1000, size * 1000 + 20), timeout_s=300))
 
 
+def test_each_call_is_compared_before_it_runs():
+    told = run_ranks(partial(deviate, debug="check"), 3, range(5000, 5010), timeout_s=300)
+    check(told)
+    for _, _, text in (one for each in told for one in each):
+        assert "the ranks call different operations, first rank " in text, text
+
+
+def test_each_call_of_threads_is_compared_before_it_runs():
+    check(fc.launch(partial(deviate, debug="check"), 3, (range(5010, 5015),), threads=True))
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_many_deviating_calls(size):

@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 
 import numpy as np
+import pytest
 
 import flagcx as fc
-from tests.bootstrap.processes import rest
-from tests.communicator.jobs import job, outcome_of
+from tests.bootstrap.processes import mpirun_environment, rest, spawned
+from tests.communicator.jobs import PRELUDE, job, outcome_of
 
 SOON_S = 2.0
 
 _START = """
 import faulthandler, gc, threading
+from dataclasses import replace
 faulthandler.dump_traceback_later(40, exit=True)
 comm = fc.init()
 me = comm.rank
@@ -190,3 +192,120 @@ outcome(lambda: everyone.shrink())
     ], told
     assert told[3][-1].split()[:2] == ["1", "2"], told[3]
     assert "CommunicatorError" in told[1][5] and "CommunicatorError" in told[1][6], told[1]
+
+
+def test_the_store_goes_on_in_another_rank_when_the_one_that_served_it_is_lost(tmp_path):
+    body = """
+def leave():
+    comm.close()
+    sys.exit()
+for victim, end in ((0, leave), (1, die), (2, die)):
+    if me == victim:
+        end()
+    lose(lambda: comm.allreduce(np.ones(10)))
+    if me == 4:
+        time.sleep(0.5)  # it lives, and comes later
+    comm = comm.shrink()
+    assert works(comm)
+    tell(comm.rank, comm.size, comm.lost)
+"""
+    environs = [mpirun_environment(rank, 5, "moving", tmp_path) for rank in range(5)]
+    with spawned(PRELUDE + _START + body, *environs) as processes:
+        told = [rest(process, 60).splitlines() for process in processes]
+    assert told[3] == ["2 4 (0,)", "1 3 (0,)", "0 2 (0,)"], told
+    assert told[4] == ["3 4 (0,)", "2 3 (0,)", "1 2 (0,)"], told
+
+
+def test_a_rank_that_does_not_come_to_shrink_is_named_and_may_come_later():
+    body = """
+if me == 2:
+    lose(lambda: comm.allreduce(np.ones(10)))
+    time.sleep(2)
+else:
+    patient, comm.config = comm.config, replace(comm.config, init_timeout_s=1.0)
+    outcome(comm.shrink)
+    comm.config = patient
+comm = comm.shrink()
+tell(works(comm), comm.lost)
+"""
+    told = _told(body, 3)
+    for rank in (0, 1):
+        name, culprit, seconds, text = outcome_of(told[rank][0])
+        assert (name, culprit) == ("PeerTimeoutError", 2) and 0.9 < seconds < 2, told
+        assert "rank 2 did not come" in text
+    assert [one[-1] for one in told] == ["True ()"] * 3, told
+
+
+def test_ranks_that_are_threads_go_on_without_one_that_raised():
+    totals: dict[int, float] = {}
+
+    def run() -> None:
+        comm = fc.init()
+        if (rank := comm.rank) == 1:
+            raise ValueError("no such file")
+        with contextlib.suppress(fc.PeerDiedError, fc.AbortedError):
+            comm.allreduce(np.ones(5))
+        comm = comm.shrink()
+        assert comm.lost == (1,)
+        totals[rank] = float(comm.allreduce(np.full(3, rank + 1.0))[0])
+
+    with pytest.raises(fc.LaunchError, match="rank 1 raised ValueError: no such file"):
+        fc.launch(run, ranks=3, threads=True)
+    assert totals == {0: 4.0, 2: 4.0}
+
+
+def test_a_loss_of_a_split_leaves_the_rest_of_the_job_alone():
+    body = """
+half = comm.split(color=me % 2)
+if me == 3:
+    die()
+if me % 2:
+    lose(lambda: half.allreduce(np.ones(10)))
+    half = half.shrink()
+    tell(half.size, half.lost, works(half))
+else:
+    tell(half.size, half.lost, works(half))
+comm = comm.shrink()
+tell(comm.size, comm.lost, works(comm), works(half), comm.split(color=0).size)
+"""
+    told = _told(body, 6)
+    for rank in (0, 2, 4):
+        assert told[rank] == ["3 () True", "5 (3,) True True 5"], told
+    for rank in (1, 5):
+        assert told[rank] == ["2 (1,) True", "5 (3,) True True 5"], told
+
+
+def test_compression_keeps_its_state_over_a_loss():
+    body = """
+feedback = fc.compression.Feedback("topk")
+gradient = np.random.default_rng(me).normal(size=50_000).astype(np.float32)
+with comm.group():
+    comm.allreduce(gradient.copy()); comm.allreduce(np.ones(7))
+comm.allreduce(gradient.copy(), "avg", compression=feedback["layer"])
+if me == 1:
+    die()
+lose(lambda: comm.allreduce(gradient.copy(), "avg", compression=feedback["layer"]))
+comm = comm.shrink()
+got = comm.allreduce(gradient.copy(), "avg", compression=feedback["layer"])
+plain = comm.allreduce(gradient.copy(), "avg", compression="int8")
+tell(len(set(comm.allgather_object(got.tobytes()))), len(set(comm.allgather_object(plain.tobytes()))))
+with fc.GradientSynchronizer(comm, [gradient]) as sync:
+    sync.ready(0)
+    sync.wait()
+tell(bool(np.isfinite(gradient).all()))
+"""
+    told = _told(body, 3)
+    assert told[0] == told[2] == ["1 1", "True"], told
+
+
+def test_an_abort_that_a_call_has_told_of_is_not_told_again_at_the_end():
+    body = """
+signal.signal(signal.SIGALRM, lambda *_: comm.abort("a signal came"))
+signal.setitimer(signal.ITIMER_REAL, 0.3 if me == 0 else 0)
+outcome(lambda: comm.allreduce(np.ones(3)) if me == 0 else comm.recv(np.ones(3), 0))
+"""
+    with job(2, _START + body) as processes:
+        told = [rest(process, 60).splitlines() for process in processes]
+        codes = [process.returncode for process in processes]
+    assert codes == [0, 0] and [len(one) for one in told] == [1, 1], (codes, told)
+    assert all(outcome_of(one[0])[0] == "AbortedError" for one in told), told

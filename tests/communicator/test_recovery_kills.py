@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import random
 import subprocess
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 
-from tests.bootstrap.processes import rest
+from tests.bootstrap.processes import mpirun_environment, rest, spawned
 from tests.cli.launching import running
-from tests.communicator.jobs import job
-from tests.communicator.kills import IN_CALLS, IN_JOINING, Kill
+from tests.communicator.jobs import PRELUDE, job
+from tests.communicator.kills import IN_CALLS, IN_JOINING, IN_TAKEOVER, Kill
 from tests.ranges import exhaustive
 
 _CALLS = """
@@ -45,8 +48,8 @@ import faulthandler
 from tests.communicator.kills import Kill, arm, die
 faulthandler.dump_traceback_later(60, exit=True)
 rounds = {rounds!r}
-slot = int(os.environ["FLAGCX_RANK"])
 comm = fc.init(init_timeout_s=30)
+slot = comm.rank
 alive = set(range(comm.size))
 for victims in rounds:
     if slot in victims:
@@ -71,7 +74,7 @@ tell("survived", slot)
 )
 
 
-def _rounds(seed: int, size: int) -> list[dict[int, Kill]]:
+def _rounds(seed: int, size: int, joining: tuple[str, ...]) -> list[dict[int, Kill]]:
     """Which ranks die in each round and where: one in a call, and often others in ``shrink``."""
     chance = random.Random(seed)
     victims = chance.sample(range(size), size - 1)
@@ -79,22 +82,32 @@ def _rounds(seed: int, size: int) -> list[dict[int, Kill]]:
     while victims:
         kills = {victims.pop(): Kill.at_random(IN_CALLS, chance)}
         while victims and chance.random() < 0.6:
-            kills[victims.pop()] = Kill.at_random(IN_JOINING, chance)
+            kills[victims.pop()] = Kill.at_random(joining, chance)
         rounds.append(kills)
     return rounds
 
 
-@pytest.mark.parametrize("seed", [0, 1, *exhaustive(range(2, 24))])
-def test_survivors_go_on_wherever_ranks_are_killed(seed):
-    size = 6
-    rounds = _rounds(seed, size)
+def _survive(rounds: list[dict[int, Kill]], size: int, start: Callable[[str], Any]) -> None:
+    """Runs the rounds; all ranks but those that they kill have to come to their end."""
     plain = [{slot: tuple(kill) for slot, kill in kills.items()} for kills in rounds]
     dead = {slot for kills in rounds for slot in kills}
-    with job(size, _SHRINK.replace("{rounds!r}", repr(plain))) as processes:
+    with start(_SHRINK.replace("{rounds!r}", repr(plain))) as processes:
         told = [rest(process, 90) for process in processes]
     for slot, text in enumerate(told):
         assert (text == f"survived {slot}\n") == (slot not in dead), (rounds, told)
         assert slot not in dead or processes[slot].returncode == -9, (rounds, told)
+
+
+@pytest.mark.parametrize("seed", [0, *exhaustive(range(1, 15))])
+def test_survivors_go_on_wherever_ranks_are_killed(seed):
+    _survive(_rounds(seed, 6, IN_JOINING), 6, partial(job, 6))
+
+
+@pytest.mark.parametrize("seed", [0, *exhaustive(range(1, 8))])
+def test_another_rank_serves_the_store_when_the_rank_that_did_is_killed(seed, tmp_path):
+    size = 6
+    environs = [mpirun_environment(rank, size, f"job-{seed}", tmp_path) for rank in range(size)]
+    _survive(_rounds(seed, size, IN_TAKEOVER), size, lambda body: spawned(PRELUDE + body, *environs))
 
 
 _ELASTIC = (
@@ -130,7 +143,7 @@ print("done", steps, flush=True)
 )
 
 
-@pytest.mark.parametrize("seed", [0, *exhaustive([1, 2])])
+@pytest.mark.parametrize("seed", [0, *exhaustive([1])])
 def test_ranks_killed_anywhere_come_back(seed, tmp_path):
     """All but the last process of each rank are killed, at places in calls and in ``fc.init()``."""
     size, most = 4, 6 if seed else 1

@@ -302,6 +302,21 @@ def test_bytes_on_the_wire_are_told_before_and_counted_after():
     assert np.mean(counted["topk"]) == pytest.approx(elements, rel=0.03)
 
 
+@pytest.mark.parametrize("residual", [True, False])
+def test_auto_prices_a_codec_as_it_would_run(residual, monkeypatch):
+    """With the cost of feedback, where there is some, and on the device of the arrays."""
+    from flagcx.compression import allreduce
+
+    asked = []
+    monkeypatch.setattr(
+        allreduce, "measure_speed", lambda codec, *how: asked.append((codec.name, how)) or 1.0
+    )
+    feedback = fc.compression.Feedback(fc.compression.Auto(lossy=("int8", "topk")), residual=residual)
+    with fc.init() as comm:
+        comm.explain_compression(np.ones(1000, np.float32), feedback["x"])
+    assert asked == [(name, (False, 1, residual, 1000)) for name in ("int8", "topk")]
+
+
 def test_a_slot_forgets_the_plans_of_a_closed_communicator():
     """Whose number in memory a later one may have."""
     slot = fc.compression.Feedback("int8")["x"]
@@ -338,3 +353,21 @@ def empty_arrays() -> list[str]:
 
 def test_an_array_of_no_elements_is_left_alone():
     assert run_ranks(empty_arrays, 2) == [[2.0, 2.0]] * 2
+
+
+def _steps_apart():
+    comm = fc.init()
+    feedback = fc.compression.Feedback("randomk")
+    slot = feedback["layer"]
+    x = np.random.default_rng(comm.rank).normal(size=5000).astype(np.float32)
+    comm.allreduce(x.copy(), compression=slot)
+    slot.step += comm.rank  # as where a rank was lost in the middle of a step
+    smaller = comm.split(color=0 if comm.rank < 2 else None)
+    if smaller is None:
+        return None
+    same = smaller.allgather_object(smaller.allreduce(x.copy(), compression=slot).tobytes())
+    return slot.step, len(set(same))
+
+
+def test_ranks_that_left_off_in_different_steps_draw_the_same_elements_again():
+    assert run_ranks(_steps_apart, 3) == [(3, 1), (3, 1), None]

@@ -130,6 +130,72 @@ def test_it_learns_worse_where_what_was_cut_off_is_lost(dense):
     assert run(*OPTIONS, "--compression", "topk", "--no-feedback") > 1.1 * dense
 
 
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, {examples!r})
+import train_transformer as example
+left = {{"backward": 31, "replace": 2}}
+
+def counted(kind, name):
+    original = getattr(kind, name)
+    def call(*args):
+        left[name] -= 1
+        if name == {where!r} and os.environ["FLAGCX_RANK"] == "1" and not left[name]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args)
+    setattr(kind, name, call)
+
+counted(example.Transformer, "backward")
+counted(example.Path, "replace")
+example.app()
+"""
+
+
+def digest_of(ranks: int, *options: object, script: Path = SCRIPT, code: int = 0) -> str:
+    command = [sys.executable, "-m", "flagcx.cli", "run", "-n", str(ranks), str(script), *map(str, options)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == code, done.stdout + done.stderr
+    found = re.search(r"SHA-256 +([0-9a-f]{64})", done.stdout)
+    return found[1] if found else done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("codec", "where"),
+    [
+        ("topk", "backward"),  # in the middle of a step
+        # in the middle of saving: only one rank has the new state
+        pytest.param("powersgd", "replace", marks=pytest.mark.exhaustive),
+        pytest.param("none", "backward", marks=pytest.mark.exhaustive),
+        pytest.param("int8", "replace", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_training_that_was_killed_goes_on_and_ends_with_the_same_bits(tmp_path, codec, where):
+    options = ("--steps", 60, "--batch", 4, "--compression", codec)
+    through = digest_of(2, *options)
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED.format(examples=str(SCRIPT.parent), where=where))
+    saved = (*options, "--checkpoints", tmp_path / "states", "--every", 20)
+    digest_of(2, *saved, script=script, code=137)
+    files = {file.name for file in (tmp_path / "states").iterdir()}
+    assert {"20-2-0.npz", "20-2-1.npz"} <= files and "40-2-1.npz" not in files
+    assert digest_of(2, *saved, "--resume") == through
+    assert sorted(file.name for file in (tmp_path / "states").iterdir()) == ["60-2-0.npz", "60-2-1.npz"]
+    assert digest_of(2, *saved, "--resume") == through  # nothing is left to do
+
+
+@pytest.mark.exhaustive
+def test_a_training_goes_on_with_fewer_ranks_and_refuses_other_settings(tmp_path):
+    options = ("--batch", 4, "--compression", "topk", "--checkpoints", tmp_path, "--every", 20)
+    through = digest_of(2, "--steps", 40, *options)
+    (tmp_path / "40-2-0.npz").unlink()
+    digest_of(2, "--steps", 40, *options, "--resume")
+    assert digest_of(2, "--steps", 40, *options, "--resume") == through
+    assert len(digest_of(1, "--steps", 40, *options, "--resume")) == 64
+    assert "has a training with steps=40 batch=4" in digest_of(2, "--steps", 50, *options, "--resume", code=1)
+    assert "--resume needs --checkpoints" in digest_of(1, "--resume", code=2)
+
+
 def test_a_codec_that_is_unknown_is_named():
     command = [sys.executable, str(SCRIPT), "--steps", "1", "--compression", "zip"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)

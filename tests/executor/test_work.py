@@ -6,7 +6,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from flagcx.errors import MismatchError, PeerTimeoutError
+from flagcx.errors import ArgumentError, MismatchError, PeerTimeoutError
 from flagcx.executor.work import Work
 
 
@@ -20,6 +20,19 @@ class Interrupted(Future):
 def test_work_that_still_runs_says_so():
     with pytest.raises(PeerTimeoutError, match=r"allreduce still runs after 0.01 s; wait again"):
         Work(Future(), "allreduce").wait(0.01)
+
+
+@pytest.mark.parametrize("timeout_s", [-1, "a", float("nan"), [], -0.1])
+def test_what_is_no_time_is_refused(timeout_s):
+    with pytest.raises(ArgumentError, match=r"timeout_s must be a number of seconds from 0 up, or None, got"):
+        Work(Future(), "allreduce").wait(timeout_s)
+
+
+@pytest.mark.parametrize("timeout_s", [0, 1, float("inf"), 1e300, None])
+def test_any_time_does_for_what_has_ended(timeout_s):
+    future: Future = Future()
+    future.set_result(3)
+    assert Work(future, "allreduce").wait(timeout_s) == 3
 
 
 def test_a_time_out_of_the_callers_own_is_not_taken_for_the_works():

@@ -334,5 +334,7 @@ CHECKS: tuple[Callable[[Any, int, int], Faults], ...] = (
     logged,
     training.ddp,
     training.hooks,
+    training.scaled,
+    training.continued,
     training.fsdp,
 )

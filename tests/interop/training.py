@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import itertools
+import warnings
 from typing import Any
 
 import torch
@@ -92,6 +95,74 @@ def hooks(group: Any, rank: int, size: int) -> Faults:
             faults.append(f"{name}: the ranks have different parameters")
         if not got[-1] < 0.9 * losses[0]:
             faults.append(f"{name}: the loss went from {got[0]} to {got[-1]}")
+    return faults
+
+
+def scaled(group: Any, rank: int, size: int) -> Faults:
+    """A GradScaler's skipped step is skipped on all ranks, once, whatever the codec remembers."""
+    faults = []
+    for codec, momentum in itertools.product(("fp16", "int8", "topk", "randomk", "powersgd"), (0.0, 0.9)):
+        model = DistributedDataParallel(network(), bucket_cap_mb=0.01)
+        model.register_comm_hook(None, ddp_hook(compression=codec, momentum=momentum))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        scaler, skipped = torch.amp.GradScaler("cpu", init_scale=256.0), []
+        for step in range(12):
+            x, y = batch(rank, step)
+            loss = torch.nn.functional.cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            scaler.scale(loss * (float("inf") if step == 4 and rank == size - 1 else 1)).backward()
+            before = [p.detach().clone() for p in model.parameters()]
+            scaler.step(optimizer)
+            scaler.update()
+            if all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)):
+                skipped.append(step)
+        if skipped != [4] or scaler.get_scale() != 128.0:
+            faults.append(f"{codec} with momentum {momentum}: skipped {skipped}")
+    return faults
+
+
+def continued(group: Any, rank: int, size: int) -> Faults:
+    """A training that goes on from the states of model, optimizer and hook ends with the same bits."""
+    faults = []
+
+    def begin(codec: str, momentum: float) -> tuple[Any, Any, Any]:
+        model = DistributedDataParallel(network(), bucket_cap_mb=0.01)
+        hook = ddp_hook(compression=codec, momentum=momentum)
+        model.register_comm_hook(None, hook)
+        return model, hook, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.0 if momentum else 0.9)
+
+    def go(model: Any, optimizer: Any, first: int, last: int) -> Any:
+        for step in range(first, last):
+            x, y = batch(rank, step)
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).clone()
+
+    for codec, momentum in (("int8", 0.0), ("topk", 0.9), ("powersgd", 0.0)):
+        model, hook, optimizer = begin(codec, momentum)
+        go(model, optimizer, 0, 5)
+        file = io.BytesIO()
+        torch.save([model.state_dict(), optimizer.state_dict(), hook.state_dict()], file)
+        through = go(model, optimizer, 5, 10)
+        for warm in (True, False):
+            model, hook, optimizer = begin(codec, momentum)
+            if warm:  # DDP forms its buckets anew after the first pass
+                go(model, optimizer, 90, 91)
+            file.seek(0)
+            states = torch.load(file, weights_only=False)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                for part, state in zip((model, optimizer, hook), states, strict=True):
+                    part.load_state_dict(state)
+                end = go(model, optimizer, 5, 10)
+            said = [str(w.message) for w in caught if "whose memory was loaded" in str(w.message)]
+            if warm and (said or not torch.equal(end, through)):
+                faults.append(f"{codec} goes on with other bits: {said}")
+            if not torch.isfinite(end).all() or (end - through).abs().max() > 0.5:
+                faults.append(f"{codec} goes on elsewhere")
+    if ddp_hook().state_dict():
+        faults.append("a hook without compression has a state")
     return faults
 
 

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import signal
 import sys
+import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 import flagcx as fc
-from flagcx.errors import CommunicationError, FlagcxError
+from flagcx.errors import CommunicationError, FlagcxError, MismatchError
 from tests.communicator import checks
+from tests.communicator.messages import run_programs
+from tests.communicator.random_messages import run_random
 
 
 def everything() -> None:
@@ -88,6 +96,28 @@ def mismatch() -> None:
     wait_for_the_others(comm)
 
 
+def messages() -> None:
+    """Sends and receives under way together, beside collectives."""
+    programs, sent = run_programs(), run_random(fc.init().size, 40)
+    if fc.init().rank == 0:
+        print("done", programs, sent)
+
+
+def messages_that_differ() -> None:
+    """A message that is not the one its receiver expects; both ranks are told."""
+    comm, x = fc.init(timeout_s=10), np.ones(50_000)
+    comm.barrier()
+    try:
+        if comm.rank == 0:
+            comm.send(x, 1)
+        elif comm.rank == 1:
+            comm.recv(x.astype(np.int64), 0)
+        comm.barrier()
+    except FlagcxError as error:
+        print(f"rank {comm.rank} {type(error).__name__} {error}", flush=True)
+    wait_for_the_others(comm)
+
+
 def absent() -> None:
     """One rank stays away; the others name it when the time-out has come."""
     comm = fc.init(timeout_s=2)
@@ -103,6 +133,129 @@ def absent() -> None:
             f"rank {comm.rank} {type(error).__name__} {time.monotonic() - start:.1f} s: {error}", flush=True
         )
     wait_for_the_others(comm)
+
+
+def losses() -> None:
+    """Rank 3 is lost in a call, then rank 0, which serves the store, in another; the others go on without."""
+    comm = fc.init(init_timeout_s=20)
+    me = comm.rank
+    aborts = comm.split(color=0)
+    start = time.monotonic()
+    if me == 1:
+        time.sleep(1)
+        aborts.abort("enough")
+    else:
+        threading.Timer(0.5, aborts.abort, ["by a thread"]).start() if me == 2 else None
+        try:
+            aborts.allreduce(np.ones(5))
+        except CommunicationError as error:
+            print(f"rank {me} aborted {type(error).__name__} {time.monotonic() - start:.1f} s", flush=True)
+    for victim in (3, 0):
+        if me == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            while True:
+                comm.allreduce(np.ones(100_000))
+        except (fc.PeerDiedError, fc.AbortedError):
+            comm = comm.shrink()
+        n = comm.size
+        total = comm.allreduce(np.full(200_000, comm.rank + 1))[7]
+        assert total == n * (n + 1) // 2, total
+        assert comm.allgather_object(me) == sorted(comm.allgather_object(me))
+        print(f"rank {me} goes on as {comm.rank} of {n}, lost {comm.lost}", flush=True)
+    os._exit(0)  # MPI_Finalize of Open MPI 5.0 waits for lost ranks now and then
+
+
+def mistakes() -> None:
+    """Messages that don't fit, each in a communicator of its own: every rank prints what it is told."""
+    world = fc.init(timeout_s=20)
+    size, rank = world.size, world.rank
+    uneven = [[3] * size for _ in range(size)]
+    uneven[0][1] = 4  # rank 0 sends rank 1 more than that expects
+
+    def message(x: np.ndarray, out: np.ndarray) -> Callable[[fc.Communicator], object]:
+        return lambda c: c.send(x, 1) if rank == 0 else c.recv(out, 0) if rank == 1 else None
+
+    cases: dict[str, Callable[[fc.Communicator], object]] = {
+        "count of a message": message(np.ones(5, np.float32), np.ones(10, np.float32)),
+        "count of a long message": message(np.ones(500_000), np.ones(600_000)),
+        "dtype of a message": message(np.ones(5, np.float32), np.ones(5, np.int32)),
+        "message that nobody takes": lambda c: c.send(np.ones(5), 1) if rank == 0 else None,
+        "counts of an alltoallv": lambda c: c.alltoallv(np.ones(sum(uneven[rank])), uneven[rank], [3] * size),
+        "root of a large broadcast": lambda c: c.broadcast(np.full(100_000, rank), root=rank % 2),
+        "root of a reduce": lambda c: c.reduce(np.ones(8), root=rank % 2),
+        "barrier and allreduce": lambda c: c.barrier() if rank == 1 else c.allreduce(np.ones(3)),
+        "order": lambda c: [c.broadcast(np.ones(3), root=root) for root in ((0, 1) if rank == 2 else (1, 0))],
+    }
+    for name, call in cases.items():
+        comm = world.split(0)
+        told = []
+        for step in (partial(call, comm), comm.barrier, comm.close):
+            try:
+                step()
+            except fc.CommunicatorError:
+                continue  # the error before has said all
+            except FlagcxError as error:
+                told.append(f"{type(error).__name__}: {error}")
+        print(f"{name} | {rank} | {' | '.join(told) or 'nothing'}", flush=True)
+        world.barrier()
+    if rank == 0:
+        print("done")
+
+
+def waits() -> None:
+    """Waits for what never comes, each in a communicator of its own: every rank prints what it is told."""
+    world = fc.init(timeout_s=1.5, explain_wait_s=0.3)
+    rank = world.rank
+    warned: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("flagcx").addHandler(handler)
+    cases: dict[str, Callable[[fc.Communicator], object]] = {
+        "a receive": lambda c: c.recv(np.ones(3), 1) if rank == 0 else time.sleep(2.5),
+        "two receives": lambda c: c.recv(np.ones(3), 1 - rank) if rank < 2 else None,
+        "a lone barrier": lambda c: c.barrier() if rank == 1 else time.sleep(2.5),
+        "a long send": lambda c: c.send(np.ones(1 << 20), 2) if rank == 0 else time.sleep(2.5),
+    }
+    for name, call in cases.items():
+        warned.clear()
+        told, comm = "nothing", world.split(0)
+        try:
+            call(comm)
+        except FlagcxError as error:
+            told = f"{type(error).__name__} ({getattr(error, 'peer', None)}): {error}"
+        print(f"{name} | {rank} | {' | '.join(warned)} | {told}", flush=True)
+        arrive(world, name)
+
+
+def arrive(world: fc.Communicator, name: str) -> None:
+    """Returns when all ranks have come here, however late: no call of theirs waits for that."""
+    place = Path(sys.argv[2]) / name
+    place.mkdir(exist_ok=True)
+    (place / str(world.rank)).touch()
+    while len(list(place.iterdir())) < world.size:
+        time.sleep(0.01)
+
+
+def pieces() -> None:
+    """A rank alone sends itself messages of one piece and of many, two at once, and some that do not fit."""
+    comm = fc.init(transport="mpi", timeout_s=10)
+    carry = comm._host.transport.transfer
+    for count in (0, 1, 16_384, 16_385, 81_921, 1_000_003):
+        for dtype in (np.uint8, np.float32, np.complex128):
+            x = (np.arange(count) % 251).astype(dtype)
+            y, z = np.zeros(count, dtype), np.zeros(count, dtype)
+            carry([(x, 0), (x[::-1].copy(), 0)], [(y, 0), (z, 0)])
+            assert (y == x).all() and (z == x[::-1]).all(), (count, dtype)
+    for sent, count, dtype in ((3, 4, "f4"), (300_000, 400_000, "f4"), (300_000, 300_000, "i4")):
+        out = np.full(count, 7, dtype)
+        try:
+            comm.split(0)._host.transport.transfer([(np.ones(sent, "f4"), 0)], [(out, 0)])
+        except MismatchError as error:
+            assert f"sent {4 * sent:,} bytes of send and receive of float32" in str(error), error
+        else:
+            raise AssertionError((sent, count, dtype))
+        assert (out == 7).all(), "data of another message was used"
 
 
 if __name__ == "__main__":

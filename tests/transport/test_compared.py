@@ -11,9 +11,9 @@ from flagcx.bootstrap.remote_store import RemoteStore
 from flagcx.bootstrap.store_server import StoreServer
 from flagcx.config import Config
 from flagcx.dtypes import OPS, dtype_of
-from flagcx.errors import MismatchError
-from flagcx.transport.base import Call
-from flagcx.transport.compared import Compared, check_alike
+from flagcx.errors import AbortedError, CommunicationError, MismatchError
+from flagcx.transport.base import HOST, Call, TransportContext
+from flagcx.transport.compared import check_alike, comparing
 
 
 def call(rank: int, count: int = 10, op: str = "sum", dtype: str = "float32") -> Call:
@@ -44,33 +44,71 @@ class Recorder:
         self.runs += 1
 
 
-def run_two(counts: tuple[int, int]) -> tuple[list[Recorder], list[BaseException | None]]:
-    plans, errors = [Recorder(), Recorder()], [None, None]
+class Carrier:
+    """A transport that makes one plan, and notes why it gave up."""
+
+    kind, name = HOST, "carrier"
+
+    def __init__(self) -> None:
+        self.plan, self.reason = Recorder(), ""
+
+    def compile(self, call: Call) -> Recorder:
+        return self.plan
+
+    def abort(self, reason: str, culprit: int | None) -> None:
+        self.reason = reason
+
+
+def run_two(counts: tuple[int | None, int | None], timeout_s: float = 10) -> tuple[list, list]:
+    """Two ranks that call with some counts twice, or that give up in place of the second call."""
+    carriers, errors = [Carrier(), Carrier()], [None, None]
+    config = Config(timeout_s=timeout_s, debug="check")
     with StoreServer(2) as server:
 
         def rank(r: int) -> None:
             with RemoteStore(server.address, server.authkey, r, 2) as store:
+                context = TransportContext(r, 2, ("host", "host"), lambda mine: [mine], store, config)
+                transport = comparing(carriers[r], context)
                 try:
-                    Compared(plans[r], store, call(r, counts[r]), Config(timeout_s=10)).run(None, None)
-                except MismatchError as error:
+                    transport.compile(call(r)).run(None, None)
+                    if counts[r] is None:
+                        transport.abort("no more", r)
+                    else:
+                        transport.compile(call(r, counts[r])).run(None, None)
+                except CommunicationError as error:
                     errors[r] = error
+                done.wait(20)
 
         server.start()
+        done = threading.Barrier(2)
         threads = [threading.Thread(target=rank, args=(r,)) for r in range(2)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(20)
-    return plans, errors
+    return carriers, errors
 
 
 def test_alike_calls_run():
-    plans, errors = run_two((10, 10))
-    assert [p.runs for p in plans] == [1, 1]
+    carriers, errors = run_two((10, 10))
+    assert [c.plan.runs for c in carriers] == [2, 2]
     assert errors == [None, None]
 
 
 def test_unlike_calls_run_nowhere_and_raise_everywhere():
-    plans, errors = run_two((10, 11))
-    assert [p.runs for p in plans] == [0, 0]
+    carriers, errors = run_two((10, 11))
+    assert [c.plan.runs for c in carriers] == [1, 1]
     assert all(isinstance(e, MismatchError) for e in errors)
+
+
+def test_a_rank_that_waits_to_compare_hears_of_one_that_gave_up():
+    carriers, errors = run_two((10, None))
+    assert isinstance(errors[0], AbortedError) and "no more" in str(errors[0]) and errors[0].peer == 1
+    assert carriers[1].reason == "no more", "the transport tells those that wait elsewhere"
+
+
+def test_nothing_is_put_before_a_transport_without_the_setting():
+    carrier = Carrier()
+    for config in (Config(), Config(debug="check")):  # the second one without a store
+        context = TransportContext(0, 2, ("host", "host"), lambda mine: [mine], None, config)
+        assert comparing(carrier, context) is carrier

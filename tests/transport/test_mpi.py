@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tempfile
 
 import pytest
@@ -11,7 +13,7 @@ from flagcx.executor.open import groups_of
 from flagcx.selection.candidates import Request
 from flagcx.selection.rules import MultiHostRules
 from flagcx.transport.mpi.watch import Watch
-from tests.mpi import run_mpi
+from tests.mpi import ROOT, run_mpi
 from tests.ranges import exhaustive
 
 
@@ -37,6 +39,23 @@ def test_the_other_calls_between_hosts():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("size", [3, *exhaustive([2, 4])])
+def test_messages_move_together_and_beside_collectives(size):
+    code, printed = run(size, "messages")
+    assert code == 0, printed
+    assert "done 9" in printed, printed
+
+
+@pytest.mark.slow
+def test_messages_that_differ_are_told_to_both_ranks():
+    _, printed = run(3, "messages_that_differ")
+    said = sorted(line for line in printed.splitlines() if line.startswith("rank "))
+    assert len(said) == 3, printed
+    assert "MismatchError ranks disagree: rank 0 sent 400,000 bytes of send and receive of float64" in said[1]
+    assert "AbortedError rank 1 gave up: ranks disagree" in said[0], printed
+
+
+@pytest.mark.slow
 def test_ranks_that_call_something_else_are_told_so():
     _, printed = run(4, "mismatch")
     said = [line for line in printed.splitlines() if line.startswith("rank ")]
@@ -52,6 +71,94 @@ def test_a_rank_that_stays_away_is_named():
     said = [line for line in printed.splitlines() if line.startswith("rank ")]
     assert len(said) == 3, printed
     assert any("PeerTimeoutError" in line and "rank 2 did not take part" in line for line in said), printed
+
+
+@pytest.mark.slow
+def test_ranks_go_on_after_losses_where_mpi_does():
+    _, printed = run_mpi(4, "tests.transport.mpi_jobs", "losses", options=("--with-ft", "ulfm"))
+    aborted = [line.split() for line in printed.splitlines() if " aborted " in line]
+    assert len(aborted) == 3 and all(float(words[4]) < 2.6 for words in aborted), printed
+    for line in (
+        "rank 0 goes on as 0 of 3, lost (3,)",
+        "rank 1 goes on as 1 of 3, lost (3,)",
+        "rank 2 goes on as 2 of 3, lost (3,)",
+        "rank 1 goes on as 0 of 2, lost (0,)",
+        "rank 2 goes on as 1 of 2, lost (0,)",
+    ):
+        assert line in printed, printed
+
+
+def told_by(printed: str) -> dict[str, dict[int, list[str]]]:
+    """What the ranks printed in each case: the case, the rank, and what it was told, between bars."""
+    told: dict[str, dict[int, list[str]]] = {}
+    for line in printed.splitlines():
+        case, *parts = line.split(" | ")
+        if len(parts) > 1 and parts[0].isdigit():
+            told.setdefault(case, {})[int(parts[0])] = parts[1:]
+    return told
+
+
+@pytest.mark.slow
+def test_messages_that_do_not_fit_are_told_to_every_rank():
+    code, printed = run(3, "mistakes")
+    assert code == 0 and "done" in printed, printed
+    told = told_by(printed)
+    assert len(told) == 9, printed
+    nobody = told.pop("message that nobody takes")
+    assert any("rank 0 sent 40 bytes" in " ".join(texts) for texts in nobody.values()), printed
+    for case, by_rank in told.items():
+        texts = [" | ".join(by_rank[rank]) for rank in range(3)]
+        assert all("MismatchError" in text or "AbortedError" in text for text in texts), (case, texts)
+        assert any("MismatchError" in text for text in texts), (case, texts)
+    sizes = " ".join(told["count of a message"][1])
+    assert "rank 0 sent 20 bytes of send and receive of float32, and rank 1 expects 40 bytes" in sizes
+
+
+@pytest.mark.slow
+def test_waits_between_hosts_are_explained():
+    _, printed = run(3, "waits")  # which fails at its end: rank 2 never received the long send
+    told = told_by(printed)
+    assert len(told) == 4, printed
+    warning, error = told["a receive"][0]
+    assert warning.endswith(
+        "for rank 1 in a receive of communicator split 1 of world; rank 1 itself waits for no rank"
+    )
+    assert error.startswith("PeerTimeoutError (1): rank 1 did not take part within")
+    for rank in (0, 1):
+        warning, error = told["two receives"][rank]
+        assert f"rank {1 - rank} waits for rank {rank} in a receive" in warning, warning
+        assert "so none of them can go on" in warning and error != "nothing"
+    warning, error = told["a lone barrier"][1]
+    assert "rank 1 has waited" in warning and "barrier" in warning
+    assert error.startswith("PeerTimeoutError (0): ranks 0, 2 did not take part within"), error
+    warning, error = told["a long send"][0]
+    assert "for rank 2 in a send" in warning and error.startswith("PeerTimeoutError (2): rank 2 did not")
+
+
+def alone(program: str) -> str:
+    """Runs a program as the only rank of a job, which MPI serves too; returns what it printed."""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("thread_level = 'serialized'", "level 'serialized'"),
+        ("threads = False", "level 'single'"),
+        ("initialize = False", "initialize is False"),
+    ],
+)
+def test_mpi_that_cannot_serve_is_found_at_init(setting, said):
+    init = "try:\n    fc.init(transport='mpi')\nexcept fc.ArgumentError as error:\n    print(error)"
+    printed = alone(f"import mpi4py\nmpi4py.rc.{setting}\nimport flagcx as fc\n{init}")
+    assert said in printed and "MPI.Init_thread(MPI.THREAD_MULTIPLE)" in printed, printed
+
+
+def test_messages_in_any_number_of_pieces():
+    alone("from tests.transport.mpi_jobs import pieces; pieces()")
 
 
 class SlowStore:

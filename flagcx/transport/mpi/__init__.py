@@ -14,10 +14,17 @@ from typing import Any
 
 import numpy as np
 
-from flagcx.errors import ArgumentError, BootstrapError, FlagcxError, MissingDependencyError
+from flagcx.errors import (
+    ArgumentError,
+    BootstrapError,
+    CommunicatorError,
+    FlagcxError,
+    MissingDependencyError,
+)
 from flagcx.transport.average import averaging
 from flagcx.transport.base import Call, Plan, TransportContext
 from flagcx.transport.mpi.message import Message, kind_of
+from flagcx.transport.mpi.messages import MpiMessenger
 from flagcx.transport.mpi.steps import MpiSteps
 from flagcx.transport.mpi.watch import Watch
 from flagcx.transport.mpi.wire import TRANSFER_TAG, Wire
@@ -94,11 +101,11 @@ class MpiTransport(HostTransport):
                 f"of them; start them with the mpirun that mpi4py was built for"
             )
         assert context.store is not None
-        world = mpi.COMM_WORLD
         # A communicator of flagcx's own: messages of the user's MPI calls never meet those of flagcx.
-        comm = world.Create_group(world.Get_group().Incl(numbers), tag=_GROUP_TAG)
+        comm = _open_communicator(mpi, numbers, context.after_loss)
         self._watch = Watch(context.store, context.config.timeout_s, context.waits)
         self._wire = Wire(mpi, comm, self._watch)
+        self.messenger = MpiMessenger(self._wire, self._watch, self._message, context.config.timeout_s)
         self._kind = lru_cache(_MOST_KINDS)(_kind_of_transfer)
 
     def _compile(self, call: Call) -> Plan:
@@ -130,6 +137,28 @@ class MpiTransport(HostTransport):
     def close(self) -> None:
         """Tells the peers so. MPI takes its communicator back when all ranks end: to free it needs all."""
         self._watch.close()
+
+
+def _open_communicator(mpi: Any, numbers: list[int], after_loss: str) -> Any:
+    """A communicator of these ranks of MPI. After a loss MPI itself is asked for one, not the world.
+
+    Raises:
+        CommunicatorError: MPI cannot go on after a loss.
+    """
+    group = mpi.COMM_WORLD.Get_group().Incl(numbers)
+    if not after_loss:
+        return mpi.COMM_WORLD.Create_group(group, tag=_GROUP_TAG)
+    try:
+        comm = mpi.Intracomm.Create_from_group(group, f"flagcx {after_loss}")
+    except (NotImplementedError, mpi.Exception) as error:
+        library = mpi.Get_library_version().partition(",")[0]
+        raise CommunicatorError(
+            f"{library} gives ranks that lost others no communicator ({error}); it must survive a loss and "
+            f"know MPI 4's MPI_Comm_create_from_group, as Open MPI 5 does by mpirun --with-ft ulfm; or start "
+            f"the job again, from a checkpoint"
+        ) from None
+    comm.Set_errhandler(mpi.ERRORS_RETURN)
+    return comm
 
 
 def _kind_of_transfer(dtype: np.dtype, nbytes: int) -> bytes:

@@ -7,7 +7,7 @@ Data is copied or added as it comes, once the head of its message was found to b
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +54,8 @@ class Pieces:
         receives: Messages to this rank.
         landed: The memory in which the first piece of each lands.
         requests: The first pieces: those received, then those sent. Those that follow come behind.
-        slots: Memory for pieces, of which those are taken that are needed.
+        take: Returns memory for a piece.
+        give: Takes it back.
         stamp: What the heads begin with; see ``message.stamp_of``.
         ufunc: Adds what comes to what is there.
 
@@ -71,13 +72,14 @@ class Pieces:
         receives: Messages,
         landed: Sequence[Slot],
         requests: list[Any],
-        slots: list[Slot],
+        take: Callable[[], Slot],
+        give: Callable[[Slot], object],
         stamp: bytes,
         ufunc: Any,
     ) -> None:
         self._comm, self._byte, self._tag, self._ufunc = comm, byte, tag, ufunc
         self._rank, self._stamp = comm.Get_rank(), stamp
-        self._slots, self._requests = slots, requests
+        self._take, self._give, self._requests = take, give, requests
         self._messages = {False: sends, True: receives}
         none: deque[tuple[int, int, int]] = deque()
         self._unused = landed[0] if landed else Slot(byte)
@@ -103,13 +105,12 @@ class Pieces:
         i, start, stop = lane.popleft()
         message, array = self._messages[receives][i]
         if receives:
-            slot = self._slots.pop() if self._slots else Slot(self._byte)
+            slot = self._take()
             flight = _Flight(i, True, start, stop, slot, lane)
             return flight, self._comm.Irecv(slot.whole, message.peer, self._tag)
         data = [array[start:stop].view(np.uint8), self._byte]
-        return _Flight(i, False, start, stop, self._unused, lane), self._comm.Isend(
-            data, message.peer, self._tag
-        )
+        flight = _Flight(i, False, start, stop, self._unused, lane)
+        return flight, self._comm.Isend(data, message.peer, self._tag)
 
     def done(self, number: int) -> None:
         """Request ``number`` is done: uses what has come, and lets the next piece follow."""
@@ -140,7 +141,7 @@ class Pieces:
         data = slot.rest(stop - start, message.dtype) if start else slot.first(message)
         put(message, array[start:stop], data, self._ufunc)
         if start:
-            self._slots.append(slot)
+            self._give(slot)
 
     def held_up(self) -> tuple[int, bool]:
         """The rank that is waited for, and whether to receive."""

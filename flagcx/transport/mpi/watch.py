@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from flagcx.bootstrap.store import Store
 from flagcx.errors import AbortedError, FlagcxError, MismatchError, PeerDiedError, PeerTimeoutError
 from flagcx.transport.mpi.message import SAME_CALLS
-from flagcx.transport.waits import ON_HOST, Waits
+from flagcx.transport.waits import IN_MESSAGES, ON_HOST, Waits
 
 _SPIN_S = 2e-3
 _SLEEP_S = 50e-6
@@ -64,6 +64,7 @@ class Watch:
         self._store, self._timeout_s, self._waits = store, timeout_s, waits
         self.calls = 0
         self._own, self._asked, self._ask_at_s = _Told(), 0, _TELL_S
+        self._gave_up = ""
         if waits is not None:
             waits.calls[ON_HOST] = lambda: self.calls
 
@@ -80,6 +81,8 @@ class Watch:
         Raises:
             CommunicationError: A rank died, gave up, called something else or came too late.
         """
+        if self._gave_up:
+            raise AbortedError(f"this rank gave up: {self._gave_up}", peer=self._store.rank)
         self._store.check()
         late = waited_s > self._timeout_s
         if waited_s < 2 * _LOOK_S:
@@ -98,6 +101,37 @@ class Watch:
             why = self._waits.look(ON_HOST, what, peer, waited_s, late)
         if late:
             raise self._lateness(seen, what, peer, waited_s, shared, why)
+
+    def look_at_message(self, what: str, peer: int, waited_s: float, late: bool, noticed: bool) -> None:
+        """Checks whether there is a reason to give up a message between this rank and another one.
+
+        Args:
+            what: "a send" or "a receive".
+            peer: The other rank.
+            waited_s: For how long a caller has waited for it, in seconds; 0 where none does.
+            late: Whether the time-out has passed.
+            noticed: Whether a rank has let this one know that it gave up.
+
+        Raises:
+            CommunicationError: A rank died, ended, gave up or came too late.
+        """
+        self._store.check()
+        try:
+            if noticed or late:
+                self.check_failures(what)
+            self._examine_closed({peer: self._told_by(peer)}, what, peer, False)
+        except PeerTimeoutError:
+            pass  # as in ``look``
+        why = ""
+        if self._waits is not None and waited_s:
+            why = self._waits.look(IN_MESSAGES, what, peer, waited_s, late)
+        if late:
+            raise self._lateness({}, what, peer, waited_s, False, why)
+
+    def end_message(self) -> None:
+        """A caller's wait for a message is over."""
+        if self._waits is not None:
+            self._waits.end(IN_MESSAGES)
 
     def end(self) -> None:
         """A wait is over: the others are told so if they were told of it."""
@@ -127,6 +161,15 @@ class Watch:
             others = (others + others)[self._asked : self._asked + min(_ASKED, len(others))]
             self._asked += len(others)
         return {rank: self._told_by(rank) for rank in others}
+
+    def blame_dead(self, what: str) -> None:
+        """Raises if a rank has died, which MPI may know a moment before the store does."""
+        end = time.monotonic() + _REASON_S
+        while not (lost := self._store.lost()) and time.monotonic() < end:
+            time.sleep(_LOOK_S / 10)
+        for rank, how in lost.items():
+            here = f"rank {self._store.rank} was in {what}"
+            raise PeerDiedError(f"rank {rank} died ({how}); {here}", peer=rank)
 
     def check_failures(self, what: str) -> None:
         """Raises AbortedError if a rank has given up."""
@@ -178,8 +221,8 @@ class Watch:
         )
 
     def give_up(self, reason: str, culprit: int | None) -> None:
-        """Tells the other ranks why this one cannot go on. The first reason stays."""
-        store = self._store
+        """Tells the others, and a thread that waits, why this rank cannot go on. The first reason stays."""
+        store, self._gave_up = self._store, reason
         try:
             if not store.add("mpi/failing", 1) > 1:
                 told = [store.rank, reason.splitlines()[0][:500], culprit]

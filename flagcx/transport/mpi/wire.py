@@ -4,8 +4,9 @@ Whatever comes lands in memory of the wire's own. A message whose head is not th
 of any other the data is copied or added to where it belongs. So nothing that comes late, after an error,
 meets an array of the caller's.
 
-First pieces and the rest have tags of their own, and so have collective calls and those of two ranks. With
-each tag, what a rank sends to another one arrives in order.
+First pieces and the rest have tags of their own, and so have collective calls, the messages between two ranks
+that are parts of such calls, and what ranks send on their own (``messages.py``). With each tag, what a rank
+sends to another one arrives in order.
 """
 
 from __future__ import annotations
@@ -13,14 +14,17 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import time
+from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from flagcx.errors import CommunicationError, MismatchError
 from flagcx.transport.mpi.message import SAME_CALLS, Slot, in_words, put, stamp_of
 from flagcx.transport.mpi.pieces import Messages, Pieces
 from flagcx.transport.mpi.watch import Wait, Watch
 
-COLLECTIVE_TAG, TRANSFER_TAG, _NOTICE_TAG = 2, 4, 6
+COLLECTIVE_TAG, TRANSFER_TAG, _NOTICE_TAG, MESSAGE_TAG = 2, 4, 6, 8
 _LAST_LOOK_S = 1.0
 
 
@@ -68,11 +72,11 @@ class Wire:
         sent: list[Slot] = []
         try:
             for message, _ in receives:
-                landed.append(slot := self._slot())
+                landed.append(slot := self.slot())
                 requests.append(comm.Irecv(slot.whole, message.peer, tag))
                 long = long or message.long
             for message, array in sends:
-                sent.append(slot := self._slot())
+                sent.append(slot := self.slot())
                 slot.head[:] = stamp + message.kind
                 slot.first(message)[...] = array[: message.first]
                 requests.append(comm.Isend([slot.memory, message.stop, byte], message.peer, tag))
@@ -87,16 +91,49 @@ class Wire:
                 for (message, array), slot in zip(receives, landed, strict=True):
                     put(message, array, slot.first(message), ufunc)
         except BaseException as error:
-            self._abandon(requests, [sent, landed])
+            self.abandon(requests, [sent, landed])
             if isinstance(error, self._mpi.Exception):
                 what = what or "a send or receive"
+                self._watch.blame_dead(what)
                 raise CommunicationError(f"rank {rank}: MPI failed in {what}: {error}") from error
             raise
         self._slots += sent
         self._slots += landed
 
-    def _slot(self) -> Slot:
-        return self._slots.pop() if self._slots else Slot(self._byte)
+    # -- one piece -----------------------------------------------------------------------------------
+
+    def slot(self) -> Slot:
+        """Memory for a piece."""
+        try:
+            return self._slots.pop()  # which another thread may do too
+        except IndexError:
+            return Slot(self._byte)
+
+    def give_slot(self, slot: Slot) -> None:
+        """Takes the memory of a piece back."""
+        self._slots.append(slot)
+
+    def send(self, memory: np.ndarray, peer: int, tag: int) -> Any:
+        """Begins to send a piece, and returns MPI's request."""
+        return self._comm.Isend([memory, memory.nbytes, self._byte], peer, tag)
+
+    def receive(self, slot: Slot, peer: int, tag: int) -> Any:
+        """Begins to receive a piece, and returns MPI's request."""
+        return self._comm.Irecv(slot.whole, peer, tag)
+
+    def test(self, requests: list[Any]) -> list[int] | None:
+        """The numbers of requests that are done.
+
+        Raises:
+            CommunicationError: MPI failed.
+        """
+        try:
+            done: list[int] | None = self._mpi.Request.Testsome(requests)
+        except self._mpi.Exception as error:
+            raise CommunicationError(f"rank {self.rank}: MPI failed in a send or receive: {error}") from error
+        return done
+
+    # -- the messages of a step ------------------------------------------------------------------------
 
     def _wait(
         self,
@@ -119,7 +156,7 @@ class Wire:
                     message.check(self.rank, stamp, landed[number])
             return waiting or (self.rank, False)
 
-        wait, test = Wait(self._watch, what, self._noticed), self._mpi.Request.Testall
+        wait, test = Wait(self._watch, what, self.noticed), self._mpi.Request.Testall
         while not test(requests):
             wait.pause(held_up)
         wait.end()
@@ -137,9 +174,19 @@ class Wire:
     ) -> None:
         """Lets the rest of the messages follow their first pieces, and waits until all have come and gone."""
         pieces = Pieces(
-            self._comm, self._byte, tag + 1, sends, receives, landed, requests, self._slots, stamp, ufunc
+            self._comm,
+            self._byte,
+            tag + 1,
+            sends,
+            receives,
+            landed,
+            requests,
+            self.slot,
+            self.give_slot,
+            stamp,
+            ufunc,
         )
-        wait, test = Wait(self._watch, what, self._noticed), self._mpi.Request.Testsome
+        wait, test = Wait(self._watch, what, self.noticed), self._mpi.Request.Testsome
         while pieces.left:
             done = test(requests)
             if done:
@@ -148,13 +195,13 @@ class Wire:
                     pieces.done(number)
             else:
                 wait.pause(pieces.held_up)
-        if self._noticed():
+        if self.noticed():
             # A rank that gave up may have gone on to change the array of which the last pieces came.
             self._watch.check_failures(what or "a send or receive")
 
     # -- the end -----------------------------------------------------------------------------------
 
-    def _abandon(self, requests: list[Any], slots: list[list[Slot]]) -> None:
+    def abandon(self, requests: list[Any], slots: Sequence[Sequence[object]]) -> None:
         """Leaves messages to MPI that are not done; what it may still read or write is never freed."""
         with contextlib.suppress(self._mpi.Exception):
             for request in requests:
@@ -170,9 +217,9 @@ class Wire:
             none = bytearray(0)
             others = [q for q in range(self._comm.Get_size()) if q != self.rank]
             requests = [self._comm.Isend([none, 0, self._byte], q, _NOTICE_TAG) for q in others]
-            self._abandon(requests, [])
+            self.abandon(requests, [])
 
-    def _noticed(self) -> bool:
+    def noticed(self) -> bool:
         """Whether another rank has given up."""
         return bool(self._comm.Iprobe(self._mpi.ANY_SOURCE, _NOTICE_TAG))
 
@@ -183,16 +230,16 @@ class Wire:
             MismatchError: There is one.
         """
         status = self._mpi.Status()
-        for tag in (COLLECTIVE_TAG, TRANSFER_TAG):
+        for tag in (COLLECTIVE_TAG, TRANSFER_TAG, MESSAGE_TAG):
             if not self._comm.Iprobe(self._mpi.ANY_SOURCE, tag, status):
                 continue
-            peer, slot = status.Get_source(), self._slot()
+            peer, slot = status.Get_source(), self.slot()
             request = self._comm.Irecv(slot.whole, peer, tag)
             end = time.monotonic() + _LAST_LOOK_S
             while not (came := request.Test()) and time.monotonic() < end:
                 time.sleep(0)
             if not came:
-                self._abandon([request], [[slot]])
+                self.abandon([request], [[slot]])
             sent = in_words(slot.head.tobytes()) if came else "a message"
             raise MismatchError(
                 f"rank {peer} sent {sent}, which rank {self.rank} never received; {SAME_CALLS}", peer=peer

@@ -25,15 +25,21 @@ from flagcx.bootstrap.environment import host_name
 from flagcx.bootstrap.store import Store
 from flagcx.config import Config, set_default
 from flagcx.dtypes import DType, ReduceOp
-from flagcx.errors import CommunicationError, CommunicatorError, FlagcxError, MismatchError, OperationError
+from flagcx.errors import (
+    AbortedError,
+    CommunicationError,
+    CommunicatorError,
+    FlagcxError,
+    MismatchError,
+    OperationError,
+)
 from flagcx.kernels.cuda import load_cupy
 from flagcx.kernels.launch import FusedKernels
 from flagcx.kernels.views import device_array, device_result, empty
 from flagcx.schedule.lower import levels
 from flagcx.transport.average import averaging
 from flagcx.transport.base import Call, DeviceTransport, Plan, TransportContext
-from flagcx.transport.compared import Compared
-from flagcx.transport.device import DeviceIdentity, address, check_devices, identify_device, most_on_one_gpu
+from flagcx.transport.device import DeviceIdentity, address, check_devices, identify_device, prepare_sharing
 from flagcx.transport.nccl.average import AveragedPlan, adds_once
 from flagcx.transport.nccl.binding import (
     NcclCommunicator,
@@ -55,7 +61,6 @@ logger = logging.getLogger("flagcx")
 
 _STUCK_EXIT_CODE = 75
 _ABORT_LIMIT_S = 3.0
-_MULTI_RANK_SINCE = 23000
 
 
 class NcclTransport(DeviceTransport):
@@ -93,7 +98,7 @@ class NcclTransport(DeviceTransport):
         own = identify_device(cupy, self.device, host_name(), self.nccl_version).pack()
         self.identities = [DeviceIdentity.unpack(i) for i in store.exchange("nccl/devices", own, limit)]
         check_devices(self.identities, config.share_gpu)
-        self._prepare_sharing()
+        prepare_sharing(cupy, self.device, self.identities, self.rank)
         ids = store.exchange("nccl/id", make_unique_id(cupy) if self.rank == 0 else b"", limit)
         self._communicator = NcclCommunicator(cupy, self.rank, self.size, ids[0], limit)
         self.array_class = cupy.ndarray
@@ -113,21 +118,6 @@ class NcclTransport(DeviceTransport):
         """Makes the transport from the context's store and settings."""
         assert context.store is not None
         return cls(context.store, context.config, context.waits)
-
-    def _prepare_sharing(self) -> None:
-        """Prepares NCCL's settings for ranks that share a GPU, before NCCL reads them."""
-        crowd = most_on_one_gpu(self.identities)
-        if crowd == 1:
-            return
-        if self.nccl_version >= _MULTI_RANK_SINCE:
-            set_default("NCCL_MULTI_RANK_GPU_ENABLE", "1")
-        else:
-            # NCCL accepts ranks that seem to be on different hosts, and connects them through sockets.
-            set_default("NCCL_HOSTID", f"rank-{self.rank}")
-            set_default("NCCL_SOCKET_IFNAME", "lo")
-        # The kernels of all ranks wait for each other, so they must fit on the GPU together.
-        processors = self._cupy.cuda.Device(self.device).attributes["MultiProcessorCount"]
-        set_default("NCCL_MAX_CTAS", str(max(1, processors // (2 * crowd))))
 
     def protocols(
         self,
@@ -167,14 +157,11 @@ class NcclTransport(DeviceTransport):
         """
         if self._closed:
             raise CommunicatorError(f"the communicator of rank {self.rank} is closed")
-        plan: Plan
         if call.schedule.algorithm == NATIVE:
-            plan = self._native(call)
-        elif self.peers is not None and self.peers.carries(call):
-            plan = self.peers.compile(call)
-        else:
-            plan = self._scheduled(call)
-        return Compared(plan, self._store, call, self._config) if self._config.debug == "check" else plan
+            return self._native(call)
+        if self.peers is not None and self.peers.carries(call):
+            return self.peers.compile(call)
+        return self._scheduled(call)
 
     def _scheduled(self, call: Call) -> Plan:
         wrap = partial(AveragedPlan, self._cupy, self.device, self._order, self._scratch, call)
@@ -307,7 +294,8 @@ class NcclTransport(DeviceTransport):
     def abort(self, reason: str, culprit: int | None) -> None:
         """Ends the communicator, on all ranks, because of this rank."""
         if self._order.failure is None:
-            self._give_up(CommunicationError(f"rank {self.rank} gave up: {reason}", peer=culprit))
+            peer = self.rank if culprit is None else culprit
+            self._give_up(AbortedError(f"rank {self.rank} gave up: {reason}", peer=peer))
 
     def _give_up(self, failure: CommunicationError) -> None:
         """Ends the communicator with an error that the caller is about to get."""
@@ -368,7 +356,7 @@ class NcclTransport(DeviceTransport):
             if self._watchdog is not None:
                 self._watchdog.close()
             if self._order.failure is not None:
-                self._end_enqueued()
+                self.end_enqueued()
             for plan in self._plans:
                 plan.close()
             self._scratch.close()
@@ -382,7 +370,7 @@ class NcclTransport(DeviceTransport):
         elif not self._order.reported:
             raise self._order.report()
 
-    def _end_enqueued(self) -> None:
+    def end_enqueued(self) -> None:
         """Ends operations that wait for peers: memory that kernels still use must not be freed."""
         with contextlib.suppress(CommunicationError):
             bounded(self.abort_enqueued, _ABORT_LIMIT_S, f"rank {self.rank} could not end its operations")

@@ -42,6 +42,7 @@ _GIVE_WAY = range(200)
 _YIELDS = 32
 _PATIENCE_NS = 2_000_000
 _EXAMINE_NS = 5_000_000
+_STOOD_STILL_NS = 3_000_000_000
 _STALE_NS = 500_000_000
 _SLOW_NS = 6_000_000_000
 _SHORTEST_SLEEP_S = 20e-6
@@ -210,6 +211,8 @@ class Signals:
         while not self._looked(ready, yields):
             now = time.monotonic_ns()
             if now >= examine:
+                if now - examine > _STOOD_STILL_NS:  # This process was stopped; its peers may have been, too.
+                    start, deadline = start + now - examine, deadline + now - examine
                 self.own[HEARTBEAT] = now
                 self._examine(peer, ready, now >= deadline, point_to_point, (now - start) / 1e9)
                 examine = now + _EXAMINE_NS

@@ -92,7 +92,9 @@ def init(*, enable_topology_detection: bool = True, **settings: Any) -> Communic
     only rank. In a thread of ``fc.launch(..., threads=True)`` that thread is the rank.
 
     As long as the communicator is open, a further call returns it again. The settings of the first call
-    hold; a further call that asks for others warns (``RuntimeWarning``).
+    hold; a further call that asks for others warns (``RuntimeWarning``). After an error a further call makes
+    a new communicator, when all ranks have called it; under ``flagcx run --elastic`` lost ranks that were
+    started again take part, and ranks that will not be are left out.
 
     Args:
         enable_topology_detection: Whether the machine's links are detected when they are first needed.

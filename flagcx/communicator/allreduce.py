@@ -15,7 +15,8 @@ from flagcx.dtypes import Op, dtype_of, resolve_op
 from flagcx.executor.host import Executor
 from flagcx.executor.staging import stage
 from flagcx.fusion.cache import Bound
-from flagcx.fusion.group import Reductions
+from flagcx.fusion.known_lists import ArraysChanged
+from flagcx.fusion.reductions import Reductions
 
 if TYPE_CHECKING:
     from flagcx.compression import Decision
@@ -190,12 +191,17 @@ def _allreduce_many(
 ) -> Any:
     """All-reduces of a list of arrays, in few messages."""
     check_many(xs, outs)
+    value = xs if outs is None else outs
+    if outs is None and not async_op and comm._group is None:
+        xs = _left_to_reduce(comm, xs, op, algorithm)
+        if not xs:
+            return value
     bound = _bound(comm, xs, op, algorithm) if outs is None and comm._group is None else None
     if bound is not None:
         assert comm._device is not None
         arrays = [*xs]  # the caller may change its list while the work goes on
         what = f"allreduce of {len(xs)} arrays"
-        return comm.run(comm._device, bound, arrays, arrays, xs, async_op, what)
+        return comm.run(comm._device, bound, arrays, arrays, value, async_op, what)
     reductions = Reductions(comm.fusion_of)
     i = 0
     while i < len(xs):
@@ -204,7 +210,6 @@ def _allreduce_many(
         i += 1
         if outs is None and algorithm is None:
             i = reductions.add_many(xs, i, op)
-    value = xs if outs is None else outs
     if comm._group is not None:
         refuse_async(async_op)
         comm._group.append(reductions)
@@ -213,6 +218,22 @@ def _allreduce_many(
     else:
         reductions.run()
     return value
+
+
+def _left_to_reduce(comm: Caller, xs: Sequence[Any], op: Op, algorithm: str | None) -> Sequence[Any]:
+    """Reduces a list of NumPy arrays that came before; returns what is left of it to be reduced."""
+    if not xs or xs[0].__class__ is not ndarray:
+        return xs
+    lists, names = comm.fusion_of(comm._host).lists, (((op, algorithm, 0),), tuple(map(id, xs)))
+    known = lists.find(names)
+    if known is None:
+        return xs
+    try:
+        comm._host.run(known, xs, xs)
+    except ArraysChanged as changed:
+        lists.drop(names)
+        return [xs[number] for number in changed.left]
+    return []
 
 
 def _bound(comm: Caller, xs: Sequence[Any], op: Op, algorithm: str | None) -> Bound | None:

@@ -4,12 +4,12 @@ A codec alone drops the part that it rounds off or leaves out. With a residual t
 rank keeps e + g - C(e + g) and adds it to its next gradient. Training then comes as far as without
 compression, even with codecs that keep one number in a hundred.
 
-Top-k and random-k send most elements late. Deep Gradient Compression gathers momentum before elements are
-chosen, and clears that of an element which is sent, so that old gradients don't push it on. But what is
-cleared is lost: elements that are sent often lose up to nine tenths of their step (at 0.9), and a
+Top-k and random-k send most elements late, and an optimizer's momentum comes on top of that: it should be
+shorter, see ``TopK``. Deep Gradient Compression instead gathers momentum before elements are chosen
+(``momentum=``), and clears that of an element which is sent, so that old gradients don't push it on. But what
+is cleared is lost: elements that are sent often lose up to nine tenths of their step (at 0.9), and a
 convolutional network came to 2.5 times the dense loss in the same steps. Here an element takes along all that
-momentum would still have added to it, and is chosen by that sum, so that nothing of a gradient is lost
-(``bench/convergence.py``).
+momentum would still have added to it, and is chosen by that sum, so that nothing of a gradient is lost.
 
 Source: Karimireddy et al., "Error Feedback Fixes SignSGD" (2019); momentum correction, factor masking and
 clipping: Lin et al., "Deep Gradient Compression" (2018), sections 3.1 to 3.3.

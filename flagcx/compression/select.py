@@ -27,13 +27,14 @@ def magnitudes(x: Any) -> Any:
     return x.view(kind) & kind(mask)
 
 
-def sample(x: Any, size: int, seed: int) -> Any:
-    """Numbers from all over an array: one from each of ``size`` parts of equal length, drawn at random."""
+def sample(x: Any, size: int, seed: int, add: Any = None) -> Any:
+    """Numbers from all over an array, or a sum: one from each of ``size`` equal parts, drawn at random."""
     if x.size <= size:
-        return x
+        return x if add is None else x + add
     step = x.size / size
-    places = (np.arange(size) + np.random.default_rng(seed).random(size)) * step
-    return x[namespace(x).asarray(np.minimum(places.astype(np.int64), x.size - 1))]
+    drawn = (np.arange(size) + np.random.default_rng(seed).random(size)) * step
+    places = namespace(x).asarray(np.minimum(drawn.astype(np.int64), x.size - 1))
+    return x[places] if add is None else x[places] + add[places]
 
 
 def estimate_threshold(x: Any, density: float, seed: int, add: Any = None) -> int:
@@ -43,8 +44,7 @@ def estimate_threshold(x: Any, density: float, seed: int, add: Any = None) -> in
         At least 1, so that zeros never reach it.
     """
     size = min(max(int(_FOUND_IN_SAMPLE / density), _LEAST_SAMPLE), _MOST_SAMPLE)
-    drawn = sample(x, size, seed)
-    found = magnitudes(drawn if add is None else drawn + sample(add, size, seed))
+    found = magnitudes(sample(x, size, seed, add))
     if on_device(found):
         found = found.get()
     if not found.size:
@@ -58,8 +58,7 @@ def is_crowded(x: Any, threshold: int, density: float, seed: int, add: Any = Non
 
     Then it is not worth while to find all of them.
     """
-    drawn = sample(x, _LEAST_SAMPLE, seed)
-    found = magnitudes(drawn if add is None else drawn + sample(add, _LEAST_SAMPLE, seed))
+    found = magnitudes(sample(x, _LEAST_SAMPLE, seed, add))
     return int((found >= threshold).sum()) > (_CROWD * density + _CHANCE) * found.size
 
 

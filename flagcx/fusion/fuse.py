@@ -27,6 +27,7 @@ import numpy as np
 from flagcx.dtypes import DType, ReduceOp
 from flagcx.executor.host import Executor
 from flagcx.fusion.cache import BindingCache, BoundPart, PlacedPacking, drop_oldest
+from flagcx.fusion.known_lists import KnownLists, ListPart
 from flagcx.transport.base import Plan
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -227,6 +228,17 @@ class Fused:
             places = packing.places([arrays[i] for i in numbers[part.first : part.last]])
             yield BoundPart(part.plan, -1, packing, places)
 
+    def known(self, arrays: Sequence[Any], numbers: Sequence[int]) -> Iterator[ListPart]:
+        """What is to be done when a list of NumPy arrays comes again; see ``bind``."""
+        for part in self._parts:
+            mine = numbers[part.first : part.last]
+            some = part.plan, mine, arrays[mine[0]].dtype
+            if part.packing is None:
+                yield ListPart(*some)
+                continue
+            packing = cast(HostPacking, part.packing)
+            yield ListPart(*some, packing.flat, packing.views)
+
 
 class Fusion:
     """The fused all-reduces of one executor, kept as long as they come back.
@@ -239,11 +251,13 @@ class Fusion:
         executor: Makes the plans.
         packer: Packs its arrays.
         bindings: What is bound to arrays that came before; None where arrays may change under way.
+        lists: Lists that came before, of such arrays.
     """
 
     def __init__(self, executor: Executor, packer: Packer) -> None:
         self.executor, self.packer = executor, packer
         self.bindings = BindingCache() if packer.lasting else None
+        self.lists = KnownLists()
         self._plans: OrderedDict[tuple, Fused] = OrderedDict()
 
     def plan(
@@ -289,6 +303,7 @@ class Fusion:
         """Gives the memory back."""
         if self.bindings is not None:
             self.bindings.clear()
+        self.lists.clear()
         while self._plans:
             self._plans.popitem()[1].close()
         self.packer.close()

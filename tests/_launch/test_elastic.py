@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.cli.launching import flagcx_run
+from tests.ranges import exhaustive
 
 SCRIPT = """
 import os, sys, time
@@ -42,7 +43,7 @@ def elastic(tmp_path, failures: int, end: str, *options: str):
     return flagcx_run("-n", "3", "--elastic", *options, str(script))
 
 
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("end", ["child", *exhaustive(["exception", "exit", "kill"])])
 def test_a_lost_rank_is_started_again(tmp_path, end):
     """Also where a process that it forked still lives and holds its output and its connections."""
     done = elastic(tmp_path, 1, end)
@@ -52,6 +53,7 @@ def test_a_lost_rank_is_started_again(tmp_path, end):
     assert f"rank 1 is started again ({ENDS[end][1]}; restart 1 of 3)" in done.stderr, done
 
 
+@pytest.mark.exhaustive
 def test_the_others_go_on_where_no_restart_is_left(tmp_path):
     done = elastic(tmp_path, 9, "exit", "--max-restarts", "1", "--min-ranks", "2")
     assert done.returncode == 0, done

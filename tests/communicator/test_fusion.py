@@ -321,3 +321,57 @@ def _many_kinds() -> None:
 @pytest.mark.parametrize("job", [_many_under_way, _many_kinds])
 def test_a_message_that_calls_wait_for_is_kept(job):
     run_ranks(job, 2)
+
+
+def _lists_that_come_again() -> None:
+    """The same arrays several times, in lists and groups; then with other dtypes, shapes and sizes."""
+    comm = fc.init()
+    arrays, sums = arrays_and_sums(comm)
+    arrays.append(np.zeros(200_000, np.float32))  # too large to be fused
+    sums.append(arrays[-1].copy())
+
+    def fill() -> None:
+        for array, value in zip(arrays, [*arrays_and_sums(comm)[0], 0.0], strict=True):
+            array[...] = value
+
+    def group() -> None:
+        with comm.group():
+            for array in arrays:
+                comm.allreduce(array)
+
+    for call in (lambda: comm.allreduce(arrays), group, lambda: comm.allreduce(tuple(arrays), "sum")):
+        for _ in range(4):
+            fill()
+            call()
+            check(arrays, sums)
+    lists = comm.fusion_of(comm._host).lists
+    assert lists._known
+
+    def totals(*some: np.ndarray) -> list[np.ndarray]:
+        return [sum(comm.allgather_object(array.copy())) for array in some]
+
+    few = [np.full(6, comm.rank + 1.0, np.float32), np.full(4, 2.0, np.float32), np.arange(3.0)]
+    for change in range(6):
+        a, b, _ = few
+        if change == 2:
+            a.dtype = np.int32
+            a[:] = comm.rank
+        elif change == 3:
+            a.shape = (3, 2)
+        elif change == 4:
+            b.dtype = np.float64
+            b[:] = comm.rank
+        wanted = totals(*few)
+        comm.allreduce(few)
+        check(few, wanted)
+    again = [np.ones(5, np.float32), np.ones(5, np.float32)]
+    for op, value in (("sum", comm.size), ("sum", comm.size), ("max", 1), ("sum", comm.size), ("prod", 1)):
+        for array in again:
+            array[...] = 1
+        comm.allreduce(again, op)
+        assert all((array == value).all() for array in again)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_lists_that_come_again(size):
+    run_ranks(_lists_that_come_again, size)

@@ -302,6 +302,21 @@ def test_bytes_on_the_wire_are_told_before_and_counted_after():
     assert np.mean(counted["topk"]) == pytest.approx(elements, rel=0.03)
 
 
+@pytest.mark.parametrize("residual", [True, False])
+def test_auto_prices_a_codec_as_it_would_run(residual, monkeypatch):
+    """With the cost of feedback, where there is some, and on the device of the arrays."""
+    from flagcx.compression import allreduce
+
+    asked = []
+    monkeypatch.setattr(
+        allreduce, "measure_speed", lambda codec, *how: asked.append((codec.name, how)) or 1.0
+    )
+    feedback = fc.compression.Feedback(fc.compression.Auto(lossy=("int8", "topk")), residual=residual)
+    with fc.init() as comm:
+        comm.explain_compression(np.ones(1000, np.float32), feedback["x"])
+    assert asked == [(name, (False, 1, residual, 1000)) for name in ("int8", "topk")]
+
+
 def test_a_slot_forgets_the_plans_of_a_closed_communicator():
     """Whose number in memory a later one may have."""
     slot = fc.compression.Feedback("int8")["x"]

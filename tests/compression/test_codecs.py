@@ -159,9 +159,9 @@ def test_few_elements_are_found_with_as_small_samples_as_many(density, monkeypat
     """A sample of half a million numbers, for a density of 0.1%, took as long as to look at all of them."""
     drawn, real = [], select.sample
 
-    def sample(x, size, seed):
+    def sample(x, size, seed, add=None):
         drawn.append(size)
-        return real(x, size, seed)
+        return real(x, size, seed, add)
 
     monkeypatch.setattr(select, "sample", sample)
     codec, scratch, threshold, kept = TopK(density), Scratch(), None, np.zeros(1 << 20, np.float32)

@@ -182,6 +182,27 @@ def test_many_or_few_elements_of_a_region_add_up_alike(share):
         assert dense == (share == 0.4)
 
 
+@pytest.mark.parametrize("size", [2, 4, 7])
+@pytest.mark.parametrize("density", [0.00005, 0.002, 0.01, 0.05])
+def test_a_sparse_array_sends_what_its_ratio_says(size, density):
+    count = 300_000
+
+    def rank(peers):
+        chosen = np.random.default_rng(peers.rank).random(count) < density
+        x = np.where(chosen, gradient(peers.rank, 0, count), np.float32(0))
+        slot = Slot(Sparse())
+        for _ in range(2):  # the first agrees on regions
+            before = peers.sent_nbytes
+            slot.begin(x)
+            SparseReduce(peers, Sparse(), count, SUM, slot).run(x, np.empty_like(x))
+        return peers.sent_nbytes - before
+
+    sent, dense = np.mean(on_ranks(size, rank)), 2 * (size - 1) / size * 4 * count
+    assert sent / dense == pytest.approx(
+        Sparse().ratio(count, size, density), rel=0.06 if density > 1e-4 else 0.3
+    )
+
+
 def test_one_full_rank_makes_all_go_dense():
     def rank(peers):
         x = gradient(peers.rank, 0, 5000) if peers.rank == 1 else np.zeros(5000, np.float32)

@@ -57,7 +57,7 @@ def some_kills(seed, count):
     return [(step, rank) for step, rank in zip(steps, chance.sample(range(RANKS), count), strict=True)]
 
 
-@pytest.mark.parametrize("seed", [0, *exhaustive(range(1, 6))])
+@pytest.mark.parametrize("seed", [0, *exhaustive(range(1, 4))])
 def test_ranks_that_are_started_again_change_no_bit(seed, undisturbed, tmp_path):
     kills = some_kills(seed, 2)
     kept = ("--checkpoint", str(tmp_path / "checkpoint.npz"))
@@ -67,7 +67,7 @@ def test_ranks_that_are_started_again_change_no_bit(seed, undisturbed, tmp_path)
     assert parameters == undisturbed, text
 
 
-@pytest.mark.parametrize("seed", [0, *exhaustive(range(1, 6))])
+@pytest.mark.parametrize("seed", exhaustive(range(4)))
 def test_a_training_without_lost_ranks_is_one_that_they_left_by_plan(seed):
     kills = some_kills(seed, 2)
     text, parameters = trained("--elastic", "--max-restarts", "0", "--min-ranks", "2", kills=kills)
@@ -76,28 +76,3 @@ def test_a_training_without_lost_ranks_is_one_that_they_left_by_plan(seed):
     told = [f"{rank}:{step}" for (_, rank), step in zip(sorted(kills), begun[1:], strict=True)]
     planned, same = trained(arguments=[word for one in told for word in ("--leave", one)])
     assert parameters == same, (text, planned)
-
-
-def test_too_few_ranks_end_the_job():
-    program = [
-        "-n",
-        "3",
-        "--elastic",
-        "--max-restarts",
-        "0",
-        "--min-ranks",
-        "3",
-        str(SCRIPT),
-        "--steps",
-        "100000",
-    ]
-    with running(*program, stderr=subprocess.STDOUT) as job:
-        for line in job.stdout:
-            if found := re.match(r"\[1\] pid (\d+)", line):
-                pid = int(found[1])
-            if "step 20" in line:
-                os.kill(pid, signal.SIGKILL)
-                break
-        text = job.stdout.read()
-        assert job.wait(30) == 137, text
-    assert "rank 1 of 3 failed first: killed by SIGKILL" in text

@@ -13,8 +13,8 @@ import pytest
 from flagcx.dtypes import dtype_of, resolve_op
 from flagcx.errors import ArrayError
 from flagcx.fusion.fuse import Fusion
-from flagcx.fusion.group import Reductions
 from flagcx.fusion.pack_device import DevicePacker
+from flagcx.fusion.reductions import Reductions
 from flagcx.memory import memory_stats
 
 

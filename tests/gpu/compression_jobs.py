@@ -91,6 +91,36 @@ def heals(count: int) -> list[str]:
     return faults
 
 
+def continued(count: int) -> list[str]:
+    """Error feedback that was saved on the GPU and loaded goes on with the same bits, on a GPU and a host."""
+    import cupy
+
+    comm, faults = fc.init(), []
+    for name, momentum in itertools.product(("int8", "int4", "topk", "randomk", "powersgd"), (0.0, 0.9)):
+        ends = []
+        through = fc.compression.Feedback(name, momentum=momentum)
+        again = fc.compression.Feedback(name, momentum=momentum)
+        for feedback, first in ((through, 0), (again, 3)):
+            for step in range(first, 6):
+                if feedback is through and step == 3:
+                    state = through.state_dict()
+                if feedback is again and step == 3:
+                    again.load_state_dict(state)
+                x = cupy.asarray(data(comm.rank, count, step))
+                comm.allreduce(x, "avg", compression=slot_of(feedback, count))
+            ends.append(x.get().tobytes())
+        if ends[0] != ends[1]:
+            faults.append(f"{name}, momentum {momentum}: goes on with other bits")
+        if not all(isinstance(value, (np.ndarray, int, float, str)) for value in state.values()):
+            faults.append(f"{name}: the state is not plain")
+        host = fc.compression.Feedback(name, momentum=momentum)
+        host.load_state_dict(state)
+        y = comm.allreduce(data(comm.rank, count, 3), "avg", compression=slot_of(host, count))
+        if not np.isfinite(y).all():
+            faults.append(f"{name}: does not go on on a host")
+    return faults
+
+
 def low_rank() -> list[str]:
     """PowerSGD takes the array as the matrix that it is."""
     import cupy

@@ -50,6 +50,61 @@ def same_bits(steps: int) -> list[str]:
     return faults[:5]
 
 
+def abandoned() -> list[str]:
+    """Steps that ranks leave after different numbers of gradients are followed by whole ones."""
+    import cupy
+
+    comm, faults = fc.init(), []
+    gradients = [cupy.empty(70_001, cupy.float32) for _ in range(4)]
+    sync = fc.GradientSynchronizer(comm, gradients, bucket_bytes=1)
+    for step in range(6):
+        for i, gradient in enumerate(gradients):
+            gradient.fill(comm.rank + step + i)
+            sync.ready(i)
+        sync.wait()
+        want = [step + i + (comm.size - 1) / 2 for i in range(4)]
+        if [float(g[-1]) for g in gradients] != want:
+            faults.append(f"step {step}: {[float(g[-1]) for g in gradients]}, expected {want}")
+        for i in range((step + 2 * comm.rank) % 5):
+            sync.ready(i)
+        sync.abandon()
+    sync.close()
+    shared = cupy.zeros(100, cupy.float32)
+    try:
+        fc.GradientSynchronizer(comm, {"w": shared, "v": shared[50:]})
+        faults.append("gradients that share memory are taken")
+    except fc.ArgumentError as error:
+        faults += [] if "'w' and 'v' share memory" in str(error) else [str(error)]
+    fc.GradientSynchronizer(comm, [shared[::2], shared[1::2]]).close()
+    return faults
+
+
+def continued() -> list[str]:
+    """A synchronizer with error feedback goes on from its state with the same bits."""
+    import cupy
+
+    comm, faults = fc.init(), []
+    for codec in ("int8", "topk"):
+        ends, state = [], {}
+        for first in (0, 3):
+            gradients = [cupy.empty(n, cupy.float32) for n in (5000, 70_001, 33)]
+            sync = fc.GradientSynchronizer(comm, gradients, compression=codec)
+            if first:
+                sync.load_state_dict(state)
+            for step in range(first, 6):
+                for i in (2, 1, 0) if first else (0, 1, 2):
+                    gradients[i][...] = _values(cupy, comm.rank, step, i, gradients[i].size)
+                    sync.ready(i)
+                sync.wait()
+                if step == 2:
+                    state = sync.state_dict()
+            ends.append([g.get().tobytes() for g in gradients])
+            sync.close()
+        if ends[0] != ends[1]:
+            faults.append(f"{codec} goes on with other bits")
+    return faults
+
+
 def leaves_early() -> list[str]:
     """Who leaves the loop over what is reduced has all results all the same."""
     import cupy

@@ -89,6 +89,10 @@ def test_a_spoilt_step_is_seen_once_and_leaves_nothing_behind(ranks, size):
     assert faults_of(ranks(size, jobs.heals, 5003)) == ""
 
 
+def test_feedback_that_was_saved_goes_on_with_the_same_bits(ranks):
+    assert faults_of(ranks(2, jobs.continued, 5003)) == ""
+
+
 def test_powersgd_uses_the_shape_of_the_array(ranks):
     assert faults_of(ranks(2, jobs.low_rank)) == ""
 

@@ -18,6 +18,14 @@ def test_who_leaves_the_loop_early_has_all_results(ranks):
     assert faults_of(ranks(2, jobs.leaves_early)) == ""
 
 
+def test_steps_that_are_left_in_the_middle_are_followed_by_others(ranks):
+    assert faults_of(ranks(2, jobs.abandoned)) == ""
+
+
+def test_a_synchronizer_goes_on_from_its_state_with_the_same_bits(ranks):
+    assert faults_of(ranks(2, jobs.continued)) == ""
+
+
 def test_a_bucket_does_not_wait_for_the_computation_behind_it(ranks):
     assert faults_of(ranks(2, jobs.overlaps, 6)) == ""
 

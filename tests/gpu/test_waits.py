@@ -17,6 +17,15 @@ def test_counts_that_differ(ranks, second, peer_memory):
         assert seconds < 10.0
 
 
+@pytest.mark.parametrize("peer_memory", [True, False])
+@pytest.mark.parametrize("second", [True, False])
+def test_codecs_that_differ(ranks, second, peer_memory):
+    for name, text, seconds in ranks(2, wait_jobs.codecs_differ, second, peer_memory):
+        assert name in ("MismatchError", "AbortedError"), text
+        assert "Quantized(name='fp8'" in text and "Quantized(name='int8'" in text, text
+        assert seconds < 10.0
+
+
 @pytest.mark.parametrize("joined", [False, True])
 def test_numpy_on_one_rank_and_a_gpu_on_the_other(ranks, joined):
     for name, text, seconds in ranks(2, wait_jobs.numpy_and_gpu, joined):

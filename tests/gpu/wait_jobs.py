@@ -43,6 +43,23 @@ def counts_differ(second: bool, peer_memory: bool) -> tuple[str, str, float]:
     return _outcome(comm, call)
 
 
+def codecs_differ(second: bool, peer_memory: bool) -> tuple[str, str, float]:
+    """Two codecs whose payloads have as many bytes."""
+    import cupy
+
+    comm = fc.init(timeout_s=60.0, explain_wait_s=WAIT_S, peer_memory=peer_memory)
+    comm.allreduce(cupy.ones(7, cupy.float32))
+    cupy.cuda.Device().synchronize()
+
+    def call() -> None:
+        comm.allreduce(cupy.ones(4096, cupy.float32), compression=("fp8", "int8")[comm.rank])
+        if second:
+            comm.allreduce(cupy.ones(4, cupy.float32))
+            cupy.cuda.Device().synchronize()
+
+    return _outcome(comm, call)
+
+
 def numpy_and_gpu(joined: bool) -> tuple[str, str, float]:
     import cupy
 

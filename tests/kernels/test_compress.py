@@ -185,7 +185,11 @@ def test_all_stripes_in_one_kernel_are_those_of_the_loops(libraries, name, feedb
 
 @pytest.mark.parametrize("name", BLOCKED)
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_gpu_takes_piece_after_piece_and_ends_with_the_bits_of_the_host(libraries, monkeypatch, name, size):
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_gpu_takes_piece_after_piece_and_ends_with_the_bits_of_the_host(
+    libraries, monkeypatch, name, size, momentum
+):
+    """Also after a step with infinity and NaN, in stripes that other ranks own and in the rank's own."""
     codec, count = Quantized(name, 32), 20_003
     kernels = HostKernels(name, 32, libraries)
     monkeypatch.setattr(Quantized, "kernels", lambda self: kernels)
@@ -194,18 +198,21 @@ def test_a_gpu_takes_piece_after_piece_and_ends_with_the_bits_of_the_host(librar
     assert len(cut_in_pieces(count, size, 2048)) > 3
 
     def train(peers, device):
-        slot = Feedback(codec)["x"]
+        slot = Feedback(codec, momentum=momentum)["x"]
         peers.on_device, peers.beside = device, False
         plan, results = two_step.TwoStep(peers, codec, count, OPS["avg"], slot), []
         for step in range(3):
             x = np.random.default_rng([peers.rank, step]).standard_normal(count, np.float32)
             if step == 1 and peers.rank == 1:
                 x[:2] = np.inf, np.nan
+                x[[count // 2, -1]] = np.nan, -np.inf
             slot.begin(x)
             plan.run(x, x)
             results.append(x)
-        return [*results, slot.residual]
+        return [*results, slot.residual if slot.velocity is None else slot.residual + slot.velocity]
 
     host, device = (on_ranks(size, partial(train, device=device)) for device in (False, True))
     np.testing.assert_array_equal(device, host)
-    assert all(np.isfinite(residual).all() for *_, residual in device)
+    for first, spoilt, last, kept in device:
+        assert np.isnan(spoilt[[0, 1, count // 2, -1]]).all()
+        assert all(np.isfinite(x).all() for x in (first, last, kept))

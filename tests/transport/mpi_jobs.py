@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -160,6 +163,78 @@ def losses() -> None:
         assert total == n * (n + 1) // 2, total
         assert comm.allgather_object(me) == sorted(comm.allgather_object(me))
         print(f"rank {me} goes on as {comm.rank} of {n}, lost {comm.lost}", flush=True)
+    os._exit(0)  # MPI_Finalize of Open MPI 5.0 waits for lost ranks now and then
+
+
+def mistakes() -> None:
+    """Messages that don't fit, each in a communicator of its own: every rank prints what it is told."""
+    world = fc.init(timeout_s=20)
+    size, rank = world.size, world.rank
+    uneven = [[3] * size for _ in range(size)]
+    uneven[0][1] = 4  # rank 0 sends rank 1 more than that expects
+
+    def message(x: np.ndarray, out: np.ndarray) -> Callable[[fc.Communicator], object]:
+        return lambda c: c.send(x, 1) if rank == 0 else c.recv(out, 0) if rank == 1 else None
+
+    cases: dict[str, Callable[[fc.Communicator], object]] = {
+        "count of a message": message(np.ones(5, np.float32), np.ones(10, np.float32)),
+        "count of a long message": message(np.ones(500_000), np.ones(600_000)),
+        "dtype of a message": message(np.ones(5, np.float32), np.ones(5, np.int32)),
+        "message that nobody takes": lambda c: c.send(np.ones(5), 1) if rank == 0 else None,
+        "counts of an alltoallv": lambda c: c.alltoallv(np.ones(sum(uneven[rank])), uneven[rank], [3] * size),
+        "root of a large broadcast": lambda c: c.broadcast(np.full(100_000, rank), root=rank % 2),
+        "root of a reduce": lambda c: c.reduce(np.ones(8), root=rank % 2),
+        "barrier and allreduce": lambda c: c.barrier() if rank == 1 else c.allreduce(np.ones(3)),
+        "order": lambda c: [c.broadcast(np.ones(3), root=root) for root in ((0, 1) if rank == 2 else (1, 0))],
+    }
+    for name, call in cases.items():
+        comm = world.split(0)
+        told = []
+        for step in (partial(call, comm), comm.barrier, comm.close):
+            try:
+                step()
+            except fc.CommunicatorError:
+                continue  # the error before has said all
+            except FlagcxError as error:
+                told.append(f"{type(error).__name__}: {error}")
+        print(f"{name} | {rank} | {' | '.join(told) or 'nothing'}", flush=True)
+        world.barrier()
+    if rank == 0:
+        print("done")
+
+
+def waits() -> None:
+    """Waits for what never comes, each in a communicator of its own: every rank prints what it is told."""
+    world = fc.init(timeout_s=1.5, explain_wait_s=0.3)
+    rank = world.rank
+    warned: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("flagcx").addHandler(handler)
+    cases: dict[str, Callable[[fc.Communicator], object]] = {
+        "a receive": lambda c: c.recv(np.ones(3), 1) if rank == 0 else time.sleep(2.5),
+        "two receives": lambda c: c.recv(np.ones(3), 1 - rank) if rank < 2 else None,
+        "a lone barrier": lambda c: c.barrier() if rank == 1 else time.sleep(2.5),
+        "a long send": lambda c: c.send(np.ones(1 << 20), 2) if rank == 0 else time.sleep(2.5),
+    }
+    for name, call in cases.items():
+        warned.clear()
+        told, comm = "nothing", world.split(0)
+        try:
+            call(comm)
+        except FlagcxError as error:
+            told = f"{type(error).__name__} ({getattr(error, 'peer', None)}): {error}"
+        print(f"{name} | {rank} | {' | '.join(warned)} | {told}", flush=True)
+        arrive(world, name)
+
+
+def arrive(world: fc.Communicator, name: str) -> None:
+    """Returns when all ranks have come here, however late: no call of theirs waits for that."""
+    place = Path(sys.argv[2]) / name
+    place.mkdir(exist_ok=True)
+    (place / str(world.rank)).touch()
+    while len(list(place.iterdir())) < world.size:
+        time.sleep(0.01)
 
 
 def pieces() -> None:

@@ -88,6 +88,53 @@ def test_ranks_go_on_after_losses_where_mpi_does():
         assert line in printed, printed
 
 
+def told_by(printed: str) -> dict[str, dict[int, list[str]]]:
+    """What the ranks printed in each case: the case, the rank, and what it was told, between bars."""
+    told: dict[str, dict[int, list[str]]] = {}
+    for line in printed.splitlines():
+        case, *parts = line.split(" | ")
+        if len(parts) > 1 and parts[0].isdigit():
+            told.setdefault(case, {})[int(parts[0])] = parts[1:]
+    return told
+
+
+@pytest.mark.slow
+def test_messages_that_do_not_fit_are_told_to_every_rank():
+    code, printed = run(3, "mistakes")
+    assert code == 0 and "done" in printed, printed
+    told = told_by(printed)
+    assert len(told) == 9, printed
+    nobody = told.pop("message that nobody takes")
+    assert any("rank 0 sent 40 bytes" in " ".join(texts) for texts in nobody.values()), printed
+    for case, by_rank in told.items():
+        texts = [" | ".join(by_rank[rank]) for rank in range(3)]
+        assert all("MismatchError" in text or "AbortedError" in text for text in texts), (case, texts)
+        assert any("MismatchError" in text for text in texts), (case, texts)
+    sizes = " ".join(told["count of a message"][1])
+    assert "rank 0 sent 20 bytes of send and receive of float32, and rank 1 expects 40 bytes" in sizes
+
+
+@pytest.mark.slow
+def test_waits_between_hosts_are_explained():
+    _, printed = run(3, "waits")  # which fails at its end: rank 2 never received the long send
+    told = told_by(printed)
+    assert len(told) == 4, printed
+    warning, error = told["a receive"][0]
+    assert warning.endswith(
+        "for rank 1 in a receive of communicator split 1 of world; rank 1 itself waits for no rank"
+    )
+    assert error.startswith("PeerTimeoutError (1): rank 1 did not take part within")
+    for rank in (0, 1):
+        warning, error = told["two receives"][rank]
+        assert f"rank {1 - rank} waits for rank {rank} in a receive" in warning, warning
+        assert "so none of them can go on" in warning and error != "nothing"
+    warning, error = told["a lone barrier"][1]
+    assert "rank 1 has waited" in warning and "barrier" in warning
+    assert error.startswith("PeerTimeoutError (0): ranks 0, 2 did not take part within"), error
+    warning, error = told["a long send"][0]
+    assert "for rank 2 in a send" in warning and error.startswith("PeerTimeoutError (2): rank 2 did not")
+
+
 def alone(program: str) -> str:
     """Runs a program as the only rank of a job, which MPI serves too; returns what it printed."""
     command = [sys.executable, "-c", program]

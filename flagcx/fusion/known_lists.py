@@ -1,0 +1,168 @@
+"""Lists of NumPy arrays that came before, recognised by the identity of their arrays.
+
+The ``id`` of an array is its own as long as the array lives, so one look-up tells that all arrays of a list
+were checked before. An array of NumPy may get another dtype or shape meanwhile, though no other size, since
+NumPy resizes none that is referred to weakly. So a message is filled by one call that refuses other dtypes,
+before anything is sent; and where an array no longer has the shape that it had, it is filled by its size.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
+from operator import itemgetter, setitem
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flagcx.errors import ArgumentError, ArrayError
+from flagcx.transport.base import Plan
+
+_MOST_LISTS = 32
+
+
+class ArraysChanged(ArgumentError):
+    """An array of a known list has another dtype than before.
+
+    Attributes:
+        left: The numbers of the arrays that were not reduced.
+    """
+
+    def __init__(self, left: Sequence[int]) -> None:
+        super().__init__("arrays of a list have another dtype than when the list came before")
+        self.left = left
+
+
+class ListPart(NamedTuple):
+    """A message, or a single array without one.
+
+    Attributes:
+        plan: Its all-reduce.
+        numbers: Which arrays of the list it has, in order.
+        dtype: The arrays' dtype.
+        flat: The message.
+        views: The place of each array in it, of the array's shape.
+    """
+
+    plan: Plan
+    numbers: Sequence[int]
+    dtype: Any
+    flat: Any = None
+    views: Sequence[Any] = ()
+
+
+class KnownList:
+    """All-reduces in place, as few, of the arrays of a list.
+
+    Args:
+        parts: What is done, in order.
+        plans: What the parts are taken from, which keeps their messages.
+        kinds: Describes the arrays' dtypes.
+    """
+
+    __slots__ = ("_parts", "_plans", "kinds")
+
+    def __init__(self, parts: Iterable[ListPart], plans: Sequence[object], kinds: tuple = ()) -> None:
+        self._parts = [(_picker(part.numbers), part) for part in parts]
+        self._plans, self.kinds = plans, kinds
+
+    def run(self, sendbufs: Sequence[Any], recvbufs: Sequence[Any]) -> None:
+        """Reduces the arrays of ``sendbufs``, which are those of the list; ``recvbufs`` is the same list.
+
+        Raises:
+            ArraysChanged: Some have another dtype; those before them were reduced.
+            ArrayError: An array has become read-only.
+        """
+        for at, (pick, (plan, _, dtype, flat, views)) in enumerate(self._parts):
+            arrays = pick(sendbufs)
+            if flat is None:
+                if arrays[0].dtype != dtype:
+                    raise ArraysChanged(self._numbers_from(at))
+                plan.run(arrays[0], arrays[0])
+                continue
+            try:
+                np.concatenate(arrays, None, flat, casting="no")
+            except (TypeError, ValueError):
+                raise ArraysChanged(self._numbers_from(at)) from None
+            plan.run(flat, flat)
+            try:
+                deque(map(setitem, arrays, repeat(...), views), maxlen=0)
+            except ValueError:
+                _cut(flat, arrays)
+
+    def _numbers_from(self, at: int) -> list[int]:
+        return sorted(number for _, part in self._parts[at:] for number in part.numbers)
+
+
+class KnownLists:
+    """The lists that came at least twice, as long as all of their arrays live."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[tuple, tuple[KnownList, list[weakref.ref]]] = OrderedDict()
+        self._seen: OrderedDict[tuple, None] = OrderedDict()
+
+    def find(self, names: tuple) -> KnownList | None:
+        """What is known of the arrays with these names.
+
+        Args:
+            names: The ``id`` of each array, and all else that matters.
+        """
+        try:
+            found = self._known.get(names)
+        except TypeError:  # something that cannot be a key was named
+            return None
+        return None if found is None else found[0]
+
+    def note(self, names: tuple, arrays: Sequence[Any], make: Callable[[], KnownList]) -> None:
+        """Remembers a list of arrays that comes a second time; ``make()`` says what is to be done with it."""
+        if names not in self._seen:
+            self._seen[names] = None
+            _bound(self._seen)
+            return
+        known = self._known
+
+        def forget(_: weakref.ref) -> None:
+            known.pop(names, None)
+
+        known[names] = make(), [weakref.ref(array, forget) for array in arrays]
+        _bound(known)
+
+    def drop(self, names: tuple) -> None:
+        """Forgets a list."""
+        self._known.pop(names, None)
+        self._seen.pop(names, None)
+
+    def clear(self) -> None:
+        """Forgets all lists."""
+        self._known.clear()
+        self._seen.clear()
+
+
+def _bound(lists: OrderedDict[tuple, Any]) -> None:
+    while len(lists) > _MOST_LISTS:
+        lists.popitem(last=False)
+
+
+def _picker(numbers: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """Takes the arrays with these numbers from a list."""
+    first, count = numbers[0], len(numbers)
+    if [*numbers] == [*range(first, first + count)]:
+        return itemgetter(slice(first, first + count))
+    return itemgetter(*numbers) if count > 1 else lambda arrays: (arrays[first],)
+
+
+def _cut(flat: Any, arrays: Sequence[Any]) -> None:
+    """Copies a message into arrays of which some have another shape than before.
+
+    Raises:
+        ArrayError: An array has become read-only.
+    """
+    at = 0
+    for array in arrays:
+        part = flat[at : at + array.size]
+        at += array.size
+        if not array.flags.writeable:
+            raise ArrayError(f"an array of shape {array.shape} is read-only, and gets no result")
+        array[...] = part.reshape(array.shape)

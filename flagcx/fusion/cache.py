@@ -113,7 +113,7 @@ def drop_oldest(kept: OrderedDict[tuple, Any]) -> bool:
     Returns:
         Whether anything was dropped.
     """
-    before, arrays = len(kept), sum(len(key[-1]) for key in kept)
+    before, arrays = len(kept), sum(len(key[-1]) for key in list(kept))  # weak references may pop
     while len(kept) > _MOST_LISTS or (arrays > _MOST_ARRAYS and len(kept) > 1):
         arrays -= len(kept.popitem(last=False)[0][-1])
     return len(kept) < before

@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flagcx.errors import ArgumentError, ArrayError
+from flagcx.fusion.cache import drop_oldest
 from flagcx.transport.base import Plan
-
-_MOST_LISTS = 32
 
 
 class ArraysChanged(ArgumentError):
@@ -119,7 +118,7 @@ class KnownLists:
         """Remembers a list of arrays that comes a second time; ``make()`` says what is to be done with it."""
         if names not in self._seen:
             self._seen[names] = None
-            _bound(self._seen)
+            drop_oldest(self._seen)
             return
         known = self._known
 
@@ -127,7 +126,7 @@ class KnownLists:
             known.pop(names, None)
 
         known[names] = make(), [weakref.ref(array, forget) for array in arrays]
-        _bound(known)
+        drop_oldest(known)
 
     def drop(self, names: tuple) -> None:
         """Forgets a list."""
@@ -138,11 +137,6 @@ class KnownLists:
         """Forgets all lists."""
         self._known.clear()
         self._seen.clear()
-
-
-def _bound(lists: OrderedDict[tuple, Any]) -> None:
-    while len(lists) > _MOST_LISTS:
-        lists.popitem(last=False)
 
 
 def _picker(numbers: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:

@@ -48,7 +48,7 @@ class Communicator(Caller):
 
     They raise ``ArgumentError`` for a wrong call, ``CommunicatorError`` for a communicator that cannot be
     used, and ``CommunicationError`` when a peer died, came late or called something else. After the last,
-    the communicator cannot be used any more, on any rank.
+    the communicator cannot be used any more, on any rank; ``shrink`` makes one of the ranks that are left.
 
     Args:
         rank: This rank.

@@ -10,8 +10,9 @@ import threading
 import time
 import warnings
 import weakref
+from collections.abc import Callable
 from dataclasses import fields, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from flagcx.bootstrap.thread_rank import thread_rank
@@ -129,6 +130,7 @@ def init(*, enable_topology_detection: bool = True, **settings: Any) -> Communic
             elif world is _WORLD:
                 atexit.register(world.close_at_exit)
                 abandon_in_children(world)
+                sys.excepthook = partial(_tell_of_uncaught, sys.excepthook)
             world.comm = comm = _join(config)
         else:
             _warn_of_others(settings, comm.config)
@@ -143,6 +145,18 @@ def _refuse_in_child(comm: Communicator | None) -> None:
             f"parent; call it in the parent alone, or fork before and call it in the child alone, or start "
             f"further ranks with flagcx run or fc.launch"
         )
+
+
+def _tell_of_uncaught(before: Callable[..., object], kind: type, error: BaseException, trace: Any) -> None:
+    """The hook for an exception that ends the main thread: the peers learn of it at once.
+
+    The process may live on: Python waits for its threads, and closes the communicator only then.
+    """
+    before(kind, error, trace)
+    comm, main = _WORLD.current(), threading.main_thread()
+    live = [thread for thread in threading.enumerate() if thread is not main and not thread.daemon]
+    if comm is not None and not comm.closed and live:
+        comm.abort(f"{kind.__name__}: {error}")
 
 
 def _warn_of_others(wanted: dict[str, Any], config: Config) -> None:

@@ -9,15 +9,13 @@ and the deadline each end the wait with an error that names the rank at fault.
 from __future__ import annotations
 
 import os
-import select
-import threading
 import time
-import weakref
 from collections.abc import Callable
 from time import perf_counter_ns as now
 
 from flagcx.errors import AbortedError, PeerDiedError, PeerTimeoutError
 from flagcx.transport.shared_memory.call_log import CallLog
+from flagcx.transport.shared_memory.deaths import Deaths
 from flagcx.transport.shared_memory.fence import memory_fence
 from flagcx.transport.shared_memory.segment import Segment
 from flagcx.transport.shared_memory.words import (
@@ -78,13 +76,11 @@ class Signals:
         self.background = False
         self.log = CallLog(rank, self.words, [memoryview(s.memory) for s in segments])
         self._waits: Waits | None = None
-        self._poll, self._polling = select.poll(), threading.Lock()
-        self._descriptors: dict[int, int] = {}
-        self._let_go = weakref.finalize(self, _close_all, self._descriptors)
-        self._let_go.atexit = False
+        self._deaths = Deaths()
         for q, segment in enumerate(segments):
-            if q != rank:
-                self._watch(q, segment.handle.pid)
+            if q != rank and not self._deaths.watch(q, segment.handle.pid):
+                self._deaths.close()
+                raise PeerDiedError(f"rank {q} (process {segment.handle.pid}) died during init", peer=q)
 
     @property
     def background(self) -> bool:
@@ -104,18 +100,6 @@ class Signals:
             waits.calls[ON_HOST] = lambda: self.sequence
             waits.offer("calls", self.last_calls)
 
-    def _watch(self, peer: int, pid: int) -> None:
-        if not hasattr(os, "pidfd_open"):
-            return
-        try:
-            descriptor = os.pidfd_open(pid)
-        except ProcessLookupError:
-            raise PeerDiedError(f"rank {peer} (process {pid}) died during init", peer=peer) from None
-        except OSError:
-            return  # an old kernel: the deadline is what is left
-        self._descriptors[descriptor] = peer
-        self._poll.register(descriptor, select.POLLIN)
-
     def close(self) -> None:
         """Tells the peers that this rank makes no further call, and lets go of their memory."""
         if not self.words:
@@ -127,7 +111,7 @@ class Signals:
 
     def abandon(self) -> None:
         """Lets go of the peers' memory without a word."""
-        self._let_go()
+        self._deaths.close()
         self.own = None  # type: ignore[assignment]
         self.words, self.others = [], []
         self.log.close()
@@ -167,6 +151,8 @@ class Signals:
             if words[index] | SHARED_BIT == wanted:
                 self.waited_ns += now() - start
                 return
+            if now() - start > _PATIENCE_NS:
+                break
         self.wait_for(words, lambda: words[index] | SHARED_BIT == wanted)
         self.waited_ns += now() - start
 
@@ -183,6 +169,8 @@ class Signals:
             if words[index] >= value:
                 self.waited_ns += now() - start
                 return
+            if now() - start > _PATIENCE_NS:
+                break
         self.wait_for(words, lambda: words[index] >= value)
         self.waited_ns += now() - start
 
@@ -320,8 +308,7 @@ class Signals:
 
     def _dead(self) -> list[int]:
         """The peers that died without a word; a rank that gave up or closed has said so."""
-        with self._polling:
-            ended = [self._descriptors[d] for d, _ in self._poll.poll(0)] if self._descriptors else []
+        ended = self._deaths.peers()
         return [q for q in ended if not self.words[q][ABORTED] and not self.words[q][CLOSED]]
 
     def _examine_closed(self, peer: int, point_to_point: str, call: str) -> None:
@@ -364,11 +351,6 @@ class Signals:
             return
         self.log.write_reason(reason)
         self.own[ABORTED] = 1 if culprit is None else culprit + 2
-
-
-def _close_all(descriptors: dict[int, int]) -> None:
-    while descriptors:
-        os.close(descriptors.popitem()[0])
 
 
 def _names(ranks: list[int]) -> str:

@@ -16,7 +16,7 @@
     │   ├── PeerDiedError                a peer's process is gone
     │   ├── PeerTimeoutError (TimeoutError)  a peer did not come in time
     │   ├── MismatchError                ranks called different operations
-    │   └── AbortedError                 another rank gave up and told this one
+    │   └── AbortedError                 another rank gave up and told this one, or this one called abort
     ├── ResourceError                    no memory, no room in /dev/shm, no descriptor left
     └── MissingDependencyError (ImportError)  an optional package is not installed
 

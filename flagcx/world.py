@@ -10,8 +10,9 @@ import threading
 import time
 import warnings
 import weakref
+from collections.abc import Callable
 from dataclasses import fields, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from flagcx.bootstrap.thread_rank import thread_rank
@@ -87,7 +88,9 @@ def init(*, enable_topology_detection: bool = True, **settings: Any) -> Communic
     only rank. In a thread of ``fc.launch(..., threads=True)`` that thread is the rank.
 
     As long as the communicator is open, a further call returns it again. The settings of the first call
-    hold; a further call that asks for others warns (``RuntimeWarning``).
+    hold; a further call that asks for others warns (``RuntimeWarning``). After an error a further call makes
+    a new communicator, when all ranks have called it; under ``flagcx run --elastic`` lost ranks that were
+    started again take part, and ranks that will not be are left out.
 
     Args:
         enable_topology_detection: Whether the machine's links are detected when they are first needed.
@@ -119,10 +122,23 @@ def init(*, enable_topology_detection: bool = True, **settings: Any) -> Communic
                 comm.close()
             elif world is _WORLD:
                 atexit.register(world.close_at_exit)
+                sys.excepthook = partial(_tell_of_uncaught, sys.excepthook)
             world.comm = comm = _join(config)
         else:
             _warn_of_others(settings, comm.config)
         return comm
+
+
+def _tell_of_uncaught(before: Callable[..., object], kind: type, error: BaseException, trace: Any) -> None:
+    """The hook for an exception that ends the main thread: the peers learn of it at once.
+
+    The process may live on: Python waits for its threads, and closes the communicator only then.
+    """
+    before(kind, error, trace)
+    comm, main = _WORLD.current(), threading.main_thread()
+    live = [thread for thread in threading.enumerate() if thread is not main and not thread.daemon]
+    if comm is not None and not comm.closed and live:
+        comm.abort(f"{kind.__name__}: {error}")
 
 
 def _warn_of_others(wanted: dict[str, Any], config: Config) -> None:

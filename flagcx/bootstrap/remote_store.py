@@ -134,7 +134,7 @@ class RemoteStore(Store):
                         self._read(time.monotonic() + _MARGIN_S, None)
             finally:
                 self._lock.release()
-        return self._dead
+        return dict(self._dead)
 
     def check(self) -> None:
         super().check()

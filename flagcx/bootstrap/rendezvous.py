@@ -18,7 +18,8 @@ mpirun, srun, several hosts  in rank 0, on TCP; MPI broadcasts the addresses and
 A file or port of another job does no harm: a rank joins only a store that proves to know the key, and a
 store takes only ranks that do. The key is a secret of the job: random, and handed over by the launcher, by a
 file that this user alone can read, or by MPI; where there is none of these, the user sets it. On a Unix
-socket both ends also see that the other is the same user.
+socket both ends also see that the other is the same user. When the rank that serves the store is lost,
+another one does (``takeover.py``).
 """
 
 from __future__ import annotations

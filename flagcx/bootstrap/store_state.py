@@ -97,6 +97,7 @@ class StoreState:
         self.present: set[int] = set()
         self.left: set[int] = set()
         self._dead: dict[int, str] = {}
+        self._ended: dict[int, None] = {}  # ranks that left or died, the first of them first
         self._values: dict[str, bytes] = {}
         self._stored_nbytes = 0
         self._counters: dict[str, int] = {}
@@ -109,6 +110,7 @@ class StoreState:
         """A rank left in good order. Exchanges that it has yet to join can never be complete."""
         self.present.discard(rank)
         self.left.add(rank)
+        self._ended.setdefault(rank)
         answer = StoreAnswer(fault="left", ranks=(rank,))
         answers = self._end_exchanges(lambda it: rank in it.group and rank not in it.joined, answer)
         return answers + self.withdraw(rank)
@@ -127,6 +129,7 @@ class StoreState:
             return []
         self.present.discard(rank)
         self._dead[rank] = detail
+        self._ended.setdefault(rank)
         answer = StoreAnswer(fault="died", ranks=(rank,), detail=detail)
         answers = self._end_exchanges(lambda it: rank in it.group, answer)
         answers += self._answer_gets(lambda get: rank in self._group(get.request), lambda _: answer)
@@ -144,9 +147,13 @@ class StoreState:
         """
         if request.kind == "agree":
             return self._agree(rank, request, ticket, now)
-        for dead, detail in self._dead.items():
-            if dead in self._group(request):
-                return [(ticket, StoreAnswer(fault="died", ranks=(dead,), detail=detail))]
+        group = self._group(request)
+        for ended in self._ended:  # what the first did may be why others gave up
+            if ended in group and ended in self._dead:
+                answer = StoreAnswer(fault="died", ranks=(ended,), detail=self._dead[ended])
+                return [(ticket, answer)]
+            if ended in group and request.kind == "exchange" and not self._has_joined(ended, request):
+                return [(ticket, StoreAnswer(fault="left", ranks=(ended,)))]
         if request.kind == "set":
             return self._set(request, ticket)
         if request.kind == "get":
@@ -160,6 +167,10 @@ class StoreState:
         if request.kind == "delete":
             return [(ticket, StoreAnswer(number=self._delete(request.key)))]
         return self._exchange(rank, request, ticket, now)
+
+    def _has_joined(self, rank: int, request: StoreRequest) -> bool:
+        exchange = self._exchanges.get((self._group(request), request.key))
+        return exchange is not None and rank in exchange.joined
 
     def expire(self, now: float) -> Answers:
         """Answers requests that waited too long. An exchange fails as a whole at its first deadline, and so
@@ -219,9 +230,6 @@ class StoreState:
         exchange = self._exchanges.get(place) or _OpenExchange(group, deadline)
         if rank in exchange.joined:
             return [(ticket, StoreAnswer(fault="twice", ranks=(rank,)))]
-        gone = tuple(other for other in group if other in self.left and other not in exchange.joined)
-        if gone:
-            return [(ticket, StoreAnswer(fault="left", ranks=gone))]
         self._exchanges[place] = exchange
         exchange.deadline = min(exchange.deadline, deadline)
         exchange.joined[rank] = (ticket, request.value)

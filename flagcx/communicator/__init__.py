@@ -6,6 +6,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +49,7 @@ class Communicator(Caller):
 
     They raise ``ArgumentError`` for a wrong call, ``CommunicatorError`` for a communicator that cannot be
     used, and ``CommunicationError`` when a peer died, came late or called something else. After the last,
-    the communicator cannot be used any more, on any rank.
+    the communicator cannot be used any more, on any rank; ``shrink`` makes one of the ranks that are left.
 
     Args:
         rank: This rank.
@@ -112,7 +113,8 @@ class Communicator(Caller):
         after_loss: str = "",
     ) -> None:
         self.rank, self.size, self.hosts, self.config = rank, size, tuple(hosts), config
-        self.profiler = Profiler(rank, size, self.allgather_object, self.barrier)
+        report = partial(self.allgather_object, part_of="a report of comm.profiler")
+        self.profiler = Profiler(rank, size, report, self.barrier)
         self._ring = self.profiler.ring if config.profile else None
         self._name = name
         waits = None if store is None else Waits(store, name, config.explain_wait_s, config.timeout_s)
@@ -199,13 +201,14 @@ class Communicator(Caller):
         Returns:
             The communicator of this rank's color, or None.
         """
-        cards = self.allgather_object((color, self.rank if key is None else key))
+        card = color, self.rank if key is None else key
+        cards = self.allgather_object(card, part_of="split")
         members = sorted((k, q) for q, (c, k) in enumerate(cards) if c == color)
         ranks = [q for _, q in members]
         self._splits += 1
 
         def exchange(mine: bytes) -> list[bytes]:
-            cards_of_all = self.allgather_object(mine)
+            cards_of_all = self.allgather_object(mine, part_of="split")
             return [cards_of_all[q] for q in ranks]
 
         if color is None:

@@ -168,6 +168,7 @@ class Caller:
         algorithm: str | None = None,
         async_op: bool = False,
         stream: Any = None,
+        part_of: str = "",
     ) -> Any:
         """Checks a call, finds its plan, and runs it now, later, or at the end of the group.
 
@@ -182,6 +183,7 @@ class Caller:
             algorithm: As the caller names it.
             async_op: Whether to return a ``Work``.
             stream: See ``Communicator``.
+            part_of: The caller's call that it is a step of, for messages; empty where it is that itself.
         """
         if stream is not None:
             again = partial(self.call, collective, op=op, root=root, counts=counts, dtype=dtype)
@@ -200,7 +202,8 @@ class Caller:
         sendbuf, in_place = untangle(collective, self.rank, sendbuf, recvbuf, counts_of)
         kind = dtype_of((recvbuf if sendbuf is None else sendbuf).dtype)
         resolved = resolve_op(op, kind) if COLLECTIVES[collective].reduces else None
-        look_up = partial(executor.find, collective, counts_of, kind, resolved, root, algorithm, in_place)
+        like = collective, counts_of, kind, resolved, root, algorithm, in_place, part_of
+        look_up = partial(executor.find, *like)
 
         def find() -> Plan:
             return look_up() if staging is None else staging.around(look_up())
@@ -208,7 +211,7 @@ class Caller:
         if self._group is not None:
             return self.put_off(Pending(lambda: executor.run(find(), sendbuf, recvbuf)), async_op, value)
         plan = find()
-        if counts is None and staging is None and not (in_place and out is not None):
+        if counts is None and staging is None and not (part_of or (in_place and out is not None)):
             first, second = (out, None) if x is None else (x, out)
             what = collective, op, root, algorithm
             self._remember(executor, plan, what, first, second, sendbuf, recvbuf)

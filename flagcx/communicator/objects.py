@@ -10,14 +10,13 @@ import pickle
 import struct
 import zlib
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from flagcx.communicator.caller import Caller
-from flagcx.communicator.operations import allgather, broadcast
-from flagcx.communicator.v_operations import allgatherv, gatherv, scatterv
 from flagcx.errors import ArgumentError, MismatchError
 
 _MARK = b"flagcx object\n"
@@ -65,7 +64,7 @@ def _unpacked(data: np.ndarray) -> Any:
     return pickle.loads(pickled)
 
 
-def _parts(data: np.ndarray, counts: list[int]) -> list[Any]:
+def _parts(data: np.ndarray, counts: Sequence[int]) -> list[Any]:
     bounds = np.concatenate(([0], np.cumsum(counts)))
     return [_unpacked(data[a:b]) for a, b in pairwise(bounds)]
 
@@ -73,10 +72,11 @@ def _parts(data: np.ndarray, counts: list[int]) -> list[Any]:
 def broadcast_object(comm: Caller, value: Any = None, root: int = 0) -> Any:
     """Returns the root's ``value`` on every rank. Pickled: for control information, not for data."""
     data = _packed(comm, value if comm.rank == root else None)
+    broadcast = partial(comm.call, "broadcast", root=root, part_of="broadcast_object")
     length = np.array([len(data)])
-    broadcast(comm, length, root)
+    broadcast(length)
     if comm.rank == root:
-        broadcast(comm, data.copy(), root)
+        broadcast(data.copy())
         return value
     if not _HEADER.size <= length[0] <= _MOST_NBYTES:
         raise MismatchError(
@@ -84,22 +84,22 @@ def broadcast_object(comm: Caller, value: Any = None, root: int = 0) -> Any:
             f"calls in the same order"
         )
     buffer = np.empty(int(length[0]), np.uint8)
-    broadcast(comm, buffer, root)
+    broadcast(buffer)
     return _unpacked(buffer)
 
 
-def allgather_object(comm: Caller, value: Any) -> list[Any]:
+def allgather_object(comm: Caller, value: Any, *, part_of: str = "allgather_object") -> list[Any]:
     """Returns the values of all ranks, in rank order, on every rank."""
     data = _packed(comm, value)
-    counts = allgather(comm, np.array([len(data)])).reshape(-1).tolist()
-    return _parts(allgatherv(comm, data, counts), counts)
+    counts = _counts(comm, data, part_of)
+    return _parts(comm.call("allgather", data, counts=counts, part_of=part_of), counts)
 
 
 def gather_object(comm: Caller, value: Any, root: int = 0) -> list[Any] | None:
     """Returns the values of all ranks, in rank order, at the root; elsewhere None."""
     data = _packed(comm, value)
-    counts = allgather(comm, np.array([len(data)])).reshape(-1).tolist()
-    gathered = gatherv(comm, data, counts, root)
+    counts = _counts(comm, data, "gather_object")
+    gathered = comm.call("gather", data, root=root, counts=counts, part_of="gather_object")
     return None if gathered is None else _parts(gathered, counts)
 
 
@@ -109,9 +109,17 @@ def scatter_object(comm: Caller, values: Sequence[Any] | None = None, root: int 
     right = comm.rank != root or len(given) == comm.size
     packed = [_packed(comm, v) for v in given or [None]]
     counts = np.array([len(p) for p in packed] if given and right else [-1] * comm.size)
-    broadcast(comm, counts, root)
+    comm.call("broadcast", counts, root=root, part_of="scatter_object")
     if counts[0] < 0:
         got = f"got {len(given)}" if comm.rank == root else f"rank {root} passed another number"
         raise ArgumentError(f"scatter_object needs one value a rank, {comm.size} in all; {got}")
     data = np.concatenate(packed) if given else None
-    return _unpacked(scatterv(comm, data, counts.tolist(), root, dtype=np.uint8))
+    each = tuple(counts.tolist())
+    return _unpacked(
+        comm.call("scatter", data, root=root, counts=each, dtype=np.uint8, part_of="scatter_object")
+    )
+
+
+def _counts(comm: Caller, data: np.ndarray, part_of: str) -> tuple[int, ...]:
+    """The bytes of every rank's value."""
+    return tuple(comm.call("allgather", np.array([len(data)]), part_of=part_of).reshape(-1).tolist())

@@ -1,6 +1,10 @@
 """Between two ranks: send, receive, and both at once. Only the ranks concerned call them.
 
-The k-th send to a rank meets its k-th receive.
+The k-th send to a rank meets its k-th receive. On the host any number of messages is under way at once, begun
+and waited for in any order, beside collectives too: whatever MPI's rules let end does.
+
+On GPUs messages go by NCCL, which runs them in the order of the calls, collectives among them: what must move
+together stands in one ``comm.group()`` or ``sendrecv``.
 """
 
 from __future__ import annotations
@@ -22,6 +26,10 @@ Messages = list[tuple[np.ndarray, int]]
 
 def send(comm: Caller, x: Any, to: int, *, async_op: bool = False, stream: Any = None) -> Any:
     """Sends an array to a rank, which must call ``recv`` with the same count and dtype.
+
+    It returns when ``x`` may be used again. A small message may have left by then; a large one has been
+    received. So two ranks that both send first, and receive then, may wait for each other: use ``sendrecv``,
+    ``async_op`` or ``comm.group()``. What a rank sends to itself is copied, and can be received at any time.
 
     Args:
         x: Array.

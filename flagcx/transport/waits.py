@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -31,6 +32,7 @@ _NOTES = *_KINDS, IN_MESSAGES
 _NOTE = 0.8
 """The part of ``after_s`` after which a note is left, so that notes are there when they are looked for."""
 _POLL_S = 0.25
+_RANKS = re.compile(r"\branks? (\d+(?:, \d+)*)(?!\d|, \d| of the job)")
 _MARGIN_S = 0.5
 _SHOW_S = 0.5
 """The length of a wait from which on the rank's page shows it."""
@@ -78,10 +80,24 @@ class Waits:
             self.shown.sources[name] = source
 
     def record(self, error: BaseException) -> None:
-        """Writes the job's flight record after an error. An error of flagcx's own then says where it is."""
+        """Writes the job's flight record after an error. An error of flagcx's own then says where it is.
+
+        It says before what the ranks that it names are called in the job, where that is something else.
+        """
+        if isinstance(error, CommunicationError) and (names := self._in_job(str(error))):
+            error.args = (f"{error}; {names}", *error.args[1:])
         where = "" if self.shown is None else self.shown.record(error)
         if where and isinstance(error, CommunicationError) and where not in str(error):
             error.args = (f"{error} ({where})", *error.args[1:])
+
+    def _in_job(self, text: str) -> str:
+        """The ranks that a text names, as the job calls them; empty where it calls them the same."""
+        if self._is_alike():
+            return ""
+        named = {int(number) for group in _RANKS.findall(text) for number in group.split(", ")}
+        names = [f"rank {q} is rank {self._ranks[q]} of the job" for q in sorted(named) if q < self.size]
+        told = f"in communicator {self.name} {', '.join(names)}"
+        return told if names and told not in text else ""
 
     def close(self) -> None:
         """Shows the communicator no more."""
@@ -228,5 +244,7 @@ class Waits:
         return f"{text}, so none of them can go on"
 
     def _name(self, rank: int) -> str:
-        alike = rank < self.size and tuple(self._ranks) == tuple(range(self.size))
-        return f"rank {rank}" if alike else f"rank {rank} of the job"
+        return f"rank {rank}" if rank < self.size and self._is_alike() else f"rank {rank} of the job"
+
+    def _is_alike(self) -> bool:
+        return tuple(self._ranks) == tuple(range(self.size))

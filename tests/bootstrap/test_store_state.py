@@ -105,6 +105,19 @@ def test_a_death_does_not_concern_a_group_without_the_dead(state):
     )
 
 
+def test_a_rank_that_comes_late_is_told_of_the_first_that_ended(state):
+    """Rank 0 gave up, since rank 1 had left: rank 2 is told of rank 1; of rank 0, where that came first."""
+    other = StoreState(3)
+    for first, one in ((1, state), (0, other)):
+        for rank in (first, 1 - first):
+            _ = one.leave(1) if rank == 1 else one.lose(0, "init failed")
+    left = StoreAnswer(fault="left", ranks=(1,))
+    died = StoreAnswer(fault="died", ranks=(0,), detail="init failed")
+    assert state.submit(2, exchange(), "c", 0) == [("c", left)]
+    assert other.submit(2, exchange(), "c", 0) == [("c", died)]
+    assert state.submit(2, StoreRequest("set", "k", b""), "c", 0) == [("c", died)]
+
+
 def test_a_rank_that_left_is_not_waited_for(state):
     state.submit(0, exchange(timeout_s=9), "a", 0)
     told = StoreAnswer(fault="left", ranks=(1,))

@@ -18,6 +18,7 @@ IN_CALLS = (
     "transport.shared_memory.direct:Direct._leave",
     "transport.shared_memory.channel:Sending.advance",
     "transport.shared_memory.channel:Receiving.advance",
+    "executor.point_to_point:PointToPoint._advance",
 )
 IN_JOINING = (
     "bootstrap.store:Store.agree",

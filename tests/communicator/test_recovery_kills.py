@@ -21,7 +21,7 @@ def check(comm, i):
     "One call, chosen by ``i``, whose result is checked."
     n, r = comm.size, comm.rank
     total = n * (n + 1) // 2
-    kind = i % 8
+    kind = i % 10
     if kind in (0, 1):
         assert (comm.allreduce(np.full(50 + kind, r + 1)) == total).all()
     elif kind == 2:
@@ -35,6 +35,14 @@ def check(comm, i):
     elif kind == 6:
         x = comm.allreduce([np.full(5, r + 1), np.full(900, r + 1)], async_op=False)
         assert x[0][0] == x[1][-1] == total
+    elif kind == 7:
+        got, big = np.zeros(3), np.zeros(300_000)
+        comm.sendrecv(np.full(3, float(r)), (r + 1) % n, got, (r - 1) % n)
+        work = comm.recv(big, (r + 1) % n, async_op=True)
+        comm.send(np.full(300_000, float(r)), (r - 1) % n)
+        assert got[0] == (r - 1) % n and work.wait()[-1] == (r + 1) % n
+    elif kind == 8:
+        comm.barrier()
     else:
         work = comm.allreduce(np.full(1000, r + 1), async_op=True)
         later = comm.broadcast(np.full(1000, r + 1), root=n - 1, async_op=True)
@@ -57,7 +65,7 @@ for victims in rounds:
     alive -= victims.keys()
     while True:
         try:
-            for i in range(24):
+            for i in range(30):
                 check(comm, i)
             if slot in victims:
                 die()

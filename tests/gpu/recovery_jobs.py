@@ -1,13 +1,16 @@
-"""What the ranks of ``test_recovery.py`` do: lose one of them, abort, and go on."""
+"""What the ranks of ``test_recovery.py`` do: lose one of them, abort, and go on.
+
+``python -m tests.gpu.recovery_jobs PEER_MEMORY KILL`` is a rank of a job that loses rank 1.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
-from pathlib import Path
 
 import flagcx as fc
 
@@ -29,8 +32,8 @@ def _sums_are_right(comm) -> bool:
     return all(right)
 
 
-def lose_one(file: str, peer_memory: bool, kill: bool) -> None:
-    """Rank 1 is lost among calls; the others shrink, and write what came of it to a file of theirs."""
+def lose_one(peer_memory: bool, kill: bool) -> None:
+    """Rank 1 is lost among calls; the others shrink, and print what came of it."""
     import cupy
 
     comm = fc.init(timeout_s=60.0, peer_memory=peer_memory)
@@ -38,7 +41,7 @@ def lose_one(file: str, peer_memory: bool, kill: bool) -> None:
     assert _sums_are_right(comm)
     kept = comm.empty(1000, device="gpu")
     kept[...] = me
-    x, start = cupy.ones(300_000, cupy.float32), 0.0
+    x, start = cupy.ones(300_000, cupy.float32), time.monotonic()
     try:
         for i in range(10**6):
             if me == 1 and i == 20:
@@ -46,7 +49,11 @@ def lose_one(file: str, peer_memory: bool, kill: bool) -> None:
                     os.kill(os.getpid(), signal.SIGKILL)
                 raise ValueError("no such file")
             start = time.monotonic()
-            comm.allreduce(x, async_op=i % 3 == 0)
+            work = comm.allreduce(x, async_op=True) if i % 3 == 0 else None
+            if work is None:
+                comm.allreduce(x)
+            else:
+                work.wait()
             cupy.cuda.Device().synchronize()
     except (fc.PeerDiedError, fc.AbortedError):
         noticed_s = time.monotonic() - start
@@ -54,9 +61,7 @@ def lose_one(file: str, peer_memory: bool, kill: bool) -> None:
     comm = comm.shrink()
     took_s = time.monotonic() - start
     right = _sums_are_right(comm) and bool((kept == me).all())
-    Path(f"{file}.{me}").write_text(
-        f"{comm.rank} {comm.size} {comm.lost} {right} {noticed_s:.2f} {took_s:.2f}"
-    )
+    print(f"rank {comm.rank} of {comm.size}, lost {comm.lost}, right {right}: {noticed_s:.2f} {took_s:.2f}")
 
 
 def abort_from_a_thread(peer_memory: bool) -> tuple[str, float, bool]:
@@ -83,3 +88,7 @@ def abort_from_a_thread(peer_memory: bool) -> tuple[str, float, bool]:
     took_s = time.monotonic() - start
     comm = comm.shrink()
     return error, took_s, _sums_are_right(comm)
+
+
+if __name__ == "__main__":
+    lose_one(*(word == "True" for word in sys.argv[1:]))

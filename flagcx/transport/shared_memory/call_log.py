@@ -43,6 +43,7 @@ class CallLog:
     def __init__(self, rank: int, words: list[memoryview], memory: list[memoryview]) -> None:
         self._rank, self._words, self._memory = rank, words, memory
         self._reason_at = reason_offset(len(words))
+        self._own: dict[int, str] = {}  # the texts of this rank that are in its segment, oldest first
         self._texts = 0
 
     def close(self) -> None:
@@ -52,9 +53,13 @@ class CallLog:
     def kind(self, text: str) -> int:
         """Leaves ``text`` for peers to read, and returns the signature that stands for it."""
         signature = signature_of(text) & _SIGNATURE
-        record = signature.to_bytes(_SIGNATURE_NBYTES, "little") + text.encode()[:_MOST_TEXT_NBYTES]
-        self._write(self._text_at(self._texts % TEXTS), record, TEXT_NBYTES)
-        self._texts += 1
+        if signature not in self._own:
+            record = signature.to_bytes(_SIGNATURE_NBYTES, "little") + text.encode()[:_MOST_TEXT_NBYTES]
+            self._write(self._text_at(self._texts % TEXTS), record, TEXT_NBYTES)
+            self._texts += 1
+            if len(self._own) == TEXTS:
+                del self._own[next(iter(self._own))]
+            self._own[signature] = text
         return signature
 
     def signature(self, text: str) -> int:
@@ -73,15 +78,18 @@ class CallLog:
             at = self._text_at(number)
             record = bytes(self._memory[peer][at : at + TEXT_NBYTES])
             signature, text = record[:_SIGNATURE_NBYTES], record[_SIGNATURE_NBYTES:].rstrip(b"\0")
-            if text:
-                yield int.from_bytes(signature, "little"), text.decode(errors="replace")
+            if not text:
+                return
+            yield int.from_bytes(signature, "little"), text.decode(errors="replace")
 
     def _call_of(self, peer: int, word: int) -> str:
-        return dict(self._texts_of(peer)).get(word >> SIGNATURE_SHIFT, "another call")
+        signature = word >> SIGNATURE_SHIFT
+        own = self._own.get(signature)
+        return own or next((text for kind, text in self._texts_of(peer) if kind == signature), "another call")
 
     def _message_of(self, peer: int, header: int) -> str:
         """A message of a peer in words."""
-        for kind, text in self._texts_of(peer):
+        for kind, text in (*self._own.items(), *self._texts_of(peer)):
             nbytes = nbytes_of_header(header, kind)
             if nbytes is not None:
                 return f"{nbytes:,} bytes of {text}"

@@ -9,14 +9,13 @@ and the deadline each end the wait with an error that names the rank at fault.
 from __future__ import annotations
 
 import os
-import select
-import threading
 import time
 from collections.abc import Callable
 from time import perf_counter_ns as now
 
 from flagcx.errors import AbortedError, PeerDiedError, PeerTimeoutError
 from flagcx.transport.shared_memory.call_log import CallLog
+from flagcx.transport.shared_memory.deaths import Deaths
 from flagcx.transport.shared_memory.fence import memory_fence
 from flagcx.transport.shared_memory.segment import Segment
 from flagcx.transport.shared_memory.words import (
@@ -77,15 +76,11 @@ class Signals:
         self.background = False
         self.log = CallLog(rank, self.words, [memoryview(s.memory) for s in segments])
         self._waits: Waits | None = None
-        self._poll, self._polling = select.poll(), threading.Lock()
-        self._descriptors: dict[int, int] = {}
-        try:
-            for q, segment in enumerate(segments):
-                if q != rank:
-                    self._watch(q, segment.handle.pid)
-        except PeerDiedError:
-            self._end_watch()
-            raise
+        self._deaths = Deaths()
+        for q, segment in enumerate(segments):
+            if q != rank and not self._deaths.watch(q, segment.handle.pid):
+                self._deaths.close()
+                raise PeerDiedError(f"rank {q} (process {segment.handle.pid}) died during init", peer=q)
 
     @property
     def background(self) -> bool:
@@ -105,29 +100,12 @@ class Signals:
             waits.calls[ON_HOST] = lambda: self.sequence
             waits.offer("calls", self.last_calls)
 
-    def _watch(self, peer: int, pid: int) -> None:
-        if not hasattr(os, "pidfd_open"):
-            return
-        try:
-            descriptor = os.pidfd_open(pid)
-        except ProcessLookupError:
-            raise PeerDiedError(f"rank {peer} (process {pid}) died during init", peer=peer) from None
-        except OSError:
-            return  # an old kernel: the deadline is what is left
-        self._descriptors[descriptor] = peer
-        self._poll.register(descriptor, select.POLLIN)
-
-    def _end_watch(self) -> None:
-        for descriptor in self._descriptors:
-            os.close(descriptor)
-        self._descriptors.clear()
-
     def close(self) -> None:
         """Tells the peers that this rank makes no further call, and lets go of their memory."""
         if not self.words:
             return
         self.own[CLOSED] = self.sequence + 1
-        self._end_watch()
+        self._deaths.close()
         if self._waits is not None:
             self._waits.end(ON_HOST)
         self.own = None  # type: ignore[assignment]
@@ -164,6 +142,8 @@ class Signals:
             if words[index] | SHARED_BIT == wanted:
                 self.waited_ns += now() - start
                 return
+            if now() - start > _PATIENCE_NS:
+                break
         self.wait_for(words, lambda: words[index] | SHARED_BIT == wanted)
         self.waited_ns += now() - start
 
@@ -180,6 +160,8 @@ class Signals:
             if words[index] >= value:
                 self.waited_ns += now() - start
                 return
+            if now() - start > _PATIENCE_NS:
+                break
         self.wait_for(words, lambda: words[index] >= value)
         self.waited_ns += now() - start
 
@@ -317,8 +299,7 @@ class Signals:
 
     def _dead(self) -> list[int]:
         """The peers that died without a word; a rank that gave up or closed has said so."""
-        with self._polling:
-            ended = [self._descriptors[d] for d, _ in self._poll.poll(0)] if self._descriptors else []
+        ended = self._deaths.peers()
         return [q for q in ended if not self.words[q][ABORTED] and not self.words[q][CLOSED]]
 
     def _examine_closed(self, peer: int, point_to_point: str, call: str) -> None:

@@ -28,7 +28,8 @@ STEPS, MESSAGES = range(2)
 LANES = 2
 
 # After the words: why this rank gave up, then the calls that signatures stand for.
-TEXT_NBYTES, TEXTS, REASON_NBYTES = 256, 128, 1024
+# There are as many texts as an executor keeps plans, so that each plan's is there.
+TEXT_NBYTES, TEXTS, REASON_NBYTES = 256, 4096, 1024
 
 # A header mixes the bytes of its message with its kind (a signature): see ``header_of``.
 IN_PLACE = 1 << 62

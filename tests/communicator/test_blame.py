@@ -1,0 +1,117 @@
+"""Errors name the ranks as the job calls them, and the calls that the user made."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import flagcx as fc
+from flagcx.transport.waits import Waits
+from tests.bootstrap.processes import line, rest
+from tests.communicator.jobs import job, outcome_of
+from tests.ranks import run_ranks
+
+
+def _error(call) -> str:
+    try:
+        call()
+    except fc.CommunicationError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _in_a_split(case: str) -> str:
+    """The error of a part of the job that has ranks 1, 3 and 4 of five."""
+    comm = fc.init(timeout_s=20)
+    part = comm.split(7 if comm.rank in (1, 3, 4) else None)
+    if part is None:
+        return ""
+    if case == "closed" and part.rank == 2:
+        part.close()
+        return ""
+    return _error(lambda: part.allreduce(np.ones(3 + (case == "other" and part.rank == 1))))
+
+
+@pytest.mark.parametrize("case", ["closed", "other"])
+def test_ranks_of_a_split_are_named_as_the_job_does(case):
+    told = run_ranks(_in_a_split, 5, case)
+    named = "rank 2 is rank 4 of the job" if case == "closed" else "rank 1 is rank 3 of the job"
+    said = [text for text in told if text]
+    assert len(said) == (2 if case == "closed" else 3), told
+    for text in said:
+        assert "in communicator split 1 of world rank" in text and named in text, text
+
+
+def test_only_the_ranks_that_a_text_names_are_translated():
+    waits = object.__new__(Waits)
+    waits.name, waits.rank, waits.size, waits._ranks = "half", 0, 13, tuple(range(1, 14))
+    assert waits._in_job("ranks 0, 12 and rank 7 of the job, rank 13") == (
+        "in communicator half rank 0 is rank 1 of the job, rank 12 is rank 13 of the job"
+    )
+    assert waits._in_job("no names") == ""
+    waits._ranks = tuple(range(13))
+    assert waits._in_job("rank 3") == ""
+
+
+STEPS = {
+    "split": lambda comm: comm.split(0),
+    "broadcast_object": lambda comm: comm.broadcast_object(3, 1),
+    "allgather_object": lambda comm: comm.allgather_object(3),
+    "gather_object": lambda comm: comm.gather_object(3),
+    "scatter_object": lambda comm: comm.scatter_object([3, 4], 1),
+    "a report of comm.profiler": lambda comm: comm.profiler.stragglers(),
+}
+
+
+def _steps() -> dict[str, str]:
+    world = fc.init(timeout_s=20)
+    told = {}
+    for name, call in STEPS.items():
+        comm = world.split(0)
+        told[name] = _error(lambda: (call(comm) if comm.rank else comm.barrier(), comm.barrier()))  # noqa: B023
+    return told
+
+
+def test_a_step_of_a_larger_call_says_of_which():
+    for told in run_ranks(_steps, 2):
+        for name, text in told.items():
+            assert "ranks disagree on call 0" in text and f", in {name}" in text, text
+
+
+def _after_many() -> list[str]:
+    """Calls that are no longer among the last 128 kinds, and a message like it."""
+    comm, other = fc.init(timeout_s=20).split(0), fc.init().split(0)
+    for one in (comm, other):
+        one.sendrecv(np.ones(2, np.int16), 1 - one.rank, np.zeros(2, np.int16), 1 - one.rank)
+        for i in range(150):
+            one.allreduce(np.ones(1 + i, np.float32))
+    disagree = _error(lambda: comm.allreduce(np.ones(5 + comm.rank, np.float32)))
+    x = np.ones(2 + other.rank, np.int16)
+    return [disagree, _error(lambda: other.recv(x, 0) if other.rank else other.send(x, 1))]
+
+
+def test_calls_of_long_ago_have_names():
+    for disagree, _ in (told := run_ranks(_after_many, 2)):
+        assert "allreduce of 5 float32" in disagree and "allreduce of 6 float32" in disagree
+    assert "rank 0 sent 4 bytes of send and receive of int16" in told[1][1]
+    assert "rank 1 expects 6 bytes of send and receive of int16" in told[1][1]
+
+
+def test_an_exception_beside_a_thread_that_lives_is_told_at_once():
+    body = """
+import threading
+comm = fc.init(timeout_s=60)
+comm.barrier()
+if comm.rank == 1:
+    threading.Thread(target=sys.stdin.readline).start()
+    raise ValueError("mine")
+outcome(lambda: comm.allreduce(np.ones(3)))
+"""
+    with job(2, body) as processes:
+        told, culprit, seconds, text = outcome_of(line(processes[0]))
+        assert (told, culprit) == ("AbortedError", 1), text
+        assert "rank 1 gave up: ValueError: mine" in text and seconds < 5
+        processes[1].stdin.write("end\n")
+        processes[1].stdin.flush()
+        assert "ValueError: mine" in rest(processes[1])
+        assert processes[1].returncode == 1

@@ -1,4 +1,4 @@
-"""1,000 arrays of 1 to 64 KiB: one call for each, beside one list, a list of new arrays each time, one group.
+"""1,000 arrays of 1 to 64 KiB: one call for each, beside one list, a list of new arrays, one group.
 
     flagcx run -n 2 bench/fusion.py
     flagcx run -n 4 bench/fusion.py --out results.jsonl
@@ -24,6 +24,7 @@ import typer
 import flagcx as fc
 
 SMALLEST, LARGEST = 1 << 10, 64 << 10
+SPREADS = ("1 KiB", "4 KiB", "16 KiB", "64 KiB", "powers", "even")
 KINDS = ("one by one", "list", "new arrays", "group")
 
 
@@ -32,13 +33,13 @@ def sizes(count: int, spread: str) -> Iterator[int]:
 
     Args:
         count: How many arrays.
-        spread: "least" for 1 KiB each; "powers" for as many between 1 and 2 KiB as between 32 and 64;
-            "even" for all sizes alike.
+        spread: "4 KiB" for arrays of so many bytes each; "powers" for as many between 1 and 2 KiB as
+            between 32 and 64; "even" for all sizes alike.
     """
     random = np.random.default_rng(0)
     for share in random.uniform(0, 1, count):
-        if spread == "least":
-            nbytes = SMALLEST
+        if spread.endswith(" KiB"):
+            nbytes = float(int(spread.split()[0]) << 10)
         elif spread == "powers":
             nbytes = SMALLEST * (LARGEST / SMALLEST) ** share
         else:
@@ -150,7 +151,7 @@ def main(
     """Measures fused all-reduces beside single ones."""
     with fc.init() as comm:
         xp, run = choose_arrays(gpu), surroundings(comm, gpu)
-        for spread in ("least", "powers", "even"):
+        for spread in SPREADS:
             trial = Trial(comm, xp, spread, count)
             found = measure(trial, rounds)
             if comm.rank == 0:

@@ -121,8 +121,14 @@ def write_json_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     stamp = {"date": datetime.now(timezone.utc).isoformat(timespec="seconds"), **describe_machine()}
     with path.open("a", encoding="utf-8") as file:
         for row in rows:
-            plain = {key: None if value != value else value for key, value in row.items()}
-            print(json.dumps({**stamp, **plain}), file=file)
+            print(json.dumps({**stamp, **{key: _plain(value) for key, value in row.items()}}), file=file)
+
+
+def _plain(value: Any) -> Any:
+    """The value for JSON, which knows no NaN."""
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    return None if value != value else value
 
 
 def result_row(result: Result, versions: Mapping[str, str]) -> dict[str, Any]:

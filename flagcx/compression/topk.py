@@ -55,7 +55,7 @@ class TopK(_Selecting):
     Use it with ``Feedback``: without, most of a gradient is lost. Most elements then come late, so that a
     training needs a warm-up, and an optimizer with less momentum: at 1%, 0.7 in place of 0.9, and steps three
     times as large, for which (1 - momentum) is. Networks then come as far as without compression in the same
-    steps, and with 0.9 to 1.2 or 1.4 times the loss (``bench/convergence.py``).
+    steps, and with 0.9 alone to 1.2 or 1.3 times the loss (``bench/convergence.py``).
 
     Attributes:
         density: k as a share of the elements, above 0 and at most 1.

@@ -199,7 +199,9 @@ class PointToPoint:
                 channel.popleft()
                 transfer.count_down(ring)
             if not channel:
-                del self._channels[key]
+                self._channels.pop(
+                    key, None
+                )  # gone already where this thread's handler of a signal has ended all
         return moved
 
     # -- waiting ----------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import Any
 
 from flagcx.schedule.model import Send
 from flagcx.transport.base import Call, LinkSpeed, Plan, Progress, Transport
+from flagcx.transport.messenger import Message, Messenger
 
 
 class Throttled(Transport):
@@ -35,6 +36,8 @@ class Throttled(Transport):
         self.kind, self.cross_memory = transport.kind, transport.cross_memory  # type: ignore[misc]
         self._time_ns = link.time_ns
         self.link, self.progress, self._inner = link, transport.progress, transport
+        if transport.messenger is not None:
+            self.messenger = PacedMessenger(transport.messenger, transport.rank, link)
 
     def compile(self, call: Call) -> Plan:
         """Compiles the call inside; see ``Transport.compile``."""
@@ -73,6 +76,73 @@ class Throttled(Transport):
     def close(self) -> None:
         """Closes the carrying transport."""
         self._inner.close()
+
+
+class PacedMessenger(Messenger):
+    """Carries messages at a link's pace: those of one direction share its bandwidth, one after the other.
+
+    Args:
+        messenger: Carries them.
+        rank: This rank, whose messages to itself cross no link.
+        link: The speed of the link.
+    """
+
+    def __init__(self, messenger: Messenger, rank: int, link: LinkSpeed) -> None:
+        self._inner, self._rank, self._link = messenger, rank, link
+        self.timeout_s = messenger.timeout_s
+        self._free_ns = {True: 0, False: 0}  # when all that was sent, or received, has crossed the link
+
+    def begin(self, sends: bool, array: Any, peer: int) -> Message:
+        """Begins a message; see ``Messenger.begin``."""
+        message = self._inner.begin(sends, array, peer)
+        return message if peer == self._rank else _PacedMessage(message, array.nbytes, self)
+
+    def due_ns(self, sends: bool, start_ns: int, nbytes: int) -> int:
+        """When a message that could leave at ``start_ns`` has crossed the link."""
+        begin_ns = max(start_ns, self._free_ns[sends])
+        self._free_ns[sends] = begin_ns + self._link.time_ns(nbytes, 0)
+        return begin_ns + self._link.time_ns(nbytes, 1)
+
+    def examine(self, message: Message, waited_s: float, late: bool, caller: bool) -> None:
+        """Looks for a reason to give up a message that the peer holds up; see ``Messenger.examine``."""
+        if not isinstance(message, _PacedMessage):
+            self._inner.examine(message, waited_s, late, caller)
+        elif not message.has_come:
+            self._inner.examine(message.inner, waited_s, late, caller)
+
+    def end_wait(self) -> None:
+        """A caller's wait is over."""
+        self._inner.end_wait()
+
+    def abandon(self, messages: Sequence[Message]) -> None:
+        """Lets go of messages that won't end."""
+        self._inner.abandon([m.inner if isinstance(m, _PacedMessage) else m for m in messages])
+
+    def rest(self, looks: int, waited_s: float, caller: bool) -> None:
+        """Waits a little."""
+        self._inner.rest(looks, waited_s, caller)
+
+
+class _PacedMessage:
+    """A message that ends when it would have crossed the link; see ``messenger.Message``."""
+
+    __slots__ = ("_due_ns", "_messenger", "_nbytes", "has_come", "inner", "peer", "sends")
+
+    def __init__(self, message: Message, nbytes: int, messenger: PacedMessenger) -> None:
+        self.inner, self._nbytes, self._messenger = message, nbytes, messenger
+        self.peer, self.sends = message.peer, message.sends
+        self.has_come, self._due_ns = False, 0
+
+    def ready(self) -> bool:
+        return perf_counter_ns() >= self._due_ns if self.has_come else self.inner.ready()
+
+    def advance(self) -> bool:
+        if not self.has_come:
+            start_ns = perf_counter_ns()
+            self.has_come = self.inner.advance()
+            if self.has_come:
+                self._due_ns = self._messenger.due_ns(self.sends, start_ns, self._nbytes)
+        return self.has_come and perf_counter_ns() >= self._due_ns
 
 
 def throttled(transport: Transport, throttle: str) -> Transport:

@@ -97,3 +97,10 @@ def test_every_target_names_what_is_measured():
     for target in targets.TARGETS:
         assert {target.ours, target.peer} <= set(IMPLEMENTATIONS)
         assert set(target.least) <= set(targets.SIZES)
+
+
+def test_what_is_no_number_is_null_in_lists_too(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    report.write_json_lines(path, [{"loss": float("nan"), "losses": (1.0, float("nan")), "codec": "randomk"}])
+    row = json.loads(path.read_text(), parse_constant=pytest.fail)
+    assert (row["loss"], row["losses"], row["codec"]) == (None, [1.0, None], "randomk")

@@ -11,6 +11,7 @@ import flagcx as fc
 from flagcx.errors import ArgumentError
 from flagcx.transport.base import LinkSpeed
 from flagcx.transport.throttled import Throttled, throttled
+from tests.communicator.messages import run_programs
 from tests.ranks import run_ranks
 
 
@@ -90,3 +91,26 @@ def late() -> float:
 def test_the_link_is_not_at_work_before_all_have_come():
     first, second = run_ranks(late, 2)
     assert first >= 10 and second >= first + 40
+
+
+def _messages() -> float:
+    """Two messages each way between two ranks, begun at once."""
+    comm = fc.init(throttle="0.1,1000", timeout_s=30)
+    begin, peer, count = time.perf_counter(), 1 - comm.rank, 250_000
+    works = [comm.recv(np.empty(count), peer, async_op=True) for _ in range(2)]
+    works += [comm.send(np.ones(count), peer, async_op=True) for _ in range(2)]
+    for work in works:
+        work.wait()
+    seconds = time.perf_counter() - begin
+    comm.close()
+    return seconds
+
+
+def test_messages_share_the_link_and_move_together():
+    for seconds in run_ranks(_messages, 2):
+        assert 0.041 <= seconds < 0.3
+
+
+def test_messages_under_way_move_together_on_a_slow_link(monkeypatch):
+    monkeypatch.setenv("FLAGCX_THROTTLE", "10,10")
+    run_ranks(run_programs, 3, ("receive_before_send", "receive_barrier_send", "to_oneself"))

@@ -86,10 +86,11 @@ CHILDREN = [
 
 
 def fork(child, expected):
-    pid = os.fork()
-    if not pid:
-        child()
-        os._exit(99)
+    with comm._host.transport._arena.heap._pool._lock, world._WORLD.lock:  # as other threads may have them
+        pid = os.fork()
+        if not pid:
+            child()
+            os._exit(99)
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     assert status == expected, (child, status)
 

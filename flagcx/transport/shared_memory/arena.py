@@ -256,13 +256,14 @@ class Arena:
     def close(self) -> None:
         """Gives everything back. Further calls do nothing."""
         self.signals.close()
+        self.heap.close()
         self.abandon()
 
     def abandon(self) -> None:
         """Lets go of all memory without a word; see ``flagcx.forks.Inherited``."""
         self.signals.abandon()
         self.prepared.clear()
-        self.heap.close()
+        self.heap.abandon()
         self.peer_heaps.close()
         self.memory = []
         segments, self._segments = self._segments, []

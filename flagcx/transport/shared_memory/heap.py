@@ -95,6 +95,10 @@ class Heap:
     def close(self) -> None:
         """Gives the memory back as soon as no array views it."""
         self._pool.close()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Lets go of the segments in a forked child, where the pool's lock may stay locked."""
         segments, self._segments = self._segments, []
         self._words = memoryview(b"")
         for segment in segments:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from flagcx.errors import CommunicationError, CommunicatorError, PeerTimeoutError
 from flagcx.executor.progress_thread import ask_for_short_slices
+from flagcx.executor.transfer import After, Transfer
 from flagcx.executor.work import Work, seconds
 from flagcx.profiler import OperationInfo, RecordBuffer
 from flagcx.transport.messenger import Message, Messenger

@@ -69,9 +69,6 @@ class PointToPoint:
     Args:
         messenger: Carries the messages.
         owner: The executor that they belong to.
-
-    Attributes:
-        callers: How many threads of callers wait for messages.
     """
 
     def __init__(self, messenger: Messenger, owner: Owner) -> None:
@@ -80,7 +77,7 @@ class PointToPoint:
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
         self._to_self = Transfer(None, None)  # no call waits for what a rank sends to itself
-        self.callers = 0
+        self.callers = 0  # threads that wait for messages
         self._thread: threading.Thread | None = None
 
     # -- calls ------------------------------------------------------------------------------------

@@ -10,16 +10,16 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from time import monotonic
 from time import perf_counter_ns as now
 from typing import Any, Protocol
 
 from flagcx.errors import CommunicationError, CommunicatorError, PeerTimeoutError
 from flagcx.executor.progress_thread import ask_for_short_slices
+from flagcx.executor.transfer import After, Transfer
 from flagcx.executor.work import Work, seconds
 from flagcx.profiler import OperationInfo, RecordBuffer
-from flagcx.profiler.records import NO_CALL
 from flagcx.transport.messenger import Message, Messenger
 
 TWO_THREADS = (
@@ -33,7 +33,6 @@ _LINGER_S = 0.5
 _STOP_S = 1.0
 
 Messages = Sequence[tuple[Any, int]]
-After = Callable[[], object]
 
 
 class Owner(Protocol):
@@ -64,47 +63,12 @@ class Owner(Protocol):
         """The error that no caller has got so far, which this one gets."""
 
 
-class Transfer:
-    """The messages of one call.
-
-    Args:
-        after: What is left to do when they have ended, such as to copy what came to where it belongs.
-        what: What the records call it; None where nothing is recorded.
-
-    Attributes:
-        left: How many messages have not ended.
-        moved_ns: Time spent moving data so far.
-        waited_s: For how long callers have waited since data moved last.
-    """
-
-    __slots__ = ("_after", "_start_ns", "_what", "left", "moved_ns", "waited_s")
-
-    def __init__(self, after: After | None, what: OperationInfo | None) -> None:
-        self._after, self._what, self._start_ns = after, what, now()
-        self.left, self.moved_ns, self.waited_s = 1, 0, 0.0  # the call itself, until all have begun
-
-    def count_down(self, ring: RecordBuffer | None) -> None:
-        """Notes that one message has ended; after the last, does what is left to do."""
-        self.left -= 1
-        if self.left:
-            return
-        if self._after is not None:
-            self._after()
-        if ring is not None:
-            end_ns = now()
-            waiting_ns = max(end_ns - self._start_ns - self.moved_ns, 0)
-            ring.append((self._what, NO_CALL, self._start_ns, end_ns, waiting_ns, 0))
-
-
 class PointToPoint:
     """The sends and receives of one rank in one communicator.
 
     Args:
         messenger: Carries the messages.
         owner: The executor that they belong to.
-
-    Attributes:
-        callers: How many threads of callers wait for messages.
     """
 
     def __init__(self, messenger: Messenger, owner: Owner) -> None:
@@ -113,7 +77,7 @@ class PointToPoint:
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
         self._to_self = Transfer(None, None)  # no call waits for what a rank sends to itself
-        self.callers = 0
+        self.callers = 0  # threads that wait for messages
         self._thread: threading.Thread | None = None
 
     # -- calls ------------------------------------------------------------------------------------

@@ -54,6 +54,7 @@ class Waits:
         after_s: When a wait is long, in seconds.
         calls: For each kind of array, what returns how many calls of all ranks this rank has made.
         shown: What the rank's page shows of the communicator; None where the rank has no page.
+        examine: Raises if a rank has given up, where the transport for NumPy arrays knows.
     """
 
     def __init__(self, store: Store, name: str, after_s: float, timeout_s: float = math.inf) -> None:
@@ -64,6 +65,7 @@ class Waits:
         self._store, self._notes = store, whole.scoped(NOTES, self._ranks)
         self._me = self._ranks[self.rank]
         self.calls: dict[str, Callable[[], int]] = dict.fromkeys(_KINDS, int)
+        self.examine: Callable[[], object] = lambda: None
         self._looks: dict[str, int] = {}
         self.shown = None if whole.page is None else whole.page.add(name, self._ranks)
         self._showing: dict[str, Note] = {}
@@ -171,6 +173,7 @@ class Waits:
 
         Raises:
             MismatchError: A rank calls with NumPy arrays instead.
+            AbortedError: A rank has given up.
             PeerTimeoutError: A rank did not come within ``limit_s``.
         """
         self.calls[ON_GPU] = lambda: 1
@@ -178,6 +181,7 @@ class Waits:
         self._store.set(f"gpu/{self.rank}", b"1")
         for peer in range(self.size):
             while not self._has_come(peer, min(_POLL_S, limit_s, self.after_s)):
+                self.examine()
                 waited_s = time.monotonic() - start
                 late = waited_s > limit_s
                 chain = self.look(ON_GPU, call, peer, waited_s, late)

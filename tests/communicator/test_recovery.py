@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 
 import numpy as np
 import pytest
@@ -129,17 +130,24 @@ tell(works(comm), comm.lost)
         assert told[1] == "True ()"
 
 
-def test_an_abort_of_a_call_between_threads():
+def test_an_abort_ends_the_calls_of_ranks_that_are_threads():
     def run() -> tuple[str, float]:
-        comm = fc.init()
-        if comm.rank == 1:
-            comm.abort("enough")
-        with contextlib.suppress(fc.AbortedError, fc.CommunicatorError):
-            comm.allreduce(np.ones(5))
+        comm, x = fc.init(), np.ones(5)
+        calls = [
+            lambda: comm.recv(x, 1),
+            lambda: comm.allreduce(x),
+            lambda: comm.allreduce(x, async_op=True).wait(),
+        ]
+        if comm.rank == 0:
+            threading.Timer(0.2, comm.abort, ["enough"]).start()
+        with pytest.raises(fc.AbortedError) as told:
+            calls[comm.rank]()
         comm = comm.shrink()
-        return str(comm.lost), float(comm.allreduce(np.ones(3))[0])
+        assert fc.init() is comm and comm.lost == ()
+        return str(told.value), float(comm.allreduce(np.ones(3))[0])
 
-    assert fc.launch(run, ranks=3, threads=True) == [("()", 3.0)] * 3
+    for text, total in fc.launch(run, ranks=3, threads=True):
+        assert "enough" in text and total == 3
 
 
 # -- shrink -------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 
 from flagcx.bootstrap.remote_store import RemoteStore
 from flagcx.bootstrap.store_server import StoreServer
-from flagcx.errors import MismatchError, PeerTimeoutError
+from flagcx.errors import AbortedError, MismatchError, PeerTimeoutError
 from flagcx.transport.waits import ON_GPU, ON_HOST, Waits
 
 AFTER_S = 0.3
@@ -125,6 +125,19 @@ def test_who_joins_for_gpus_learns_that_another_rank_calls_with_numpy(stores):
     late(host, "allreduce of 4 float32", 1)
     with pytest.raises(MismatchError, match="rank 0 with NumPy arrays"):
         gpu.join_gpus(20.0)
+
+
+def test_who_joins_for_gpus_learns_that_a_rank_has_given_up(stores):
+    waits, _, _ = worlds(stores)
+
+    def tell() -> None:
+        raise AbortedError("rank 1 gave up: enough", peer=1)
+
+    waits.examine = tell
+    begin = time.monotonic()
+    with pytest.raises(AbortedError, match="enough"):
+        waits.join_gpus(20.0)
+    assert time.monotonic() - begin < 2.0
 
 
 def test_who_joins_for_gpus_does_not_wait_for_a_rank_that_has_left(stores):

@@ -99,6 +99,7 @@ class Signals:
         if waits is not None:
             waits.calls[ON_HOST] = lambda: self.sequence
             waits.offer("calls", self.last_calls)
+            waits.examine = self._examine_aborted
 
     def close(self) -> None:
         """Tells the peers that this rank makes no further call, and lets go of their memory."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import threading
 import tracemalloc
 from collections.abc import Callable
 from functools import partial
@@ -143,3 +145,39 @@ def test_what_is_prepared_for_arrays_is_bounded_and_made_anew(most):
         assert not wrong
         assert sum(pieces) <= max(most, pieces[-1])
         assert len(pieces) == {0: 1, 2: 2, 100: 3}[most]
+
+
+def drop_splits(splits: int) -> tuple[tuple[int, int], tuple[int, int], str]:
+    """Makes splits and drops them without a close; what is held before and after, and what a peer sees."""
+    comm = fc.init(timeout_s=20)
+
+    def held() -> tuple[int, int]:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    def use(split: fc.Communicator) -> None:
+        assert split.allreduce(np.ones(40_000))[0] == comm.size
+        split.empty(10)[...] = 1
+
+    use(comm.split(0))
+    before = held()
+    for _ in range(splits):
+        use(comm.split(0))
+    after = held()
+    last, seen = comm.split(0), ""
+    comm.barrier()
+    if comm.rank:
+        del last
+        gc.collect()
+    else:
+        try:
+            last.barrier()
+        except fc.PeerDiedError as error:
+            seen = str(error)
+    return before, after, seen
+
+
+def test_a_split_that_is_dropped_gives_everything_back_and_its_peers_learn_of_it():
+    found = run_ranks(drop_splits, 2, 20)
+    assert [after for _, after, _ in found] == [before for before, _, _ in found]
+    assert "rank 1 has ended or closed its communicator" in found[0][2]

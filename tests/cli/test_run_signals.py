@@ -204,8 +204,11 @@ def test_a_pause_by_ctrl_z_lets_no_time_out_pass(script):
 def test_ctrl_z_stops_all_and_fg_continues_all(script):
     ours, theirs = os.openpty()
     body = """
+    store = start()
     tell("ready", os.getpid())
-    print("typed", input() if environment()["FLAGCX_RANK"] == "0" else "")
+    if store.rank == 0:
+        print("typed", input())
+    store.barrier("typed", 60)
     """
     with running(
         "-n", "2", script(body), stdin=theirs, stdout=theirs, stderr=theirs, preexec_fn=as_a_shell_does

@@ -24,7 +24,8 @@ from flagcx.errors import LaunchError
 
 _GRACE_S = 3.0
 _POLL_S = 0.02
-_LOOK_FOR_STOPPED_S = 1.0
+_LONGEST_SELECT_S = 3600.0
+_LOOK_FOR_STOPPED_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +266,7 @@ class Ranks:
             moments.append(time.monotonic() + _POLL_S)
         if self._may_be_stopped():
             moments.append(time.monotonic() + _LOOK_FOR_STOPPED_S)
-        return max(0.0, min(moments) - time.monotonic()) if moments else None
+        return min(max(0.0, min(moments) - time.monotonic()), _LONGEST_SELECT_S) if moments else None
 
     def _may_be_stopped(self) -> bool:
         """Whether a rank that stands still would be noticed by no other rank."""

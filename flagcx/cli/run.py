@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
@@ -73,6 +74,8 @@ def run(
     asked = [name for name in ("min_ranks", "max_restarts") if _is_given(context, name)]
     if asked and not elastic:
         raise typer.BadParameter(f"--{asked[0].replace('_', '-')} has no meaning without --elastic; add it")
+    if math.isnan(timeout):
+        raise typer.BadParameter("--timeout nan is no number of seconds")
     bounds = {"min_ranks": min_ranks, "max_restarts": max_restarts} if elastic else None
     raise SystemExit(
         run_script(script, context.args, ranks, module, timeout, prefix, share_gpu, kill_after, bounds)

@@ -7,6 +7,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
+from time import perf_counter_ns as now
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,8 @@ from flagcx.compression.slot import Slot
 from flagcx.dtypes import DType, Op, ReduceOp, dtype_of, resolve_op
 from flagcx.errors import ArgumentError, ArrayError, OperationError
 from flagcx.executor.host import Executor
-from flagcx.profiler import OperationInfo, RecordedPlan
-from flagcx.profiler.records import Uncounted
+from flagcx.profiler import OperationInfo
+from flagcx.profiler.records import NO_CALL, Uncounted
 
 _MOST_PLANS = 256
 _MOST_TEXT = 80
@@ -165,21 +166,17 @@ class CompressedPlan:
         self.sent_nbytes, self._place = 0, (peers.rank, peers.size)
         single = dtype.numpy == np.float32 or (dtype.numpy == np.float64 and codec.lossless)
         self._wide = not single
-        self._call: Callable[[Any, Any], object] = self._run
-        self._ring = executor.ring
-        if executor.ring is not None:
-            nbytes, transport = count * self._itemsize, executor.transport.name
-            info = OperationInfo("allreduce", nbytes, dtype.name, "compressed", 1, codec.name, transport)
-            progress = executor.transport.progress or Uncounted()
-            self._call = RecordedPlan(
-                FunctionPlan(self._run), info, executor.ring, progress, shared=False
-            ).run
+        self._ring, self._progress = executor.ring, executor.transport.progress or Uncounted()
+        nbytes, transport = count * self._itemsize, executor.transport.name
+        self._info = OperationInfo("allreduce", nbytes, dtype.name, "compressed", 1, codec.name, transport)
 
     def run(self, sendbuf: Any, recvbuf: Any) -> None:
-        """Runs the all-reduce once."""
-        self._call(sendbuf, recvbuf)
+        """Runs the all-reduce once, and records it with the bytes that it sent."""
+        waited, start = self._progress.waited_ns, now()
+        self._run(sendbuf, recvbuf)
         if self._ring is not None:
-            self._ring.mark_sent(self.sent_nbytes)
+            waited = self._progress.waited_ns - waited
+            self._ring.append((self._info, NO_CALL, start, now(), waited, 0, self.sent_nbytes))
 
     def _run(self, sendbuf: Any, recvbuf: Any) -> None:
         before, slot = self._peers.sent_nbytes, self._slot

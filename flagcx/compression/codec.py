@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from flagcx.arguments import on_device
+from flagcx.compression.device import clear_on_device
 from flagcx.errors import ArrayError
 from flagcx.kernels.cuda import is_capturing
 
@@ -161,9 +162,11 @@ def is_finite(x: Any) -> bool:
 
 
 def clear_nonfinite(x: Any) -> None:
-    """Writes 0 where an array is infinite or NaN. On a GPU nothing waits."""
-    if on_device(x) or not is_finite(x):
-        x[~namespace(x).isfinite(x)] = 0
+    """Writes 0 where an array is infinite or NaN. On a GPU nothing waits, and a graph may capture it."""
+    if on_device(x):
+        clear_on_device(x)
+    elif not is_finite(x):
+        x[~np.isfinite(x)] = 0
 
 
 def captures(array: Any) -> bool:

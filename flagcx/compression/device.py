@@ -94,3 +94,14 @@ def stripe_kernels(name: str, block: int) -> StripeKernels:
 @lru_cache(maxsize=64)
 def _made(name: str, block: int, device: int) -> StripeKernels:
     return StripeKernels(name, block)
+
+
+def clear_on_device(x: Any) -> None:
+    """Writes 0 where an array on the current GPU is infinite or NaN, without memory of its own."""
+    _clearing()(x, x)
+
+
+@lru_cache(maxsize=1)
+def _clearing() -> Any:
+    cupy, body = load_cupy(), "y = isfinite(x) ? x : (T)0"
+    return cupy.ElementwiseKernel("T x", "T y", body, "flagcx_clear_nonfinite")

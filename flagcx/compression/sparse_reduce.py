@@ -83,7 +83,7 @@ class RandomKReduce(CodecReduce[RandomK]):
         slot.sent(indices)
         if xp is not np or not finite:
             slot.heal()
-        values *= np.float32(self._factor) + spoilt
+        values *= spoilt + np.float32(self._factor)
         _scatter(recvbuf, indices, values)
 
 

@@ -102,14 +102,6 @@ class RecordBuffer:
         """The records, oldest first."""
         return [Record(*fields) for fields in self._records.copy()]
 
-    def mark_sent(self, sent_nbytes: int) -> None:
-        """Notes in the last record of a collective how many bytes it sent."""
-        messages = []  # that have ended on another thread since
-        while (fields := self._records.pop())[1] == NO_CALL and fields[0].collective == "transfer":
-            messages.append(fields)
-        self._records.append((*fields[:6], sent_nbytes))
-        self._records.extend(reversed(messages))
-
     def clear(self) -> None:
         """Forgets all records."""
         self._records.clear()

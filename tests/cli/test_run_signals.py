@@ -112,6 +112,18 @@ def test_the_time_for_a_checkpoint_can_be_set(script, options, changes, seconds,
     assert (process.returncode, out) == (143, "saved\n" if saved else "")
 
 
+def test_endless_times_are_fine(script):
+    body = "if environment()['FLAGCX_RANK'] == '0':\n    time.sleep(0.3)\nelse:\n    sys.exit(4)"
+    done = flagcx_run("-n", "2", "--timeout", "inf", "--kill-after", "inf", script(body))
+    assert done.returncode == 4
+
+
+def test_a_time_out_that_is_none_is_refused(script):
+    done = flagcx_run("-n", "1", "--timeout", "nan", script("tell('ran')"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--timeout" in done.stderr
+
+
 @pytest.mark.parametrize("seconds", ["-1", "nan", "soon"])
 def test_a_time_that_is_none_is_refused(script, seconds):
     done = flagcx_run("-n", "1", script("tell('ran')"), FLAGCX_KILL_AFTER_S=seconds)
@@ -157,7 +169,7 @@ def test_a_rank_that_stops_again_and_again_is_ended(script):
     assert "rank 1 was stopped by a signal, and all other ranks have ended; ended\n" in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_pause_by_ctrl_z_lets_no_time_out_pass(script):
     body = """
     import flagcx as fc, numpy as np
@@ -192,8 +204,11 @@ def test_a_pause_by_ctrl_z_lets_no_time_out_pass(script):
 def test_ctrl_z_stops_all_and_fg_continues_all(script):
     ours, theirs = os.openpty()
     body = """
+    store = start()
     tell("ready", os.getpid())
-    print("typed", input() if environment()["FLAGCX_RANK"] == "0" else "")
+    if store.rank == 0:
+        print("typed", input())
+    store.barrier("typed", 60)
     """
     with running(
         "-n", "2", script(body), stdin=theirs, stdout=theirs, stderr=theirs, preexec_fn=as_a_shell_does

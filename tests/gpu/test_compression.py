@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from flagcx.compression import Cast, Quantized, TopK
-from flagcx.compression.codec import Scratch
+from flagcx.compression.codec import Scratch, clear_nonfinite
 from flagcx.compression.select import largest, select
 from tests.gpu import compression_jobs as jobs
 from tests.gpu.conftest import SIZES
@@ -54,6 +54,26 @@ def test_blocks_with_infinity_or_nan(codec):
     x[0], x[codec.block] = np.inf, np.nan
     back = codec.decode(codec.encode(x)).get().reshape(3, -1)
     assert np.isnan(back[:2]).all() and (back[2] == 1).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_what_is_no_number_is_cleared_also_by_a_graph(dtype):
+    import cupy
+
+    x = cupy.arange(1000, dtype=dtype)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        clear_nonfinite(x)  # compiles
+        stream.begin_capture()
+        clear_nonfinite(x)
+        graph = stream.end_capture()
+        for bad in (np.nan, np.inf, -np.inf):
+            x[[3, 999]] = bad
+            graph.launch(stream)
+            stream.synchronize()
+            want = np.arange(1000, dtype=dtype)
+            want[[3, 999]] = 0
+            np.testing.assert_array_equal(x.get(), want)
 
 
 def test_selections_are_those_of_numpy():

@@ -81,22 +81,13 @@ def test_the_figures_of_the_summary():
 def test_bytes_sent_are_shown_where_they_were_counted():
     ring = RecordBuffer()
     for sent in (100, 300, 200):
-        ring.append((NAMED, -1, 0, 1000, 0, 5))
-        ring.mark_sent(sent)
+        ring.append((NAMED, -1, 0, 1000, 0, 5, sent))
     summary = Summary.of(0, [*ring.records(), *_records([0])])
     named, plain = sorted(summary.rows, key=lambda row: row.sent_nbytes is None)
     assert (named.sent_nbytes, named.queued_us, plain.sent_nbytes) == (200, 0.005, None)
     assert "200" in named.cells()[2] and not plain.cells()[2]
     events = trace_events([ring.records()], [0])["traceEvents"]
     assert [e["args"]["sent_bytes"] for e in events if e["ph"] == "X" and e["tid"] == 0] == [100, 300, 200]
-
-
-def test_a_message_that_ends_meanwhile_is_not_taken_for_the_call():
-    ring, transfer = RecordBuffer(), OperationInfo("transfer", 8, "bytes", "direct", 1, "", "x")
-    ring.append((NAMED, -1, 0, 1000, 0, 0))
-    ring.append((transfer, -1, 0, 2000, 0, 0))
-    ring.mark_sent(100)
-    assert [(r.operation, r.sent_nbytes) for r in ring.records()] == [(NAMED, 100), (transfer, None)]
 
 
 def test_the_summary_in_a_notebook_and_in_a_terminal():

@@ -100,13 +100,15 @@ class Config:
     def __post_init__(self) -> None:
         for field in fields(self):
             _check_type(field.name, getattr(self, field.name), type(field.default))
-        for name in ("timeout_s", "init_timeout_s", "explain_wait_s", "kill_after_s"):
-            seconds, least = getattr(self, name), "from 0" if name == "kill_after_s" else "above 0"
-            if not 0 <= seconds <= _MOST_S or (seconds == 0 and least == "above 0"):
+        for name in ("timeout_s", "init_timeout_s", "explain_wait_s"):
+            seconds = getattr(self, name)
+            if not 0 < seconds <= _MOST_S:
                 raise ArgumentError(
-                    f"{name} must be {least} and at most {_MOST_S:.0e} seconds, which is three years, "
-                    f"got {seconds!r}"
+                    f"{name} must be above 0 and at most {_MOST_S:.0e} seconds, which is three years, got "
+                    f"{seconds!r}"
                 )
+        if not self.kill_after_s >= 0:
+            raise ArgumentError(f"kill_after_s must be from 0 seconds up, got {self.kill_after_s!r}")
         if self.slot_nbytes < 4096 or self.slot_nbytes % 4096:
             raise ArgumentError(f"slot_nbytes must be a multiple of 4096 bytes, got {self.slot_nbytes!r}")
         if self.debug not in ("", "check"):

@@ -10,8 +10,8 @@ from flagcx.bootstrap.environment import without_launchers
 from flagcx.errors import ArgumentError
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-_MANY_A_CORE = 32
-_MOST_A_CORE = 128
+_MANY_A_CORE = 16
+_MOST_A_CORE = 64
 
 
 def job_environment(environ: Mapping[str, str], size: int) -> dict[str, str]:

@@ -247,7 +247,7 @@ def test_far_more_ranks_than_cores_are_refused_before_any_is_started(script):
     assert time.monotonic() - start < 10
 
 
-@pytest.mark.parametrize(("a_core", "words"), [(1, False), (32, False), (33, True), (128, True)])
+@pytest.mark.parametrize(("a_core", "words"), [(1, False), (16, False), (17, True), (64, True)])
 def test_many_more_ranks_than_cores_are_told(a_core, words):
     cores = len(os.sched_getaffinity(0))
     told = f"{a_core * cores} ranks share {cores} cores: they start slowly, and wait for each other's turns"

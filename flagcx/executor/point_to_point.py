@@ -16,11 +16,11 @@ from time import perf_counter_ns as now
 from typing import Any, Protocol
 
 from flagcx.errors import CommunicationError, CommunicatorError, PeerTimeoutError
-from flagcx.executor.progress_thread import ask_for_short_slices
 from flagcx.executor.transfer import After, Transfer
 from flagcx.executor.work import Work, seconds
 from flagcx.profiler import OperationInfo, RecordBuffer
 from flagcx.transport.messenger import Message, Messenger
+from flagcx.transport.slices import ask_for_short_slices
 
 TWO_THREADS = (
     "two threads use one communicator at the same time; give each thread its own, from comm.split(), or let "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import threading
@@ -32,10 +33,29 @@ def test_the_thread_has_short_slices_and_no_other_has():
         inside = pool.submit(slice_ns).result()
     finally:
         pool.shutdown()
+    _skip_on_old_kernels()
+    assert inside == 100_000
+    assert slice_ns() == before
+
+
+def _skip_on_old_kernels() -> None:
     release = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
-    if before is None or release < (6, 12):
+    if slice_ns() is None or release < (6, 12):
         pytest.skip("this kernel does not say or set a thread's slice")
-    assert inside == 100_000 < before == slice_ns()
+
+
+def _slice_of_caller(cores: int) -> int | None:
+    os.cpu_count = lambda: cores
+    fc.init()
+    return slice_ns()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("cores", "short"), [(1, True), (2, False)])
+def test_callers_have_short_slices_where_ranks_outnumber_the_cores(cores, short):
+    _skip_on_old_kernels()
+    found = run_ranks(_slice_of_caller, 2, cores, fresh=True)
+    assert [ns == 100_000 for ns in found] == [short] * 2
 
 
 def test_a_machine_that_is_not_known_is_left_alone(monkeypatch):

@@ -31,6 +31,7 @@ from flagcx.transport.shared_memory.words import (
     WAITING_FOR,
     WAITING_SINCE,
 )
+from flagcx.transport.slices import ask_for_short_slices
 from flagcx.transport.waits import IN_MESSAGES, ON_HOST, Waits
 
 _SPINS = 50
@@ -73,6 +74,8 @@ class Signals:
         self.fence = memory_fence()
         crowded = self.size > (os.cpu_count() or 1)
         self._busy_spins = range(_SPINS_CROWDED if crowded else _SPINS)
+        if crowded:
+            ask_for_short_slices()
         self.background = False
         self.log = CallLog(rank, self.words, [memoryview(s.memory) for s in segments])
         self._waits: Waits | None = None

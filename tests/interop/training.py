@@ -159,6 +159,9 @@ def continued(group: Any, rank: int, size: int) -> Faults:
             said = [str(w.message) for w in caught if "whose memory was loaded" in str(w.message)]
             if warm and (said or not torch.equal(end, through)):
                 faults.append(f"{codec} goes on with other bits: {said}")
+            steps = hook.state_dict()["0.step"] - states[2]["0.step"]
+            if steps != (5 if warm or not said else 4):
+                faults.append(f"{codec} uses what was loaded in {steps} steps: {said}")
             if not torch.isfinite(end).all() or (end - through).abs().max() > 0.5:
                 faults.append(f"{codec} goes on elsewhere")
     if ddp_hook().state_dict():

@@ -55,7 +55,7 @@ def test_a_bit_that_has_changed_is_found(at):
 def _misled(length):
     comm = fc.init()
     if comm.rank == 0:
-        comm.broadcast(np.array([length]), 0)
+        comm.call("broadcast", np.array([length]), root=0, part_of="broadcast_object")
         comm.close()
         return None
     with pytest.raises((MismatchError, fc.PeerDiedError)) as caught:

@@ -1,7 +1,7 @@
 """How far training comes with compressed gradients, beside the dense one's, with three seeds.
 
     python bench/convergence.py --json bench/results/it.jsonl    # all tasks, 4 ranks
-    python bench/convergence.py --quick                          # under two minutes
+    python bench/convergence.py --quick                          # one seed, whose chance decides nothing
     python bench/convergence.py --tasks transformer --steps 300 --codecs int8,topk+
 
 Same seeds, same batches, same number of steps; only ``compression=`` differs. "+" after a codec is error
@@ -45,7 +45,7 @@ CODECS = (
     "bf16", "fp8", "int8", "int4+", "topk+", "topk+ plain", "topk+ early", "randomk+", "powersgd+",
     "int4", "topk", "powersgd",
 )  # fmt: skip
-QUICK = ("int8", "topk+")
+QUICK = ("topk+",)
 PROMISED = ("bf16", "fp8", "int8", "int4+", "topk+", "powersgd+")
 NOT_PROMISED = (("digits", "topk+"),)  # decay acts at once there, and the gradients that hold against it late
 WITHIN = 1.02
@@ -199,7 +199,7 @@ def main(given: Sequence[str] | None = None) -> int:
             threads = options.threads and task != "cnn"
             row = measure(task, codec, options.ranks, steps, range(options.seeds), dense, threads)
             rows.append(row)
-            missed += row.verdict not in ("", "ok")
+            missed += row.verdict not in ("", "ok") and (options.seeds > 1 or not row.equal)
             print(f"{task} {codec}: {' '.join(_cells(row)[1:])}", file=sys.stderr, flush=True)
             if options.json:
                 facts = {**asdict(row), "ratio": row.ratio, "threads": threads, "versions": _versions()}

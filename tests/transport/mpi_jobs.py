@@ -15,7 +15,9 @@ from pathlib import Path
 import numpy as np
 
 import flagcx as fc
-from flagcx.errors import CommunicationError, FlagcxError, MismatchError
+from flagcx.errors import CommunicationError, FlagcxError, MismatchError, PeerTimeoutError
+from flagcx.transport.mpi.message import Message, stamp_of
+from flagcx.transport.mpi.wire import MESSAGE_TAG, TRANSFER_TAG
 from tests.communicator import checks
 from tests.communicator.messages import run_programs
 from tests.communicator.random_messages import run_random
@@ -237,11 +239,33 @@ def arrive(world: fc.Communicator, name: str) -> None:
         time.sleep(0.01)
 
 
+def late() -> None:
+    """A receive times out, then its message comes: the array stays as it is, and may be freed."""
+    world = fc.init(timeout_s=1.0, explain_wait_s=0.3)
+    rank, count = world.rank, 4 << 20
+    comm, told = world.split(0), "nothing"
+    out = np.zeros(count)
+    if rank == 1:
+        time.sleep(1.5)
+    try:
+        if rank == 0:
+            comm.recv(out, 1)
+        elif rank == 1:
+            comm.send(np.ones(count), 0)
+    except FlagcxError as error:
+        told = type(error).__name__
+    arrive(world, "late")
+    for _ in range(50):
+        world.barrier()  # while MPI works on all that is under way
+    print(f"rank {rank} {told} untouched={not out.any()}", flush=True)
+    del out
+
+
 def pieces() -> None:
     """A rank alone sends itself messages of one piece and of many, two at once, and some that do not fit."""
     comm = fc.init(transport="mpi", timeout_s=10)
     carry = comm._host.transport.transfer
-    for count in (0, 1, 16_384, 16_385, 81_921, 1_000_003):
+    for count in (0, 1, 4_096, 4_097, 16_385, 1_000_003, 3 << 20):
         for dtype in (np.uint8, np.float32, np.complex128):
             x = (np.arange(count) % 251).astype(dtype)
             y, z = np.zeros(count, dtype), np.zeros(count, dtype)
@@ -256,6 +280,33 @@ def pieces() -> None:
         else:
             raise AssertionError((sent, count, dtype))
         assert (out == 7).all(), "data of another message was used"
+
+
+def taken_back() -> None:
+    """The head of a long message comes, its data only after the error: the array stays as it is."""
+    comm = fc.init(transport="mpi", timeout_s=0.5)
+    transport = comm._host.transport
+    wire, messenger = transport._wire, transport.messenger
+    x, out = np.ones(100_000), np.zeros(100_000)
+    head = Message(0, transport._message(out, 0).kind, 0, out.dtype)
+    for tag in (TRANSFER_TAG, MESSAGE_TAG):
+        requests: list = []
+        wire.send(head, stamp_of(0), x[:0], tag, requests)
+        if tag == MESSAGE_TAG:
+            received = messenger.begin(False, out, 0)
+            assert not received.advance()
+            messenger.abandon([received])
+        else:
+            try:
+                transport.transfer([], [(out, 0)])
+            except PeerTimeoutError:
+                pass
+            else:
+                raise AssertionError("a receive without data has ended")
+        requests.append(wire._comm.Isend([x.view(np.uint8), wire._byte], 0, tag + 1))
+        for _ in range(1000):
+            requests[0].Test()  # lets MPI work
+        assert not out.any(), tag
 
 
 if __name__ == "__main__":

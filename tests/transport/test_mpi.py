@@ -135,6 +135,14 @@ def test_waits_between_hosts_are_explained():
     assert "for rank 2 in a send" in warning and error.startswith("PeerTimeoutError (2): rank 2 did not")
 
 
+@pytest.mark.slow
+def test_what_comes_after_a_time_out_meets_no_array():
+    code, printed = run(3, "late")
+    said = [line for line in printed.splitlines() if line.startswith("rank ")]
+    assert code in (0, 1) and len(said) == 3 and "signal" not in printed, printed
+    assert "rank 0 PeerTimeoutError untouched=True" in said, printed
+
+
 def alone(program: str) -> str:
     """Runs a program as the only rank of a job, which MPI serves too; returns what it printed."""
     command = [sys.executable, "-c", program]
@@ -159,6 +167,10 @@ def test_mpi_that_cannot_serve_is_found_at_init(setting, said):
 
 def test_messages_in_any_number_of_pieces():
     alone("from tests.transport.mpi_jobs import pieces; pieces()")
+
+
+def test_arrays_are_taken_back_from_mpi_after_an_error():
+    alone("from tests.transport.mpi_jobs import taken_back; taken_back()")
 
 
 class SlowStore:

@@ -2,7 +2,7 @@
 
 MPI only carries the messages. The schedule says which rank sends what and where it is added up, so results
 are the same as on one host. Each message says which call it belongs to (``message.py``), and is checked
-before its data is used (``wire.py``, ``pieces.py``). Every wait has a deadline, and is explained before it
+before its data is used (``wire.py``). Every wait has a deadline, and is explained before it
 (``watch.py``).
 """
 
@@ -31,7 +31,7 @@ from flagcx.transport.mpi.wire import TRANSFER_TAG, Wire
 from flagcx.transport.steps import HostTransport, Messages
 
 _GROUP_TAG = 1
-_MOST_KINDS = 256
+_MOST_KNOWN = 256
 _PROBLEMS: dict[str, type[FlagcxError]] = {"missing": MissingDependencyError, "setting": ArgumentError}
 
 
@@ -106,7 +106,7 @@ class MpiTransport(HostTransport):
         self._watch = Watch(context.store, context.config.timeout_s, context.waits)
         self._wire = Wire(mpi, comm, self._watch)
         self.messenger = MpiMessenger(self._wire, self._watch, self._message, context.config.timeout_s)
-        self._kind = lru_cache(_MOST_KINDS)(_kind_of_transfer)
+        self._known = lru_cache(_MOST_KNOWN)(_message_of)
 
     def _compile(self, call: Call) -> Plan:
         words = call.describe()
@@ -121,7 +121,7 @@ class MpiTransport(HostTransport):
         )
 
     def _message(self, array: np.ndarray, peer: int) -> Message:
-        return Message(peer, self._kind(array.dtype, array.nbytes), array.size, array.dtype)
+        return self._known(peer, array.size, array.dtype)
 
     def check_end(self) -> None:
         """Checks that the peers have made the same calls; see ``Transport.check_end``."""
@@ -161,5 +161,7 @@ def _open_communicator(mpi: Any, numbers: list[int], after_loss: str) -> Any:
     return comm
 
 
-def _kind_of_transfer(dtype: np.dtype, nbytes: int) -> bytes:
-    return kind_of(f"send and receive of {dtype.name}", nbytes)
+def _message_of(peer: int, count: int, dtype: np.dtype) -> Message:
+    """A message that two ranks exchange on their own."""
+    kind = kind_of(f"send and receive of {dtype.name}", count * dtype.itemsize)
+    return Message(peer, kind, count, dtype)

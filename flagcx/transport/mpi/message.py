@@ -1,6 +1,6 @@
-"""What a message between two ranks is: a head that says what it belongs to, and data, in pieces.
+"""What a message between two ranks is: a head that says what it belongs to, and data.
 
-The first piece has the head and up to 64 KiB of data, so a small message is one piece.
+A short message has both in one piece. The data of a long one follows its head in pieces of its own.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import numpy as np
 from flagcx.errors import MismatchError
 
 HEAD_NBYTES = 192
-FIRST_NBYTES = 64 << 10
-_PIECE_NBYTES = 256 << 10
+SHORT_NBYTES = 16 << 10
+"""Up to so many bytes, to copy the data costs less than a second message."""
+_PIECE_NBYTES = 32 << 20
+"""Each piece that comes shows that a slow link is not stuck; see ``Wait.moved``."""
 _DIGEST_NBYTES = 16
 _NUMBER_NBYTES = 8
 SAME_CALLS = (
@@ -64,25 +66,24 @@ class Message:
         adds: Whether the data is added to what is there.
 
     Attributes:
-        first: Elements of the first piece.
-        stop: Bytes of the first piece, with the head.
-        rest: Where each other piece starts and stops, in elements.
-        long: Whether there are others.
+        long: Whether the data follows the head.
+        stop: Bytes of the piece with the head.
+        rest: Where each piece that follows starts and stops, in elements.
     """
 
-    __slots__ = ("adds", "count", "dtype", "first", "kind", "long", "peer", "rest", "stop")
+    __slots__ = ("adds", "count", "dtype", "kind", "long", "peer", "rest", "stop")
 
     def __init__(self, peer: int, kind: bytes, count: int, dtype: np.dtype, adds: bool = False) -> None:
         self.peer, self.kind, self.count, self.dtype = peer, kind, count, dtype
         self.adds = adds
-        each = _PIECE_NBYTES // dtype.itemsize
-        self.first = first = min(count, FIRST_NBYTES // dtype.itemsize)
-        self.stop = HEAD_NBYTES + first * dtype.itemsize
-        self.rest = tuple((start, min(start + each, count)) for start in range(first, count, each))
-        self.long = bool(self.rest)
+        nbytes, each = count * dtype.itemsize, _PIECE_NBYTES // dtype.itemsize
+        self.long = nbytes > SHORT_NBYTES
+        self.stop = HEAD_NBYTES + (0 if self.long else nbytes)
+        starts = range(0, count if self.long else 0, each)
+        self.rest = tuple((start, min(start + each, count)) for start in starts)
 
     def check(self, rank: int, stamp: bytes, slot: Slot) -> None:
-        """Checks that the first piece that came to this rank is that of this message.
+        """Checks that the head that came to this rank is that of this message.
 
         Raises:
             MismatchError: It is that of another one.
@@ -97,35 +98,42 @@ class Message:
 
 
 class Slot:
-    """Memory for one piece, with room for a head.
+    """Memory for a head and the data of a short message. It stays prepared for the last message it served.
 
     Args:
         byte: MPI's datatype of bytes.
 
     Attributes:
-        memory: The memory.
-        head: Its part for the head.
-        whole: The memory, as MPI takes it.
+        message: The message that it is prepared for.
+        head: The part for the head.
+        stamp: The part of the head that differs from call to call.
+        data: The part for the data of ``message``.
+        piece: The head and ``data``, as MPI sends them.
+        whole: All of the memory, as MPI receives into it.
     """
 
-    __slots__ = ("head", "memory", "whole")
+    __slots__ = ("_byte", "_memory", "data", "head", "message", "piece", "stamp", "whole")
 
     def __init__(self, byte: Any) -> None:
-        self.memory = np.empty(HEAD_NBYTES + _PIECE_NBYTES, np.uint8)
-        self.head = self.memory[:HEAD_NBYTES].data
-        self.whole = [self.memory, byte]
+        self._memory, self._byte = np.empty(HEAD_NBYTES + SHORT_NBYTES, np.uint8), byte
+        self.head = self._memory[:HEAD_NBYTES].data
+        self.stamp = self.head[:_NUMBER_NBYTES]
+        self.whole: list[Any] = [self._memory, byte]
+        self.message: Message | None = None
 
-    def first(self, message: Message) -> np.ndarray:
-        """The data of a message's first piece."""
-        return self.memory[HEAD_NBYTES : message.stop].view(message.dtype)
+    def prepare(self, message: Message) -> None:
+        """Prepares the memory for a message."""
+        self.message, stop = message, message.stop
+        self.data = self._memory[HEAD_NBYTES:stop].view(message.dtype)
+        self.piece: list[Any] = [self._memory, stop, self._byte]
+        self.head[_NUMBER_NBYTES:] = message.kind
 
-    def rest(self, count: int, dtype: np.dtype) -> np.ndarray:
-        """The data of another piece, which has no head."""
-        return self.memory[: count * dtype.itemsize].view(dtype)
 
-
-def put(message: Message, array: np.ndarray, data: np.ndarray, ufunc: Any) -> None:
-    """Copies data that has come to where it belongs, or adds it to what is there."""
+def put(message: Message, array: np.ndarray, slot: Slot, ufunc: Any) -> None:
+    """Copies the data of a short message to where it belongs, or adds it to what is there."""
+    if slot.message is not message:
+        slot.prepare(message)
+    data = slot.data
     if message.adds:
         ufunc(array, data, out=array)
     else:

@@ -1,13 +1,12 @@
 """Sends and receives that ranks make on their own, with tags apart from those of collectives.
 
 A message is on its way from when it is the first of its peer and direction: what a rank sends to another one,
-pieces included, then arrives in order. Heads and memory are those of ``wire.py``.
+what follows heads included, then arrives in order. Heads and memory are those of ``wire.py``.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +18,6 @@ from flagcx.transport.mpi.message import Slot, put, stamp_of
 from flagcx.transport.mpi.watch import Watch
 from flagcx.transport.mpi.wire import MESSAGE_TAG, Wire
 
-_WINDOW = 4
 _LOOK_S = 0.25
 _STAMP = stamp_of(0)
 
@@ -70,7 +68,7 @@ class MpiMessenger(Messenger):
 
 
 class _OnItsWay:
-    """A message on its way: its first piece, then the rest, of which a few pieces are under way at a time.
+    """A message on its way.
 
     Args:
         wire: The rank's MPI.
@@ -84,55 +82,42 @@ class _OnItsWay:
     def __init__(self, wire: Wire, watch: Watch, message: wired.Message, array: np.ndarray) -> None:
         self._wire, self._watch, self._message, self._array = wire, watch, message, array
         self.peer = message.peer
-        self._rest = deque(message.rest)
-        self._parts: list[tuple[int, int, Slot | None]] = []
+        self._slot: Slot | None = None
         self._requests: list[Any] = []
-        self._done: Sequence[int] | None = None
 
     def ready(self) -> bool:
         """Whether a piece has come or gone, or none has begun."""
-        if self._requests and not self._done:
-            self._done = self._wire.test(self._requests)
-        return bool(self._done) or not self._requests
+        return not self._requests or self._wire.moved(self._requests)
 
     def advance(self) -> bool:
-        """Handles the pieces that have come or gone, and begins others; see ``messenger.Message``."""
+        """Begins the message, or what comes after the pieces that have ended; see ``messenger.Message``."""
         if not self._requests:
-            self._begin_first()
+            self._begin()
             if not self.ready():
                 return False
-        done, self._done = sorted(self._done or ()), None
-        for number in done:
-            self._handle(*self._parts[number])
-        for number in reversed(done):
-            del self._parts[number], self._requests[number]
-        while self._rest and len(self._requests) < _WINDOW:
-            self._begin_next(*self._rest.popleft())
-        if self._requests:
-            return False
+        while any(self._requests):
+            self._requests = [request for request in self._requests if request]
+            if not self.ready():
+                return False
+        if self._follow():
+            return self.ready() and self.advance()
         if self._message.long and self._wire.noticed():
-            # A rank that gave up may have gone on to change the array of which the last pieces came.
+            # A rank that gave up may have gone on to change the array of which the last data came.
             self._watch.check_failures("a send or receive")
         return True
 
-    def _begin(self, start: int, stop: int, slot: Slot | None, request: Any) -> None:
-        self._parts.append((start, stop, slot))
-        self._requests.append(request)
-
-    def _begin_first(self) -> None:
+    def _begin(self) -> None:
         raise NotImplementedError
 
-    def _begin_next(self, start: int, stop: int) -> None:
-        raise NotImplementedError
-
-    def _handle(self, start: int, stop: int, slot: Slot | None) -> None:
+    def _follow(self) -> bool:
+        """Begins what follows the head, if anything does."""
         raise NotImplementedError
 
     def abandon(self) -> None:
         """Leaves it to MPI."""
-        slots = [slot for _, _, slot in self._parts if slot is not None]
-        self._wire.abandon(self._requests, [slots, [self._array]])
-        self._requests, self._parts = [], []
+        drained = [] if self.sends or self._slot is not None else self._requests
+        self._wire.abandon(self._requests, [self._slot, self._array], drained)
+        self._requests = []
 
 
 class Sent(_OnItsWay):
@@ -140,20 +125,13 @@ class Sent(_OnItsWay):
 
     sends = True
 
-    def _begin_first(self) -> None:
-        message, slot = self._message, self._wire.slot()
-        slot.head[:] = _STAMP + message.kind
-        slot.first(message)[...] = self._array[: message.first]
-        memory = slot.memory[: message.stop]
-        self._begin(0, message.first, slot, self._wire.send(memory, self.peer, MESSAGE_TAG))
+    def _begin(self) -> None:
+        self._slot = self._wire.send(self._message, _STAMP, self._array, MESSAGE_TAG, self._requests)
 
-    def _begin_next(self, start: int, stop: int) -> None:
-        part = self._array[start:stop].view(np.uint8)
-        self._begin(start, stop, None, self._wire.send(part, self.peer, MESSAGE_TAG + 1))
-
-    def _handle(self, start: int, stop: int, slot: Slot | None) -> None:
-        if slot is not None:
-            self._wire.give_slot(slot)
+    def _follow(self) -> bool:
+        assert self._slot is not None
+        self._wire.sending.append(self._slot)
+        return False
 
 
 class Received(_OnItsWay):
@@ -161,19 +139,18 @@ class Received(_OnItsWay):
 
     sends = False
 
-    def _begin_first(self) -> None:
-        slot = self._wire.slot()
-        self._begin(0, self._message.first, slot, self._wire.receive(slot, self.peer, MESSAGE_TAG))
+    def _begin(self) -> None:
+        self._slot = self._wire.land(self._message.peer, MESSAGE_TAG, self._requests)
 
-    def _begin_next(self, start: int, stop: int) -> None:
-        slot = self._wire.slot()
-        self._begin(start, stop, slot, self._wire.receive(slot, self.peer, MESSAGE_TAG + 1))
-
-    def _handle(self, start: int, stop: int, slot: Slot | None) -> None:
-        message, array = self._message, self._array
-        assert slot is not None
-        data = slot.rest(stop - start, message.dtype) if start else slot.first(message)
-        if not start:
-            message.check(self._wire.rank, _STAMP, slot)
-        put(message, array[start:stop], data, None)
-        self._wire.give_slot(slot)
+    def _follow(self) -> bool:
+        slot, message = self._slot, self._message
+        if slot is None:
+            return False  # what followed the head has come
+        message.check(self._wire.rank, _STAMP, slot)
+        if message.long:
+            self._slot, self._requests = None, []
+            self._wire.receive_rest(message, self._array, MESSAGE_TAG, self._requests)
+        else:
+            put(message, self._array, slot, None)
+        self._wire.landing.append(slot)
+        return message.long

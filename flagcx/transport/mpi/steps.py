@@ -9,7 +9,7 @@ import numpy as np
 
 from flagcx.schedule.model import Buffer
 from flagcx.transport.base import Call
-from flagcx.transport.mpi.message import FIRST_NBYTES, Message, kind_of
+from flagcx.transport.mpi.message import SHORT_NBYTES, Message, kind_of
 from flagcx.transport.mpi.watch import Watch
 from flagcx.transport.mpi.wire import COLLECTIVE_TAG, Wire
 from flagcx.transport.scratch import Scratch
@@ -36,8 +36,8 @@ class _Exchange:
 class MpiSteps(Steps):
     """A program over MPI's messages.
 
-    Small messages are added when all of a step have come. Of a long one each piece is added as it comes,
-    unless the target is sent in the same step, or is that of an earlier message.
+    What comes is added when all of a step has come. If one of its messages is long, what is added waits in
+    memory of the transport: a long one is received straight into its place.
 
     Args:
         wire: Carries the messages.
@@ -62,19 +62,18 @@ class MpiSteps(Steps):
         receives = [(self._message(part, peer, adds), part) for part, peer, adds in step.receives]
         late: list[tuple[Part, Part]] = []
         if self._is_long(step):
-            at, before = self._late_at, [part for _, part in sends]
+            at = self._late_at
             for i, (message, part) in enumerate(receives):
-                if message.adds and any(self._overlap(part, other) for other in before):
+                if message.adds:
                     waiting = _SCRATCH, at, at + message.count
                     receives[i] = self._message(waiting, message.peer), waiting
                     late.append((part, waiting))
                     at += message.count
-                before.append(part)
         return _Exchange(tuple(sends), tuple(receives), tuple(late))
 
     def _is_long(self, step: StepParts) -> bool:
         parts = [*(part for part, _ in step.sends), *(part for part, _, _ in step.receives)]
-        return any((stop - start) * self._dtype.itemsize > FIRST_NBYTES for _, start, stop in parts)
+        return any((stop - start) * self._dtype.itemsize > SHORT_NBYTES for _, start, stop in parts)
 
     def _message(self, part: Part, peer: int, adds: bool = False) -> Message:
         _, start, stop = part

@@ -1,12 +1,13 @@
 """Sends and receives the messages of a step by MPI, and checks what comes before it is used.
 
-Whatever comes lands in memory of the wire's own. A message whose head is not the expected one is refused;
-of any other the data is copied or added to where it belongs. So nothing that comes late, after an error,
-meets an array of the caller's.
+A head, and the data of a short message with it, lands in memory of the wire's own. A message whose head is
+not the expected one is refused; of any other the data is copied or added to where it belongs. The data of a
+long message is sent from where it lies, and received straight into its place once its head has been checked.
+Until then MPI knows no array to write to; after an error the array is taken back, or its data waited for.
 
-First pieces and the rest have tags of their own, and so have collective calls, the messages between two ranks
-that are parts of such calls, and what ranks send on their own (``messages.py``). With each tag, what a rank
-sends to another one arrives in order.
+Heads and what follows them have tags of their own, and so have collective calls, the messages between two
+ranks that are parts of such calls, and what ranks send on their own (``messages.py``). With each tag, what a
+rank sends to another one arrives in order.
 """
 
 from __future__ import annotations
@@ -20,12 +21,16 @@ from typing import Any
 import numpy as np
 
 from flagcx.errors import CommunicationError, MismatchError
-from flagcx.transport.mpi.message import SAME_CALLS, Slot, in_words, put, stamp_of
-from flagcx.transport.mpi.pieces import Messages, Pieces
+from flagcx.transport.mpi.message import SAME_CALLS, Message, Slot, in_words, put, stamp_of
 from flagcx.transport.mpi.watch import Wait, Watch
 
 COLLECTIVE_TAG, TRANSFER_TAG, _NOTICE_TAG, MESSAGE_TAG = 2, 4, 6, 8
 _LAST_LOOK_S = 1.0
+_DRAIN_S, _DRAIN_POLL_S = 1.0, 1e-3
+"""How long, after an error, messages may take that MPI is just writing to arrays of the caller's."""
+
+Messages = Sequence[tuple[Message, np.ndarray]]
+"""Messages, and the one-dimensional array that each brings, or goes to."""
 
 
 class Wire:
@@ -35,12 +40,18 @@ class Wire:
         mpi: The module ``mpi4py.MPI``.
         comm: An MPI communicator that carries nothing else.
         watch: Watches the other ranks while this one waits.
+
+    Attributes:
+        rank: This rank.
+        sending: Memory to send from that is free.
+        landing: Memory to receive into that is free.
     """
 
     def __init__(self, mpi: Any, comm: Any, watch: Watch) -> None:
         self._mpi, self._comm, self._watch, self._byte = mpi, comm, watch, mpi.BYTE
         self.rank: int = comm.Get_rank()
-        self._slots: list[Slot] = []
+        self.sending: list[Slot] = []
+        self.landing: list[Slot] = []
 
     def exchange(
         self,
@@ -65,103 +76,98 @@ class Wire:
             MismatchError: A rank sent something else.
             CommunicationError: A rank died, gave up or came too late.
         """
-        comm, byte, rank, long = self._comm, self._byte, self.rank, False
-        stamp = stamp_of(number)
+        rank, long, stamp = self.rank, False, stamp_of(number)
         requests: list[Any] = []
         landed: list[Slot] = []
         sent: list[Slot] = []
         try:
             for message, _ in receives:
-                landed.append(slot := self.slot())
-                requests.append(comm.Irecv(slot.whole, message.peer, tag))
+                landed.append(self.land(message.peer, tag, requests))
                 long = long or message.long
             for message, array in sends:
-                sent.append(slot := self.slot())
-                slot.head[:] = stamp + message.kind
-                slot.first(message)[...] = array[: message.first]
-                requests.append(comm.Isend([slot.memory, message.stop, byte], message.peer, tag))
+                sent.append(self.send(message, stamp, array, tag, requests))
                 long = long or message.long
-            if long:
-                self._finish_pieces(sends, receives, landed, requests, tag, stamp, what, ufunc)
-            else:
-                if not self._mpi.Request.Testall(requests):
-                    self._wait(sends, receives, landed, requests, stamp, what)
-                for (message, _), slot in zip(receives, landed, strict=True):
+            if long or not self._mpi.Request.Testall(requests):
+                self._finish(sends, receives, landed, requests, tag, stamp, what)
+            if long and self.noticed():
+                # A rank that gave up may have gone on to change the array of which the last data came.
+                self._watch.check_failures(what or "a send or receive")
+            for (message, _), slot in zip(receives, landed, strict=True):
+                if not message.long:
                     message.check(rank, stamp, slot)
-                for (message, array), slot in zip(receives, landed, strict=True):
-                    put(message, array, slot.first(message), ufunc)
+            for (message, array), slot in zip(receives, landed, strict=True):
+                if not message.long:
+                    put(message, array, slot, ufunc)
         except BaseException as error:
-            self.abandon(requests, [sent, landed])
+            arrays = [array for _, array in (*sends, *receives)]
+            follow = len(receives) + sum(1 + len(message.rest) for message, _ in sends)
+            self.abandon(requests, [sent, landed, arrays], requests[follow:])
             if isinstance(error, self._mpi.Exception):
                 what = what or "a send or receive"
                 self._watch.blame_dead(what)
                 raise CommunicationError(f"rank {rank}: MPI failed in {what}: {error}") from error
             raise
-        self._slots += sent
-        self._slots += landed
+        self.sending += reversed(sent)  # so that the same call gets the same memory
+        self.landing += reversed(landed)
 
-    # -- one piece -----------------------------------------------------------------------------------
+    # -- one message ---------------------------------------------------------------------------------
 
-    def slot(self) -> Slot:
-        """Memory for a piece."""
+    def send(self, message: Message, stamp: bytes, array: np.ndarray, tag: int, requests: list[Any]) -> Slot:
+        """Begins to send a message, and returns the memory from which its head goes.
+
+        Args:
+            message: The message.
+            stamp: What its head begins with; see ``stamp_of``.
+            array: Its data. That of a long message stays as it is until it has gone.
+            tag: The tag.
+            requests: Gets MPI's requests, one for each piece.
+        """
         try:
-            return self._slots.pop()  # which another thread may do too
+            slot = self.sending.pop()  # which another thread may do too
         except IndexError:
-            return Slot(self._byte)
+            slot = Slot(self._byte)
+        if slot.message is not message:
+            slot.prepare(message)
+        slot.stamp[:] = stamp
+        comm, peer = self._comm, message.peer
+        if not message.long:
+            slot.data[...] = array
+        requests.append(comm.Isend(slot.piece, peer, tag))
+        for start, stop in message.rest:
+            requests.append(comm.Isend([array[start:stop].view(np.uint8), self._byte], peer, tag + 1))
+        return slot
 
-    def give_slot(self, slot: Slot) -> None:
-        """Takes the memory of a piece back."""
-        self._slots.append(slot)
+    def land(self, peer: int, tag: int, requests: list[Any]) -> Slot:
+        """Begins to receive a head and what comes with it, and returns the memory where it lands."""
+        try:
+            slot = self.landing.pop()
+        except IndexError:
+            slot = Slot(self._byte)
+        requests.append(self._comm.Irecv(slot.whole, peer, tag))
+        return slot
 
-    def send(self, memory: np.ndarray, peer: int, tag: int) -> Any:
-        """Begins to send a piece, and returns MPI's request."""
-        return self._comm.Isend([memory, memory.nbytes, self._byte], peer, tag)
+    def receive_rest(self, message: Message, array: np.ndarray, tag: int, requests: list[Any]) -> None:
+        """Begins to receive what follows a head that was checked; ``requests`` gets MPI's requests."""
+        for start, stop in message.rest:
+            part = array[start:stop].view(np.uint8)
+            requests.append(self._comm.Irecv([part, self._byte], message.peer, tag + 1))
 
-    def receive(self, slot: Slot, peer: int, tag: int) -> Any:
-        """Begins to receive a piece, and returns MPI's request."""
-        return self._comm.Irecv(slot.whole, peer, tag)
-
-    def test(self, requests: list[Any]) -> list[int] | None:
-        """The numbers of requests that are done.
+    def moved(self, requests: list[Any]) -> bool:
+        """Whether some of these requests are done; those that were done before are null.
 
         Raises:
             CommunicationError: MPI failed.
         """
         try:
-            done: list[int] | None = self._mpi.Request.Testsome(requests)
+            if len(requests) == 1:
+                return bool(requests[0].Test())
+            return bool(self._mpi.Request.Testsome(requests))
         except self._mpi.Exception as error:
             raise CommunicationError(f"rank {self.rank}: MPI failed in a send or receive: {error}") from error
-        return done
 
     # -- the messages of a step ------------------------------------------------------------------------
 
-    def _wait(
-        self,
-        sends: Messages,
-        receives: Messages,
-        landed: list[Slot],
-        requests: list[Any],
-        stamp: bytes,
-        what: str,
-    ) -> None:
-        """Waits until all messages have come and gone."""
-
-        def held_up() -> tuple[int, bool]:
-            waiting: tuple[int, bool] | None = None
-            for number, (message, _) in enumerate((*receives, *sends)):
-                receiving = number < len(receives)
-                if requests[number] and not requests[number].Get_status():
-                    waiting = waiting or (message.peer, receiving)
-                elif receiving:
-                    message.check(self.rank, stamp, landed[number])
-            return waiting or (self.rank, False)
-
-        wait, test = Wait(self._watch, what, self.noticed), self._mpi.Request.Testall
-        while not test(requests):
-            wait.pause(held_up)
-        wait.end()
-
-    def _finish_pieces(
+    def _finish(
         self,
         sends: Messages,
         receives: Messages,
@@ -170,46 +176,76 @@ class Wire:
         tag: int,
         stamp: bytes,
         what: str,
-        ufunc: Any,
     ) -> None:
-        """Lets the rest of the messages follow their first pieces, and waits until all have come and gone."""
-        pieces = Pieces(
-            self._comm,
-            self._byte,
-            tag + 1,
-            sends,
-            receives,
-            landed,
-            requests,
-            self.slot,
-            self.give_slot,
-            stamp,
-            ufunc,
-        )
-        wait, test = Wait(self._watch, what, self.noticed), self._mpi.Request.Testsome
-        while pieces.left:
-            done = test(requests)
-            if done:
+        """Waits until all messages have come and gone; receives what follows the heads of long ones.
+
+        Args:
+            sends: Messages that this rank sends.
+            receives: Messages to this rank.
+            landed: Where the heads of the latter land.
+            requests: MPI's requests: the heads received, what is sent, and then what follows the heads.
+            tag: The tag of the heads.
+            stamp: What they begin with.
+            what: The call, in words.
+        """
+        heads = [number for number, (message, _) in enumerate(receives) if message.long]
+        done = len(requests)
+
+        def held_up() -> tuple[int, bool]:
+            nonlocal done
+            ends = [(message.peer, True) for message, _ in receives]
+            ends += [(message.peer, False) for message, _ in sends for _ in range(1 + len(message.rest))]
+            ends += followed
+            pending = [bool(request) and not request.Get_status() for request in requests]
+            for (message, _), slot, absent in zip(receives, landed, pending, strict=False):
+                if not (absent or message.long):
+                    message.check(self.rank, stamp, slot)
+            before, done = done, pending.count(False)
+            if done > before and any(message.long for message, _ in (*sends, *receives)):
                 wait.moved()
-                for number in done:
-                    pieces.done(number)
-            else:
-                wait.pause(pieces.held_up)
-        if self.noticed():
-            # A rank that gave up may have gone on to change the array of which the last pieces came.
-            self._watch.check_failures(what or "a send or receive")
+            return ends[pending.index(True)] if True in pending else (self.rank, False)
+
+        wait, followed = Wait(self._watch, what, self.noticed), list[tuple[int, bool]]()
+        while heads:
+            later: list[int] = []
+            late: set[int] = set()  # ranks whose first head has not come
+            for number in heads:
+                message, array = receives[number]
+                if message.peer in late or not requests[number].Test():
+                    late.add(message.peer)
+                    later.append(number)
+                    continue
+                message.check(self.rank, stamp, landed[number])
+                followed += [(message.peer, True)] * len(message.rest)
+                self.receive_rest(message, array, tag, requests)
+            if len(later) == len(heads):
+                wait.pause(held_up)
+            heads = later
+        test = self._mpi.Request.Testall
+        while not test(requests):
+            wait.pause(held_up)
+        wait.end()
 
     # -- the end -----------------------------------------------------------------------------------
 
-    def abandon(self, requests: list[Any], slots: Sequence[Sequence[object]]) -> None:
-        """Leaves messages to MPI that are not done; what it may still read or write is never freed."""
+    def abandon(self, requests: list[Any], kept: object, drained: Sequence[Any] = ()) -> None:
+        """Leaves messages to MPI that are not done; what it may still read or write is never freed.
+
+        Args:
+            requests: MPI's requests. Those that receive and have met no message are taken back.
+            kept: The memory that they read or write.
+            drained: Those that write to arrays of the caller's; what has begun to come gets a moment to end.
+        """
         with contextlib.suppress(self._mpi.Exception):
             for request in requests:
                 if request and not request.Get_status():
                     request.Cancel()
+            end = time.monotonic() + _DRAIN_S
+            while not self._mpi.Request.Testall(list(drained)) and time.monotonic() < end:
+                time.sleep(_DRAIN_POLL_S)
             if self._mpi.Request.Testall(requests):
                 return
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object((requests, slots)))
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object((requests, kept)))
 
     def notify(self) -> None:
         """Lets the other ranks know that this one has given up, and that the store says why."""
@@ -233,13 +269,13 @@ class Wire:
         for tag in (COLLECTIVE_TAG, TRANSFER_TAG, MESSAGE_TAG):
             if not self._comm.Iprobe(self._mpi.ANY_SOURCE, tag, status):
                 continue
-            peer, slot = status.Get_source(), self.slot()
-            request = self._comm.Irecv(slot.whole, peer, tag)
+            peer, requests = status.Get_source(), list[Any]()
+            slot = self.land(peer, tag, requests)
             end = time.monotonic() + _LAST_LOOK_S
-            while not (came := request.Test()) and time.monotonic() < end:
+            while not (came := requests[0].Test()) and time.monotonic() < end:
                 time.sleep(0)
             if not came:
-                self.abandon([request], [[slot]])
+                self.abandon(requests, slot)
             sent = in_words(slot.head.tobytes()) if came else "a message"
             raise MismatchError(
                 f"rank {peer} sent {sent}, which rank {self.rank} never received; {SAME_CALLS}", peer=peer

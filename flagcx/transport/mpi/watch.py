@@ -92,10 +92,10 @@ class Watch:
             self._ask_at_s = waited_s + min(waited_s, _MOST_BETWEEN_S)
             try:
                 seen = self._ask(what, shared, late)
+                self._compare(seen, what, shared)
+                self._examine_closed(seen, what, peer, shared)
             except PeerTimeoutError:
                 seen = {}  # the store's messages may share a slow link with those that are waited for
-            self._compare(seen, what, shared)
-            self._examine_closed(seen, what, peer, shared)
         why = ""
         if self._waits is not None:
             why = self._waits.look(ON_HOST, what, peer, waited_s, late)
@@ -199,6 +199,9 @@ class Watch:
     def _examine_closed(self, seen: dict[int, _Told], what: str, peer: int, shared: bool) -> None:
         for q, told in seen.items():
             if told.closed and (told.calls < self.calls if shared else q == peer):
+                self.check_failures(
+                    what
+                )  # it may have given up, and then closed, since that was looked at last
                 raise PeerDiedError(
                     f"rank {q} has ended or closed its communicator while rank {self._store.rank} waited in "
                     f"{what}; every rank must make the same calls",

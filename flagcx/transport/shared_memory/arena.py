@@ -17,6 +17,7 @@ from flagcx.config import Config
 from flagcx.errors import AbortedError, BootstrapError, CommunicationError, PeerDiedError, ResourceError
 from flagcx.forks import abandon_in_children
 from flagcx.transport.scratch import Scratch
+from flagcx.transport.shared_memory.call_log import CallLog
 from flagcx.transport.shared_memory.cross_memory import CrossMemory, allow_peers, probe
 from flagcx.transport.shared_memory.heap import Heap, PeerHeaps
 from flagcx.transport.shared_memory.segment import (
@@ -28,7 +29,7 @@ from flagcx.transport.shared_memory.segment import (
     pid_namespace,
 )
 from flagcx.transport.shared_memory.signals import Signals
-from flagcx.transport.shared_memory.words import LANES, MESSAGES, READY, STEPS, words_nbytes
+from flagcx.transport.shared_memory.words import ABORTED, LANES, MESSAGES, READY, STEPS, words_nbytes
 
 ONE_SHOT_NBYTES = 64 << 10
 STAGES = 4
@@ -175,7 +176,8 @@ class Arena:
             for q, card in enumerate(cards):
                 self._segments.append(own if q == rank else _attach(q, Handle(*card["segment"])))
             self.signals = Signals(rank, self._segments, config.timeout_s)
-        except BaseException:
+        except BaseException as error:
+            _tell_failure(own, rank, size, error)
             for segment in {own, *self._segments}:
                 segment.close()
             raise
@@ -269,6 +271,14 @@ class Arena:
         segments, self._segments = self._segments, []
         for segment in segments:
             segment.close()
+
+
+def _tell_failure(own: Segment, rank: int, size: int, error: BaseException) -> None:
+    """Tells the peers that have mapped this rank's segment, and wait for the rank, that it gives up."""
+    memory = memoryview(own.memory)
+    words = memory.cast("Q")
+    CallLog(rank, [words] * size, [memory] * size).write_reason(str(error))
+    words[ABORTED] = 2 + error.peer if isinstance(error, CommunicationError) and error.peer is not None else 1
 
 
 def _is_ready(words: memoryview) -> bool:

@@ -105,6 +105,11 @@ class Segment:
         try:
             descriptor = os.open(handle.path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise ResourceError(
+                    f"no descriptor is left for the shared memory of a peer ({error.strerror}); close files, "
+                    f"or allow more by ulimit -n"
+                ) from None
             raise ResourceError(
                 f"the shared memory of process {handle.pid} cannot be opened ({error}); the ranks of a host "
                 f"must run as one user, in one PID namespace, and be alive"
@@ -116,6 +121,8 @@ class Segment:
                     f"memory; {ONE_NAMESPACE}"
                 )
             return cls(mmap.mmap(descriptor, handle.nbytes), handle, None)
+        except OSError as error:
+            raise ResourceError(_why_not(handle.nbytes, error)) from None
         finally:
             os.close(descriptor)
 
@@ -159,8 +166,10 @@ def has_ended(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()[0] in b"ZX"
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return True
+    except OSError:  # this process has no descriptor left, or may not look
+        return False
 
 
 def _unnamed_file() -> int:

@@ -79,27 +79,41 @@ def _do(command: str) -> None:
 def mpirun(hosts: tuple[str, str], per_host: int, command: list[str], timeout_s: float) -> str:
     """Starts ranks on both hosts by Open MPI, from inside the first, and returns what they print."""
     with tempfile.TemporaryDirectory() as folder:
-        agent = Path(folder) / "agent"
-        agent.write_text(AGENT)
-        agent.chmod(0o755)
-        line = [
-            str(Path(sysconfig.get_path("scripts")) / "mpirun"), "--allow-run-as-root",
-            "--prtemca", "plm_ssh_agent", str(agent), "--prtemca", "plm_ssh_no_tree_spawn", "1",
-            "--host", ",".join(f"{host}:{per_host}" for host in hosts),
-            "--map-by", f"ppr:{per_host}:node:OVERSUBSCRIBE",
-            "--mca", "btl_tcp_if_include", f"{NETWORK}.0/24", "-n", str(2 * per_host),
-            "-x", "PYTHONPATH", *command,
-        ]  # fmt: skip
-        inside = f"hostname {hosts[0]}; exec {shlex.join(line)}"
-        root = str(Path(__file__).resolve().parent.parent)
         return subprocess.run(
-            ["ip", "netns", "exec", hosts[0], "unshare", "--uts", "sh", "-c", inside],
-            env={**os.environ, "PYTHONPATH": root},
+            mpirun_line(hosts, per_host, command, Path(folder)),
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent.parent)},
             stdout=subprocess.PIPE,
             text=True,
             check=True,
             timeout=timeout_s,
         ).stdout
+
+
+def mpirun_line(
+    hosts: tuple[str, str], per_host: int, command: list[str], folder: Path, options: tuple[str, ...] = ()
+) -> list[str]:
+    """The command that starts ranks on both hosts, from inside the first.
+
+    Args:
+        hosts: Their names.
+        per_host: Ranks on each.
+        command: What each rank runs.
+        folder: For a script that stands in place of ssh.
+        options: More options of mpirun.
+    """
+    agent = folder / "agent"
+    agent.write_text(AGENT)
+    agent.chmod(0o755)
+    line = [
+        str(Path(sysconfig.get_path("scripts")) / "mpirun"), "--allow-run-as-root", *options,
+        "--prtemca", "plm_ssh_agent", str(agent), "--prtemca", "plm_ssh_no_tree_spawn", "1",
+        "--host", ",".join(f"{host}:{per_host}" for host in hosts),
+        "--map-by", f"ppr:{per_host}:node:OVERSUBSCRIBE",
+        "--mca", "btl_tcp_if_include", f"{NETWORK}.0/24", "-n", str(2 * per_host),
+        "-x", "PYTHONPATH", *command,
+    ]  # fmt: skip
+    inside = f"hostname {hosts[0]}; exec {shlex.join(line)}"
+    return ["ip", "netns", "exec", hosts[0], "unshare", "--uts", "sh", "-c", inside]
 
 
 def measure(sizes: list[int], rounds: int, codecs: list[str]) -> None:

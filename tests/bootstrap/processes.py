@@ -133,7 +133,7 @@ def is_alive(pid: int) -> bool:
     """Whether a process exists and is more than a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 

@@ -1,4 +1,4 @@
-"""Ranks that kill themselves at a chosen place: before or after the n-th call of a function."""
+"""Ranks that kill themselves, or do worse, at a chosen place: before or after the n-th call of a function."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def arm(kill: Kill) -> None:
-    """From now on this process dies at a place."""
+def arm(kill: Kill, act: Callable[[], object] = die) -> None:
+    """From now on this process dies at a place, or does there what ``act`` does, once."""
     module_name, _, path = kill.place.partition(":")
     owner_name, _, name = path.partition(".")
     owner = getattr(importlib.import_module(f"flagcx.{module_name}"), owner_name)
@@ -73,11 +73,12 @@ def arm(kill: Kill) -> None:
     def counted(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += 1
-        if calls == kill.number and not kill.after:
-            die()
+        here = calls == kill.number
+        if here and not kill.after:
+            act()
         result = run(*args, **kwargs)
-        if calls >= kill.number and kill.after:
-            die()
+        if here and kill.after:
+            act()
         return result
 
     if isinstance(original, classmethod):

@@ -1,0 +1,227 @@
+"""Runs jobs of the fault suite side by side, and sees how each of their ranks ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bench.two_hosts import mpirun_line, two_hosts
+from tests.bootstrap.processes import REPOSITORY, bare_environment, is_alive
+from tests.communicator.jobs import shared_memory_files
+from tests.faults.plan import Plan
+from tests.faults.verdict import Verdict, judge
+from tests.mpi import MPIRUN
+
+_MARK = "FLAGCX_FAULTS_JOB"
+_END_S = 15.0
+"""How long what is left of a job may take to end after its ranks have ended."""
+
+
+class Runner:
+    """What jobs are started with. A context manager.
+
+    Args:
+        hosts: The names of two test hosts, or None.
+    """
+
+    def __init__(self, hosts: tuple[str, str] | None) -> None:
+        self.hosts = hosts
+        self._starter = subprocess.Popen(
+            [sys.executable, "-m", "tests.faults.start"],
+            stdin=subprocess.PIPE,
+            text=True,
+            cwd=REPOSITORY,
+            env=bare_environment(OMP_NUM_THREADS="1", FLAGCX_TUNING="0"),
+        )
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._starter.stdin is not None
+        self._starter.stdin.close()
+        self._starter.wait(30)
+
+    def start(self, plan: Plan, directory: Path) -> subprocess.Popen | None:
+        """Starts a job; its mpirun, if it has one."""
+        if "MPI" not in plan.transport:
+            assert self._starter.stdin is not None
+            self._starter.stdin.write(json.dumps([json.dumps(plan), str(directory)]) + "\n")
+            self._starter.stdin.flush()
+            return None
+        program = [sys.executable, "-m", "tests.faults.rank", json.dumps(plan), str(directory)]
+        options = ("--with-ft", "ulfm", "-x", _MARK, "-x", "FLAGCX_TRANSPORT", "-x", "FLAGCX_RECORD")
+        if self.hosts is not None and plan.transport == "MPI, two hosts":
+            command = mpirun_line(self.hosts, plan.size // 2, program, directory, options)
+        else:
+            line = [str(MPIRUN), "--allow-run-as-root", "--oversubscribe", *options]
+            command = [*line, "-n", str(plan.size), *program]
+        more = {_MARK: str(directory), "FLAGCX_TRANSPORT": "mpi", "FLAGCX_RECORD": "0"}
+        with open(directory / "output", "wb") as output:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                cwd=REPOSITORY,
+                env=bare_environment(TMPDIR=str(directory), FLAGCX_TUNING="0", OMP_NUM_THREADS="1", **more),
+                start_new_session=True,
+            )
+
+    def mend_link(self) -> None:
+        """Joins the hosts again."""
+        for host in self.hosts or ():
+            subprocess.run(["ip", "-n", host, "link", "set", f"{host}v", "up"], check=True)
+
+
+class Job:
+    """A job that runs. ``step`` has to be called again and again until it gives the verdict."""
+
+    def __init__(self, runner: Runner, plan: Plan) -> None:
+        self.plan, self._runner = plan, runner
+        self.directory = Path(tempfile.mkdtemp(prefix="ff"))
+        self._before = shared_memory_files()
+        self._begun, self._ended_at, self._late = time.monotonic(), 0.0, set[int]()
+        self._mpirun = runner.start(plan, self.directory)
+
+    def step(self) -> Verdict | None:
+        """Looks at the job; its verdict, once it has ended."""
+        now = time.monotonic()
+        if not self._ended_at:
+            waits = [rank for rank in range(self.plan.size) if not self._has_ended(rank)]
+            if waits and now < self._begun + self.plan.bound_s:
+                return None
+            self._late, self._ended_at = set(waits), now
+            if self.plan.fault == "cut link":
+                self._runner.mend_link()
+            self._end_victim()
+            if waits:
+                self._end(self._processes())
+        left = self._processes()
+        if left and now < self._ended_at + _END_S:
+            return None
+        leaks = [f"process {pid}: {_command(pid)}" for pid in left]
+        self._end(left)
+        if self._mpirun is not None:
+            self._mpirun.wait(10)
+        leaks += [f"/dev/shm/{name}" for name in self._left_in_shared_memory()]
+        verdict = judge(self.plan, self._events(), self._late, leaks)
+        if not verdict.good or verdict.unclear or verdict.tardy:
+            return replace(verdict, logs=str(self.directory))
+        shutil.rmtree(self.directory)
+        return verdict
+
+    def end(self) -> None:
+        """Ends the job, whatever it does, and forgets it."""
+        self._end(self._processes())
+        shutil.rmtree(self.directory)
+
+    def _has_ended(self, rank: int) -> bool:
+        events = self._read(f"rank{rank}")
+        stopped = rank == self.plan.victim and self.plan.fault == "stop"
+        if stopped and any(event["event"] == "fault" for event in events):
+            return True  # it lies still until it is killed
+        if not events:
+            launcher = self._read("launcher")
+            gone = bool(launcher) and not is_alive(launcher[0]["pid"])
+            return gone or (self._mpirun is not None and self._mpirun.poll() is not None)
+        if self.plan.transport != "shared memory" and any(e["event"] in ("end", "raised") for e in events):
+            return (
+                True  # a thread; or a rank that waits in MPI_Finalize, which is collective, for a stopped one
+            )
+        return not is_alive(events[0]["pid"])
+
+    def _read(self, name: str) -> list[dict[str, Any]]:
+        with contextlib.suppress(FileNotFoundError):
+            return [json.loads(line) for line in (self.directory / name).read_text().splitlines()]
+        return []
+
+    def _events(self) -> dict[str, list[dict[str, Any]]]:
+        names = ["launcher", *(f"rank{rank}" for rank in range(self.plan.size))]
+        return {name: self._read(name) for name in names}
+
+    def _end_victim(self) -> None:
+        events = self._read(f"rank{self.plan.victim}")
+        if events and self.plan.transport != "threads" and self.plan.fault == "stop":
+            self._end([events[0]["pid"]])
+
+    def _processes(self) -> list[int]:
+        """All processes of the job that live: of its session, or with its mark."""
+        leader = self._read("launcher")
+        session = leader[0]["pid"] if leader else self._mpirun.pid if self._mpirun else -1
+        mark = f"{_MARK}={self.directory}".encode()
+        found = []
+        for folder in Path("/proc").iterdir():
+            if folder.name.isdecimal() and is_alive(int(folder.name)):
+                with contextlib.suppress(OSError):
+                    fields = (folder / "stat").read_text().rpartition(")")[2].split()
+                    if int(fields[3]) == session or mark in (folder / "environ").read_bytes():
+                        found.append(int(folder.name))
+        return found
+
+    def _end(self, pids: Sequence[int]) -> None:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def _left_in_shared_memory(self) -> set[str]:
+        left = shared_memory_files() - self._before
+        if left:  # names live for microseconds in jobs of others
+            time.sleep(0.5)
+        return left & shared_memory_files()
+
+
+def _command(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:120]
+    return "?"
+
+
+def run(plans: Sequence[Plan], most: int, until: float = float("inf")) -> Iterator[Verdict]:
+    """Runs jobs, some at once, and yields their verdicts as they come.
+
+    Args:
+        plans: The jobs.
+        most: How many run at once; of those between hosts, whose link may be cut, one. (Those whose fault is
+            "two jobs" have another beside them in any case.)
+        until: A time of ``time.monotonic`` after which none begins.
+    """
+    between = any(plan.transport == "MPI, two hosts" for plan in plans)
+    with contextlib.ExitStack() as stack:
+        hosts = stack.enter_context(two_hosts("10gbit")) if between else None
+        runner = stack.enter_context(Runner(hosts))
+        waiting, running = list(plans), list[Job]()
+        stack.callback(lambda: [job.end() for job in running])
+        while waiting or running:
+            if time.monotonic() > until:
+                waiting.clear()
+            while len(running) < most and (plan := _next(waiting, running)) is not None:
+                running.append(Job(runner, plan))
+                if plan.fault == "two jobs":
+                    running.append(Job(runner, plan._replace(seed=plan.seed + 10**6)))
+            time.sleep(0.03)
+            for job in list(running):
+                verdict = job.step()
+                if verdict is not None:
+                    running.remove(job)
+                    yield verdict
+
+
+def _next(waiting: list[Plan], running: list[Job]) -> Plan | None:
+    """Takes the next job that may begin, if there is one."""
+    taken = any(job.plan.transport == "MPI, two hosts" for job in running)
+    for number, plan in enumerate(waiting):
+        if not (taken and plan.transport == "MPI, two hosts"):
+            return waiting.pop(number)
+    return None

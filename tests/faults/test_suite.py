@@ -1,0 +1,110 @@
+"""A slice of the fault suite, and its judgement itself: what it says of logs that are as they must not be."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.bootstrap.processes import REPOSITORY
+from tests.communicator.kills import Kill
+from tests.faults.plan import FAULTS, Plan, draw
+from tests.faults.verdict import Verdict, judge
+
+
+def inject(*arguments: str, timeout_s: float) -> str:
+    """What the command prints; fails if it has found anything."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.faults", *arguments],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout_s,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_a_few_faults():
+    inject("--faults", "24", "--transport", "shared memory", "--transport", "threads", timeout_s=240)
+
+
+@pytest.mark.exhaustive
+def test_more_faults_over_all_transports():
+    inject("--faults", "100", "--seed", "5000", "--at-once", "6", timeout_s=600)
+
+
+@pytest.mark.parametrize("transport", list(FAULTS))
+def test_a_seed_gives_one_plan(transport):
+    plans = [draw(seed, transport) for seed in range(300)]
+    assert plans == [draw(seed, transport) for seed in range(300)]
+    assert {plan.fault for plan in plans} == set(FAULTS[transport])
+    assert {plan.phase for plan in plans} >= {"init", "close", 0, 5}
+
+
+PLAN = Plan(
+    1, "shared memory", 3, 2, "kill", 1, 1, "before", 0.0, Kill("bootstrap.store:Store.agree", 1, False), ""
+)
+
+
+def event(name: str, time: float = 1.0, **more: Any) -> dict[str, Any]:
+    return {"event": name, "time": time, "pid": 1, "phase": 1, **more}
+
+
+def verdict(
+    *of_rank_0: dict[str, Any], plan: Plan = PLAN, struck: bool = True, late: tuple[int, ...] = ()
+) -> Verdict:
+    """What is said of a job whose ranks but rank 0 behaved: rank 1 was killed, rank 2 told so."""
+    died = event("error", 3.0, kind="PeerDiedError", peer=1, text="rank 1 died")
+    whole = [event("start", descriptors=3), event("begin", 2.0), *of_rank_0, event("end", 9, descriptors=3)]
+    events = {
+        "launcher": [event("start", descriptors=5), event("end", 9.0, descriptors=5)],
+        "rank0": whole,
+        "rank1": [event("start", descriptors=3), *[event("fault", 2.5)] * struck],
+        "rank2": [event("start", descriptors=3), died, event("end", 9.0, descriptors=3)],
+    }
+    return judge(plan, events, set(late), [])
+
+
+def test_a_good_job_is_good():
+    error = event("error", 3.5, kind="AbortedError", peer=1, text="")
+    found = verdict(error, event("after", kind="CommunicatorError", text="", seconds=0.1))
+    assert found.good
+    assert found.raised_s == [1.0, 0.5]
+
+
+def test_the_victim_may_be_named_in_words_alone():
+    assert verdict(event("error", kind="BootstrapError", peer=None, text="no word from ranks 0 and 1")).good
+    assert verdict(event("error", kind="BootstrapError", peer=None, text="no word from rank 10")).blame
+
+
+@pytest.mark.parametrize(
+    ("what", "events", "more"),
+    [
+        ("blame", [event("error", kind="PeerDiedError", peer=2, text="rank 2 died, not rank 1")], {}),
+        ("blame", [event("error", kind="PeerDiedError", peer=1, text="")], {"struck": False}),
+        (
+            "blame",
+            [event("error", kind="PeerTimeoutError", peer=1, text="")],
+            {"plan": PLAN._replace(fault="slow")},
+        ),
+        ("wrong", [event("wrong", text="1 != 2")], {}),
+        ("wrong", [event("raised", kind="IndexError", text="")], {}),
+        ("wrong", [event("after", kind="", text="", seconds=0.1)], {}),
+        ("hangs", [event("after", kind="CommunicatorError", text="", seconds=30.0)], {}),
+        ("hangs", [], {"late": (0,)}),
+        ("leaks", [event("end", descriptors=30)], {}),
+    ],
+)
+def test_what_is_not_as_it_must_be_is_found(what, events, more):
+    if what == "leaks":
+        logs = {f"rank{rank}": [event("start", descriptors=3), *events] for rank in range(3)}
+        found = judge(PLAN, {"launcher": [], **logs}, set(), [])
+    else:
+        found = verdict(*events, **more)
+    assert getattr(found, what), found
+    assert not found.good

@@ -13,8 +13,8 @@ import numpy as np
 from flagcx.errors import MismatchError
 
 HEAD_NBYTES = 192
-SHORT_NBYTES = 16 << 10
-"""Up to so many bytes, to copy the data costs less than a second message."""
+SHORT_NBYTES = 3 << 10
+"""Up to so many bytes, with the head, an MPI sends at once on one host; it asks the receiver about more."""
 _PIECE_NBYTES = 32 << 20
 """Each piece that comes shows that a slow link is not stuck; see ``Wait.moved``."""
 _DIGEST_NBYTES = 16

@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import monotonic
 from time import perf_counter_ns as now
 from typing import Any, Protocol
 
-from flagcx.errors import CommunicationError, CommunicatorError, PeerTimeoutError
+from flagcx.errors import CommunicationError, CommunicatorError, PeerTimeoutError, ResourceError
 from flagcx.executor.transfer import After, Transfer
 from flagcx.executor.work import Work, seconds
 from flagcx.profiler import OperationInfo, RecordBuffer
@@ -113,8 +113,7 @@ class PointToPoint:
         if transfer.left:
             with self._wake:
                 if self._thread is None:
-                    self._thread = threading.Thread(target=self._work, name="flagcx-messages", daemon=True)
-                    self._thread.start()
+                    self._thread = _started(self._work)
                 self._wake.notify()
         return TransferWork(self, transfer, value)
 
@@ -364,3 +363,16 @@ class TransferWork(Work):
         if self._transfer.left:
             raise PeerTimeoutError(f"{self._what} still runs after {timeout_s} s; wait again")
         return self._value
+
+
+def _started(work: Callable[[], None]) -> threading.Thread:
+    """A thread that moves what was started, under way."""
+    thread = threading.Thread(target=work, name="flagcx-messages", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise ResourceError(
+            f"no thread can be started for sends and receives with async_op=True ({error}); allow this "
+            f"process more memory (ulimit -v) or threads (ulimit -u), or leave async_op out"
+        ) from None
+    return thread

@@ -377,3 +377,23 @@ if comm.rank == 0:
         told = [outcome_of(line(process)) for process in processes]
     assert told[0][0] == "PeerTimeoutError", told
     assert told[1][0] == "AbortedError" and "rank 0 gave up" in told[1][3], told
+
+
+def test_a_rank_without_descriptors_says_so_and_tells_the_others():
+    body = """
+import resource
+comm = fc.init()
+if comm.rank == 1:
+    most = max(map(int, os.listdir("/proc/self/fd"))) + 2
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+comm.barrier()
+outcome(lambda: comm.split(0))
+sys.stdin.readline()
+"""
+    with job(3, body, FLAGCX_TIMEOUT_S="20") as processes:
+        told = [outcome_of(line(process)) for process in processes]
+    assert told[1][0] == "ResourceError", told
+    assert "descriptor" in told[1][3] or "open files" in told[1][3], told
+    for rank in (0, 2):  # which may have seen another that had been told
+        assert told[rank][0] == "AbortedError", told
+        assert told[rank][2] < DEATH_S, told

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import Future
 
+import numpy as np
 import pytest
 
+import flagcx as fc
 from flagcx.errors import ArgumentError, MismatchError, PeerTimeoutError
 from flagcx.executor.work import Work
 
@@ -48,3 +51,21 @@ def test_an_error_of_the_work_is_raised_and_counts_as_told(error):
     with pytest.raises(type(error), match=str(error)):
         Work(future, "allreduce", None, lambda: told.append(1)).wait(1.0)
     assert told == [1]
+
+
+def test_a_message_for_which_no_thread_can_be_started(monkeypatch):
+    def start(self):
+        raise RuntimeError("can't start new thread")
+
+    comm, got = fc.init(), np.zeros(3)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(fc.ResourceError, match=r"no thread can be started for sends.*ulimit"):
+            comm.recv(got, 0, async_op=True)
+    comm.send(np.ones(3), 0)  # the receive has begun
+    later = np.zeros(3)
+    work = comm.recv(later, 0, async_op=True)
+    comm.send(np.full(3, 2.0), 0)
+    work.wait()
+    assert (later == 2).all()
+    comm.close()

@@ -10,6 +10,7 @@ are kept. Jobs between hosts need root, and the programs ip and tc.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -126,14 +127,15 @@ def main() -> int:
         chosen = [draw(plan.seed, plan.transport, given.fault) for plan in chosen]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends the jobs too
     begin, verdicts = time.monotonic(), []
-    for verdict in run(chosen, given.at_once, begin + given.seconds):
-        verdicts.append(verdict)
-        if not verdict.good or verdict.unclear or verdict.tardy:
-            tell(verdict)
-        if given.verdicts:
-            with open(given.verdicts, "a") as file:
-                found = {name: getattr(verdict, name) for name in (*COUNTED, "struck", "raised_s")}
-                print(json.dumps({**verdict.plan._asdict(), **found}), file=file)
+    with contextlib.suppress(SystemExit, KeyboardInterrupt):  # the table of what has ended comes all the same
+        for verdict in run(chosen, given.at_once, begin + given.seconds):
+            verdicts.append(verdict)
+            if not verdict.good or verdict.unclear or verdict.tardy:
+                tell(verdict)
+            if given.verdicts:
+                with open(given.verdicts, "a") as file:
+                    found = {name: getattr(verdict, name) for name in (*COUNTED, "struck", "raised_s")}
+                    print(json.dumps({**verdict.plan._asdict(), **found}), file=file)
     if not verdicts:
         return 2
     table = rows(verdicts)

@@ -9,7 +9,8 @@ from tests.communicator.kills import IN_CALLS, IN_JOINING, Kill
 
 IN_MPI = (
     "transport.mpi.wire:Wire.exchange",
-    "transport.mpi.wire:Wire.test",
+    "transport.mpi.wire:Wire.send",
+    "transport.mpi.wire:Wire.moved",
     "bootstrap.store:Store.exchange",
 )
 
@@ -57,12 +58,13 @@ class Plan(NamedTuple):
     @property
     def timeout_s(self) -> float:
         """The time-out of operations: short where nothing else can end a wait."""
-        return 5.0 if self.fault in ("stop", "cut link") else 40.0
+        return 5.0 if self.fault in ("stop", "cut link") else 20.0
 
     @property
     def init_timeout_s(self) -> float:
-        """The time-out of ``fc.init()``: short where a rank may never come."""
-        return 10.0 if self.phase == "init" and self.fault not in HARMLESS else 60.0
+        """The time-out of ``fc.init()`` and splits: short where a rank may never come."""
+        never = self.fault in ("stop", "cut link") or (self.phase == "init" and self.fault not in HARMLESS)
+        return 10.0 if never else 60.0
 
     @property
     def bound_s(self) -> float:

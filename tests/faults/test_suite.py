@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from typing import Any
@@ -9,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.bootstrap.processes import REPOSITORY
-from tests.communicator.kills import Kill
-from tests.faults.plan import FAULTS, Plan, draw
+from tests.communicator.kills import IN_CALLS, IN_JOINING, Kill
+from tests.faults.plan import FAULTS, IN_MPI, Plan, draw
 from tests.faults.verdict import Verdict, judge
 
 
@@ -34,8 +35,11 @@ def test_a_few_faults():
 
 
 @pytest.mark.exhaustive
-def test_more_faults_over_all_transports():
-    inject("--faults", "100", "--seed", "5000", "--at-once", "6", timeout_s=600)
+def test_more_faults():
+    transports = [word for name in ("shared memory", "threads", "MPI") for word in ("--transport", name)]
+    inject(
+        "--faults", "150", "--seed", "5000", "--at-once", "8", "--seconds", "60", *transports, timeout_s=300
+    )
 
 
 @pytest.mark.parametrize("transport", list(FAULTS))
@@ -44,6 +48,13 @@ def test_a_seed_gives_one_plan(transport):
     assert plans == [draw(seed, transport) for seed in range(300)]
     assert {plan.fault for plan in plans} == set(FAULTS[transport])
     assert {plan.phase for plan in plans} >= {"init", "close", 0, 5}
+
+
+@pytest.mark.parametrize("place", [*IN_CALLS, *IN_JOINING, *IN_MPI])
+def test_the_places_of_faults_exist(place):
+    module, _, path = place.partition(":")
+    owner, _, name = path.partition(".")
+    assert name in vars(getattr(importlib.import_module(f"flagcx.{module}"), owner))
 
 
 PLAN = Plan(

@@ -137,6 +137,20 @@ def absent() -> None:
     wait_for_the_others(comm)
 
 
+def ends_early() -> None:
+    """Rank 2 ends in good order between two calls, and has closed nothing."""
+    comm = fc.init(timeout_s=40)
+    comm.allreduce(np.ones(5))
+    if comm.rank == 2:
+        sys.exit(0)
+    start = time.monotonic()
+    try:
+        comm.allreduce(np.ones(5))
+    except FlagcxError as error:
+        soon = time.monotonic() - start < 10
+        print(f"rank {comm.rank} {type(error).__name__} soon={soon}: {error}", flush=True)
+
+
 def losses() -> None:
     """Rank 3 is lost in a call, then rank 0, which serves the store, in another; the others go on without."""
     comm = fc.init(init_timeout_s=20)

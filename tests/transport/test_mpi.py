@@ -74,6 +74,15 @@ def test_a_rank_that_stays_away_is_named():
 
 
 @pytest.mark.slow
+def test_a_rank_that_ends_early_is_missed_at_once():
+    _, printed = run(3, "ends_early")
+    for rank in (0, 1):
+        assert f"rank {rank} PeerDiedError soon=True: rank 2 has ended" in printed or (
+            f"rank {rank} AbortedError soon=True" in printed
+        ), printed
+    assert "PeerDiedError soon=True: rank 2 has ended" in printed, printed
+
+
 def test_ranks_go_on_after_losses_where_mpi_does():
     _, printed = run_mpi(4, "tests.transport.mpi_jobs", "losses", options=("--with-ft", "ulfm"))
     aborted = [line.split() for line in printed.splitlines() if " aborted " in line]

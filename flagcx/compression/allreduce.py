@@ -99,7 +99,7 @@ class Compressor:
         codec = with_shapes(codec, shapes)
         reduce = self._reduce(peers, codec, slot, count, shapes, op)
         scale = "" if op.scale is None else f" x {op.scale!r}"
-        what = f"allreduce of {count} {dtype.name} by {op.name}{scale}, compressed: {codec!r}"
+        what = f"allreduce of {count} {dtype.name} by {op.name}{scale}, compressed: {codec!r}{slot.settings}"
         if shape is not None:
             what += f", of {_in_words(getattr(codec, 'shapes', shapes))}"
         return CompressedPlan(self._executor, peers, codec, slot, reduce, count, shape, dtype, what)

@@ -125,7 +125,8 @@ class Feedback:
         and momentum at the first call, and warns.
 
         Args:
-            state: A mapping of what ``state_dict`` gave, also as ``np.load`` or ``torch.load`` give it back.
+            state: A mapping of what ``state_dict`` gave, also as ``np.load``, or ``torch.load`` with
+                ``weights_only=False``, give it back.
 
         Raises:
             ArgumentError: It is the state of another codec, or none at all.

@@ -64,6 +64,13 @@ class Slot:
         self.plans: dict[tuple, Any] = {}
         self.reset()
 
+    @property
+    def settings(self) -> str:
+        """How it is used, in words; the same on every rank."""
+        clip = "" if self._clip is None else f", clipped to {self._clip:g}"
+        momentum = f", momentum {self._momentum:g}" if self._momentum else ""
+        return f"{', with a residual' if self._keeps else ''}{momentum}{clip}"
+
     def reset(self) -> None:
         """Clears the memory, as at the start of a training. Call it on all ranks."""
         self.residual: Any = None

@@ -19,7 +19,7 @@ class Transfer:
         what: What the records call it; None where nothing is recorded.
 
     Attributes:
-        left: How many messages have not ended.
+        left: How many messages have not ended; 0 only when nothing is left to do.
         moved_ns: Time spent moving data so far.
         waited_s: For how long callers have waited since data moved last.
     """
@@ -32,11 +32,12 @@ class Transfer:
 
     def count_down(self, ring: RecordBuffer | None) -> None:
         """Notes that one message has ended; after the last, does what is left to do."""
-        self.left -= 1
-        if self.left:
+        if self.left > 1:
+            self.left -= 1
             return
         if self._after is not None:
-            self._after()
+            self._after()  # before another thread may see that all has ended
+        self.left = 0
         if ring is not None:
             end_ns = now()
             waiting_ns = max(end_ns - self._start_ns - self.moved_ns, 0)

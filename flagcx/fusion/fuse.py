@@ -294,7 +294,8 @@ class Fusion:
                 continue
             packing = self.packer.packing(shapes[first:last], dtype.numpy)
             # Messages of as many elements may be made of other arrays.
-            whole = f"allreduce of {last - first} arrays of shapes {shapes[first:last]}"
+            counts = ", ".join(str(_size(shape)) for shape in shapes[first:last])
+            whole = f"allreduce of {last - first} arrays of {counts} elements"
             count = packing.flat.size
             plan = self.executor.find("allreduce", count, dtype, op, None, algorithm, True, whole)
             yield _Part(first, last, packing, plan)

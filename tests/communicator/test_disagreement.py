@@ -121,3 +121,25 @@ def _mistaken() -> str:
     comm = fc.init(timeout_s=10.0)
     comm.broadcast(np.full(4, 100 + comm.rank), root=comm.rank)
     return end_of(lambda: comm.allgather(np.full(4, comm.rank))).split(":")[0]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_a_mistake_left_is_not_taken_for_the_data_of_the_same_call_later(size):
+    for wrong, end in run_ranks(_mistaken_once, size):
+        assert wrong == 0 and end.startswith(("MismatchError: ranks disagree on call 1", "AbortedError")), end
+
+
+def _mistaken_once() -> tuple[int, str]:
+    """Wrong elements in broadcasts from rank 0 after one with another root, and what ends them."""
+    comm, wrong = fc.init(timeout_s=10.0), 0
+    comm.broadcast(np.zeros(8), 0)
+    comm.broadcast(np.full(8, 100.0), 0 if comm.rank == 0 else 1)
+
+    def broadcasts() -> None:
+        nonlocal wrong
+        for i in range(1000):
+            x = np.full(8, float(i if comm.rank == 0 else -1))
+            comm.broadcast(x, 0)
+            wrong += int((x != i).sum())
+
+    return wrong, end_of(broadcasts)

@@ -364,6 +364,17 @@ def _lists_that_come_again() -> None:
         wanted = totals(*few)
         comm.allreduce(few)
         check(few, wanted)
+    same = [np.ones((4, 5)), np.ones(3)]
+    for _ in range(3):
+        comm.allreduce(same)
+    if comm.rank == 0:
+        same[0].shape = (20,)  # the others pass another array of that shape
+    else:
+        same[0] = np.full(20, float(comm.size**3))
+    comm.allreduce(same)
+    shape = (1, 3) if comm.rank else (3,)
+    comm.allreduce([np.ones(shape), *same])
+    assert same[0].max() == comm.size**5
     again = [np.ones(5, np.float32), np.ones(5, np.float32)]
     for op, value in (("sum", comm.size), ("sum", comm.size), ("max", 1), ("sum", comm.size), ("prod", 1)):
         for array in again:

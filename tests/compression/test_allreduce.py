@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -183,17 +184,26 @@ def test_bad_calls_say_what_is_wrong():
             assert kind == want and part in text, (kind, text)
 
 
-def disagree() -> str:
+def disagree(*codecs: Any) -> str:
     comm = fc.init()
     try:
-        comm.allreduce(np.ones(1000, np.float32), compression=("int8", "int4")[comm.rank])
+        comm.allreduce(np.ones(1000, np.float32), compression=codecs[comm.rank])
     except fc.CommunicationError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
 
 
-def test_ranks_with_different_codecs_hear_of_it():
-    said = run_ranks(disagree, 2)
+@pytest.mark.parametrize(
+    "codecs",
+    [
+        ("int8", "int4"),
+        [fc.compression.Feedback("int8", momentum=momentum) for momentum in (0.0, 0.9)],
+        [fc.compression.Feedback("topk", clip=clip) for clip in (1.0, 2.0)],
+        ("int8", fc.compression.Feedback("int8")),
+    ],
+)
+def test_ranks_with_different_codecs_hear_of_it(codecs):
+    said = run_ranks(disagree, 2, *codecs)
     assert any(s.startswith("MismatchError") for s in said), said
     assert all(s.startswith(("MismatchError", "AbortedError")) for s in said), said
 

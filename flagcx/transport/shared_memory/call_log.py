@@ -22,6 +22,7 @@ from flagcx.transport.shared_memory.words import (
     TEXTS,
     header_index,
     nbytes_of_header,
+    numbered,
     reason_offset,
     sent_index,
 )
@@ -89,10 +90,16 @@ class CallLog:
 
     def _message_of(self, peer: int, header: int) -> str:
         """A message of a peer in words."""
+        logs = (*self._words[self._rank][:CALL_LOG_DEPTH], *self._words[peer][:CALL_LOG_DEPTH])
+        numbers = {word >> 1 & SEQUENCE_MASK for word in logs}
         for kind, text in (*self._own.items(), *self._texts_of(peer)):
             nbytes = nbytes_of_header(header, kind)
             if nbytes is not None:
                 return f"{nbytes:,} bytes of {text}"
+            for number in numbers:
+                nbytes = nbytes_of_header(header, numbered(kind, number))
+                if nbytes is not None:
+                    return f"{nbytes:,} bytes of call {number}, {text}"
         return "bytes of another call"
 
     def calls_of(self, peer: int) -> list[tuple[int, str]]:
@@ -119,8 +126,16 @@ class CallLog:
         raw = bytes(self._memory[peer][self._reason_at : self._reason_at + REASON_NBYTES])
         return raw.rstrip(b"\0").decode(errors="replace")
 
-    def refuse(self, peer: int, header: int, expected: int) -> None:
-        """Raises MismatchError for a message of a peer whose header is not the one that is expected."""
+    def refuse(self, peer: int, header: int, expected: int, sequence: int) -> None:
+        """Raises MismatchError for a message of a peer whose header is not the one that is expected.
+
+        Args:
+            peer: The peer.
+            header: The header of its message.
+            expected: The header that was expected.
+            sequence: How many calls this rank has made.
+        """
+        self.compare(sequence - 1)  # a call before may have left the message
         sent, wanted = self._message_of(peer, header), self._message_of(self._rank, expected)
         raise MismatchError(
             f"ranks disagree: rank {peer} sent {sent}, and rank {self._rank} expects {wanted}; every rank "

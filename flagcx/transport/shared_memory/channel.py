@@ -315,7 +315,7 @@ class Receiving:
             index = header_index(self._arena.rank, lane.number, lane.received[self.peer])
             described, location = signals.words[self.peer][index], signals.words[self.peer][index + 1]
             if described & ~IN_PLACE != self._header:
-                signals.log.refuse(self.peer, described, self._header)
+                signals.log.refuse(self.peer, described, self._header, signals.sequence)
             if described & IN_PLACE:
                 self._read_in_place(location)
                 self._start = len(self._dst)

@@ -10,7 +10,7 @@ from flagcx.schedule.model import Buffer
 from flagcx.transport.base import Call
 from flagcx.transport.shared_memory.arena import PIECE_NBYTES, PIECES, Arena
 from flagcx.transport.shared_memory.channel import RENDEZVOUS_NBYTES, Exchange, Receive, run_exchange
-from flagcx.transport.shared_memory.words import SIGNATURE_SHIFT
+from flagcx.transport.shared_memory.words import SIGNATURE_SHIFT, numbered
 from flagcx.transport.steps import Part, StepParts, Steps
 
 
@@ -27,7 +27,7 @@ class ChannelSteps(Steps):
     def __init__(self, arena: Arena, call: Call, signature: int, attach_nbytes: int) -> None:
         self._attach_nbytes = attach_nbytes
         self._arena, self._signature = arena, signature
-        self._kinds = (signature >> SIGNATURE_SHIFT,) * len(Buffer)
+        self._kind, self._kinds = signature >> SIGNATURE_SHIFT, (0,) * len(Buffer)
         super().__init__(call, arena.scratch)
 
     def _messages(self, step: StepParts) -> Exchange:
@@ -52,7 +52,10 @@ class ChannelSteps(Steps):
         return any(n > PIECES for n in pieces.values())
 
     def _enter(self) -> None:
-        self._arena.signals.enter(self._signature)
+        signals = self._arena.signals
+        kind = numbered(self._kind, signals.sequence)
+        self._kinds = (kind,) * len(Buffer)
+        signals.enter(self._signature)
 
     def _exchange(self, messages: Exchange, arrays: Sequence[np.ndarray]) -> None:
         run_exchange(self._arena, messages, arrays, self._kinds, self._ufunc)

@@ -34,7 +34,7 @@ TEXT_NBYTES, TEXTS, REASON_NBYTES = 256, 4096, 1024
 # A header mixes the bytes of its message with its kind (a signature): see ``header_of``.
 IN_PLACE = 1 << 62
 """Bit of a header: the message is read where it lies."""
-_KIND_SHIFT = 15
+_KIND_SHIFT, _NUMBER_SHIFT = 15, 31
 _MOST_NBYTES = 1 << 40
 
 
@@ -66,6 +66,11 @@ def received_index(peer: int, lane: int) -> int:
 def header_of(kind: int, nbytes: int) -> int:
     """The header of a message: two messages have one header only if their kinds and lengths are the same."""
     return kind << _KIND_SHIFT ^ nbytes
+
+
+def numbered(kind: int, number: int) -> int:
+    """The kind of the messages of a collective call with this number: those of other calls have others."""
+    return kind ^ (number & SEQUENCE_MASK) << _NUMBER_SHIFT
 
 
 def nbytes_of_header(header: int, kind: int) -> int | None:

@@ -32,6 +32,8 @@ from tests.mpi import MPIRUN
 
 SHARES = {"shared memory": 14, "threads": 2, "MPI": 2, "MPI, two hosts": 2}
 """How many of 20 faults each transport gets. Jobs of MPI take seconds to start."""
+_MISLED = 2
+"""Errors that name another rank than the victim: so many, or one in a hundred, fail no run."""
 COUNTED = ("hangs", "wrong", "leaks", "blame", "unclear")
 
 
@@ -153,7 +155,9 @@ def main() -> int:
         }
         with open(given.out, "a") as file:
             print(json.dumps({"run": about, "rows": table}), file=file)
-    return int(not all(verdict.good for verdict in verdicts))
+    misled = sum(bool(verdict.blame) for verdict in verdicts)
+    harmless = not any(verdict.hangs or verdict.wrong or verdict.leaks for verdict in verdicts)
+    return int(not harmless or misled > max(_MISLED, len(verdicts) // 100))
 
 
 def _processor() -> str:

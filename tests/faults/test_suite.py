@@ -38,7 +38,7 @@ def test_a_few_faults():
 def test_more_faults():
     transports = [word for name in ("shared memory", "threads", "MPI") for word in ("--transport", name)]
     inject(
-        "--faults", "150", "--seed", "5000", "--at-once", "8", "--seconds", "60", *transports, timeout_s=300
+        "--faults", "80", "--seed", "5000", "--at-once", "8", "--seconds", "40", *transports, timeout_s=300
     )
 
 

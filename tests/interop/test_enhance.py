@@ -82,7 +82,7 @@ def test_wrong_arguments_are_named():
     for expected in (
         "call dist.init_process_group(...) first",
         "enhance_process_group has no option 'compresion'; expected group or one of",
-        "timeout_s must be above 0 seconds, got -1",
+        "timeout_s must be above 0 and at most 1e+08 seconds",
         "is not a process group of torch.distributed that is in use",
         "'gloo' is not a process group",
         "int9",

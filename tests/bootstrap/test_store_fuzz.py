@@ -1,5 +1,6 @@
 """A store lives on, whatever thousands of strangers and of ranks that have gone mad send to it."""
 
+import contextlib
 import json
 import math
 import random
@@ -61,9 +62,9 @@ def stranger(chance, address):
     """Connects, sends what no rank would, and goes or stays."""
     link = socket.socket(socket.AF_UNIX)
     link.connect(address)
-    link.sendall(
-        chance.choice((b"", chance.randbytes(chance.randrange(200)), framed(chance, message(chance))))
-    )
+    sent = chance.choice((b"", chance.randbytes(chance.randrange(200)), framed(chance, message(chance))))
+    with contextlib.suppress(OSError):  # it may be cut off while it still sends
+        link.sendall(sent)
     return link
 
 

@@ -69,7 +69,7 @@ def shared_gpu(environ: Mapping[str, str], control: str = CONTROL) -> Iterator[d
     guardian = _guard(program, directory, {**environ, **service})
     try:
         _start(program, {**environ, **service})
-        yield {**SHARED, **service}
+        yield {**SHARED, **service, **_renumbered(environ)}
     finally:
         assert guardian.stdin is not None
         guardian.stdin.close()
@@ -91,6 +91,18 @@ def sharing(environ: Mapping[str, str], share: bool) -> Iterator[dict[str, str]]
         return
     with shared_gpu(environ) as variables:
         yield {**environ, **variables}
+
+
+def _renumbered(environ: Mapping[str, str]) -> dict[str, str]:
+    """The GPUs that the daemon was started with, as its clients have to name them.
+
+    ``CUDA_VISIBLE_DEVICES=2,3`` makes GPUs 0 and 1 of the daemon's; clients with the same variable would look
+    for a third and fourth among these two. Names by UUID hold for both.
+    """
+    entries = environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if not all(entry.strip().isdigit() for entry in entries):
+        return {}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(str(number) for number in range(len(entries)))}
 
 
 def _prepare(directory: str) -> dict[str, str]:

@@ -40,6 +40,16 @@ def test_the_daemon_lives_as_long_as_the_job(log):
     assert not os.path.exists(os.path.dirname(pipe))
 
 
+@pytest.mark.parametrize(
+    ("given", "for_ranks"),
+    [("1", "0"), ("3, 5,2", "0,1,2"), ("GPU-5fd1", None), ("", None), ("-1", None), (None, None)],
+)
+def test_ranks_count_the_gpus_of_the_daemon(log, given, for_ranks):
+    environ = {**os.environ, **({} if given is None else {"CUDA_VISIBLE_DEVICES": given})}
+    with shared_gpu(environ) as variables:
+        assert variables.get("CUDA_VISIBLE_DEVICES") == for_ranks
+
+
 def test_it_ends_if_the_job_fails(log):
     with pytest.raises(RuntimeError), shared_gpu(os.environ):
         raise RuntimeError

@@ -211,6 +211,11 @@ class PeerKernel:
         if self.form in REDUCING and not has_kernel(self.dtype, self.op):
             name = "None" if self.op is None else self.op.name
             raise OperationError(f"there is no kernel for op={name!r} of {self.dtype.name} arrays")
+        body = PACKETS if self.packets else EXCHANGE
+        return self.prelude(intrinsics, **changed) + body
+
+    def prelude(self, intrinsics: str = INTRINSICS, **changed: int) -> str:
+        """The source without a kernel: constants, the element type, intrinsics and what kernels share."""
         shape = self.layout.shape
         values = {
             "RANKS": self.layout.ranks, "MOST_RANKS": MOST_RANKS, "SLOTS": shape.slots, "LAG": shape.lag,
@@ -226,8 +231,7 @@ class PeerKernel:
         head = (DEVICE_FUNCTION if on_gpu else "") + CONVERSIONS + (FLOAT16_CONVERSIONS if on_gpu else "")
         head += f'#define SCOPE "{"gpu" if self.layout.one_gpu else "sys"}"\n'
         head += "".join(f"#define {name} {value}\n" for name, value in values.items())
-        body = PACKETS if self.packets else EXCHANGE
-        return head + self._elements() + intrinsics + PACK + COMMON + body
+        return head + self._elements() + intrinsics + PACK + COMMON
 
     def _elements(self) -> str:
         if self.form in REDUCING:

@@ -17,7 +17,7 @@ read: a rank in call k + 2 has received every peer's packets of call k + 1, so e
 
 from __future__ import annotations
 
-PACKETS = r"""
+SLOTS = r"""
 #if BARE
 #define AT_SLOTS AT_BARE
 #define SLOT_PACKS MOST_BARE
@@ -69,19 +69,6 @@ FLAGCX_DEVICE void store_run(const Run& run, i64 pack, uint4 v) {
   if (whole(run, pack + 1)) store_pack((uint4*)run.at + pack, v);
   else store_elements(run, pack, v);
 }
-// All packs for the peers are loaded before the first packet is sent; the first ones before the kernel has
-// read the number of the call.
-#define SAME_TO_ALL (FORM == ONE_SHOT || FORM == ALLGATHER)
-const int OUTGOING = SAME_TO_ALL ? 1 : RANKS - 1;
-FLAGCX_DEVICE void load_outgoing(const Args& a, i64 pack, uint4* v) {
-#pragma unroll
-  for (int k = 0; k < OUTGOING; k++) v[k] = load_run(send_run(a, peer_after(a, k + 1)), pack);
-}
-FLAGCX_DEVICE void push_outgoing(const Args& a, u32 flag, u32 j, const uint4* v) {
-#pragma unroll
-  for (int k = 1; k < RANKS; k++)
-    send_pack(packets_of(a, peer_after(a, k), flag & 1, a.rank) + j, v[OUTGOING == 1 ? 0 : k - 1], flag);
-}
 const int GROUP = RANKS < 8 ? RANKS : 8;  // ranks whose packets are polled together
 
 // Waits for the packs at j in the slots of ranks first to first + GROUP, except this rank's own.
@@ -105,6 +92,25 @@ FLAGCX_DEVICE bool take_packets(const Args& a, u32 flag, u32 j, int first, uint4
 #endif
   return true;
 }
+// Offset of the second hop's packets in a slot.
+#define SECOND ((BARE ? MOST_BARE : MOST_PACKETS) / 2)
+"""
+"""The slots of packets, and how a thread sends and takes one."""
+
+_KERNEL = r"""
+// All packs for the peers are loaded before the first packet is sent; the first ones before the kernel has
+// read the number of the call.
+#define SAME_TO_ALL (FORM == ONE_SHOT || FORM == ALLGATHER)
+const int OUTGOING = SAME_TO_ALL ? 1 : RANKS - 1;
+FLAGCX_DEVICE void load_outgoing(const Args& a, i64 pack, uint4* v) {
+#pragma unroll
+  for (int k = 0; k < OUTGOING; k++) v[k] = load_run(send_run(a, peer_after(a, k + 1)), pack);
+}
+FLAGCX_DEVICE void push_outgoing(const Args& a, u32 flag, u32 j, const uint4* v) {
+#pragma unroll
+  for (int k = 1; k < RANKS; k++)
+    send_pack(packets_of(a, peer_after(a, k), flag & 1, a.rank) + j, v[OUTGOING == 1 ? 0 : k - 1], flag);
+}
 // Waits for the packs at j in all slots and stores them to their places in recvbuf.
 FLAGCX_DEVICE bool collect_pack(const Args& a, u32 flag, u32 j, i64 pack) {
 #pragma unroll
@@ -117,8 +123,6 @@ FLAGCX_DEVICE bool collect_pack(const Args& a, u32 flag, u32 j, i64 pack) {
   }
   return true;
 }
-// Offset of the second hop's packets in a slot.
-#define SECOND ((BARE ? MOST_BARE : MOST_PACKETS) / 2)
 #if REDUCES
 FLAGCX_DEVICE bool finish_pack(const Args& a, u32 flag, u32 j, i64 pack) {
   A sum[N];
@@ -186,3 +190,5 @@ FLAGCX_KERNEL(PACKET_THREADS, 1) flagcx_packets(FLAGCX_PARAMETER Args a) {
   if (t == 0) *count = flag;
 }
 """
+
+PACKETS = SLOTS + _KERNEL

@@ -16,7 +16,7 @@ from fractions import Fraction
 from functools import lru_cache
 
 from flagcx.algorithms.catalogue import Algorithm, AlgorithmEntry
-from flagcx.algorithms.registry import build, entries, entry
+from flagcx.algorithms.registry import build, entry
 from flagcx.errors import ArgumentError
 from flagcx.schedule.compose import beside, relabel
 from flagcx.schedule.model import Schedule
@@ -71,24 +71,21 @@ class Candidate:
         object.__setattr__(self, "algorithm", str(self.algorithm))
 
     @classmethod
-    def parse(cls, collective: str, algorithm: str) -> Candidate:
+    def parse(cls, algorithm: str) -> Candidate:
         """The candidate that a call names with ``algorithm=``.
 
         Args:
-            collective: Name of the collective.
-            algorithm: A name, or two joined by "|". One that the user registered is never two.
+            algorithm: A name, or two joined by "|".
 
         Raises:
             ArgumentError: Two are named otherwise than they must be, or to no use.
 
         Example:
-            >>> Candidate.parse("allreduce", "ring 3/4|two_shot").share
+            >>> Candidate.parse("ring 3/4|two_shot").share
             Fraction(3, 4)
         """
         name = str(algorithm)
-        if "|" not in name or any(str(known.algorithm) == name for known in entries(collective)):
-            return cls(name)
-        return _parse(name)
+        return _parse(name) if "|" in name else cls(name)
 
     @property
     def label(self) -> str:

@@ -26,7 +26,7 @@ from flagcx.algorithms import (
     scatter_allgather,
     tree,
 )
-from flagcx.errors import ArgumentError
+from flagcx.errors import ArgumentError, FlagcxError, ScheduleError
 from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.schedule.model import Schedule
 from flagcx.schedule.pattern import Pattern, check
@@ -116,19 +116,20 @@ class AlgorithmEntry:
         """Whether ``function`` takes a root."""
         return COLLECTIVES[self.collective].rooted
 
-    @property
-    def restriction(self) -> str:
-        """What it asks of the number of ranks, in words; empty if nothing."""
-        return "" if self.trusted else "its own function refuses that number"
+    def refusal(self, size: int) -> str:
+        """Why it cannot serve ``size`` ranks, in its function's words; empty if it can."""
+        if size < 1:
+            return "expected 1 or more"
+        if not self.trusted:
+            try:
+                self._call(size, {"root": 0} if self.rooted else {})
+            except ArgumentError as error:
+                return str(error) or "its function refuses that number"
+        return ""
 
     def allows(self, size: int) -> bool:
         """Whether it can serve ``size`` ranks."""
-        if not self.trusted:
-            try:
-                self.function(size, **({"root": 0} if self.rooted else {}))
-            except ArgumentError:
-                return False
-        return size >= 1
+        return not self.refusal(size)
 
     def make(
         self,
@@ -148,12 +149,11 @@ class AlgorithmEntry:
         Raises:
             ArgumentError: The algorithm does not take one of these arguments.
             RankError: The root is not one of the ranks.
+            ScheduleError: The function of a user's algorithm raised another exception.
         """
         name = f"algorithm {str(self.algorithm)!r} of {self.collective}"
-        if not self.allows(size):
-            raise ArgumentError(
-                f"{name} cannot serve {size} ranks; {self.restriction or 'expected 1 or more'}"
-            )
+        if refusal := self.refusal(size):
+            raise ArgumentError(f"{name} cannot serve {size} ranks: {refusal}")
         if self.rooted != (root is not None):
             needed = f"needs a root from 0 to {size - 1}" if self.rooted else "has no root"
             raise ArgumentError(f"{name} {needed}, got root={root}")
@@ -165,7 +165,24 @@ class AlgorithmEntry:
         keywords: dict[str, Any] = {"root": root} if self.rooted else {}
         keywords |= {"pieces": pieces} if self.pipelined else {}
         keywords |= {"groups": groups} if self.grouped else {}
-        return self.function(size, **keywords)
+        return self._call(size, keywords)
+
+    def _call(self, size: int, keywords: dict[str, Any]) -> Schedule:
+        try:
+            return self.function(size, **keywords)
+        except FlagcxError:
+            raise
+        except Exception as error:
+            raise self.broken(size, keywords.get("root"), error) from error
+
+    def broken(self, size: int, root: int | None, error: Exception) -> ScheduleError:
+        """What is raised where the user's own code raised ``error``."""
+        said = str(error) if isinstance(error, FlagcxError) else f"it raised {type(error).__name__}: {error}"
+        ranks = "1 rank" if size == 1 else f"{size} ranks"
+        rooted = "" if root is None else f", root {root}"
+        return ScheduleError(
+            f"algorithm {str(self.algorithm)!r} of {self.collective}, {ranks}{rooted}: {said}"
+        )
 
     def _example(self, size: int, pieces: int) -> Schedule:
         return self.make(size, 0 if self.rooted else None, pieces)

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from re import fullmatch
 
 from flagcx.algorithms.catalogue import Algorithm, AlgorithmEntry, builtin_entries, takes
 from flagcx.errors import ArgumentError
@@ -16,6 +17,10 @@ from flagcx.schedule.verify import verify
 
 VERIFIED_RANKS = 64
 """A user's algorithm is verified at every new number of ranks up to this one."""
+_TRIED_RANKS = 10
+"""Where the numbers of ranks begin that are not tried when an algorithm is registered."""
+_NAME = r"[A-Za-z][A-Za-z0-9_.-]*"
+_RESERVED = ("native", "auto")
 
 
 class _Registry:
@@ -41,10 +46,7 @@ def _build(collective: str, algorithm: str, size: int, root, pieces: int, groups
     schedule = known.make(size, root, pieces, groups)
     if known.trusted:
         return schedule
-    schedule = _checked(known, schedule, size, root)
-    if size <= VERIFIED_RANKS:
-        verify(schedule, uneven=known.uneven, same_bits=True)
-    return schedule
+    return _verified(known, schedule, size, root)
 
 
 def catalogue() -> tuple[AlgorithmEntry, ...]:
@@ -128,7 +130,7 @@ def register(
     build: Callable[..., Schedule],
     *,
     uneven: bool = False,
-    sizes: Iterable[int] = range(1, 10),
+    sizes: Iterable[int] | None = None,
 ) -> None:
     """Adds an algorithm of the user's own, for ``algorithm=name`` in calls of ``collective``.
 
@@ -136,16 +138,21 @@ def register(
     two of them; and again when it is first used with other numbers (up to 64 ranks). All ranks must register
     it alike. ``flagcx.schedule.compose`` has the words in which it is written.
 
+    A function registered again under its name, as when a notebook's cell is run again, takes the place of
+    the one before; a communicator that is open goes on with the schedules that it has compiled.
+
     Args:
-        name: The name to call it by.
+        name: The name to call it by: a letter, then letters, digits, ``_``, ``-`` and ``.``.
         collective: The collective that it serves.
         build: ``build(size)`` makes the schedule. It takes a keyword ``root`` if the collective is rooted,
             and may take ``pieces``. For a number of ranks that it cannot serve it raises ArgumentError.
         uneven: Whether it also serves blocks of different sizes.
-        sizes: Numbers of ranks to verify it for; those that it serves among the first few.
+        sizes: Numbers of ranks to verify it for, all of which it must serve. By default those of 1 to 9 that
+            it serves, or, if none, the first that it serves up to 64.
 
     Raises:
-        ArgumentError: The name is taken, the collective is unknown, or ``build`` is not such a function.
+        ArgumentError: The name cannot be used or is taken, the collective is unknown, or ``build`` is not
+            such a function or serves no number of ranks.
         ScheduleError: The schedule would hang, race, give a wrong result, or as an all-reduce other bits on
             some rank (see ``verify``); nothing is registered.
 
@@ -158,18 +165,82 @@ def register(
         >>> unregister("star", "allreduce")
     """
     entries(collective)
+    key = (collective, str(name))
+    _check_name(key[1])
     _check_function(build, name, collective)
-    made = AlgorithmEntry(str(name), collective, build, pipelined=takes(build, "pieces"), uneven=uneven)
-    for size in sizes:
-        for root in range(size) if made.rooted else (None,):
-            for pieces in (1, 2) if made.pipelined else (1,):
-                schedule = _checked(made, made.make(size, root, pieces), size, root)
-                verify(schedule, uneven=uneven, same_bits=True)
-    registry, key = _registry(), (collective, str(name))
+    made = AlgorithmEntry(key[1], collective, build, pipelined=takes(build, "pieces"), uneven=uneven)
+    _check_free(key, made)
+    if sizes is None:
+        _verify_served(made)
+    else:
+        for size in sizes:
+            _verify_size(made, size)
+    registry = _registry()
     with registry.lock:
-        if key in registry.entries:
-            raise ArgumentError(f"{collective} has an algorithm {key[1]!r} already; give another name")
+        _check_free(key, made)
         registry.entries[key] = made
+    registry.build.cache_clear()
+
+
+def _check_name(name: str) -> None:
+    """Refuses a name that a call, or a table of measured times, could not tell from something else."""
+    if name in _RESERVED or not fullmatch(_NAME, name):
+        raise ArgumentError(
+            f"name={name!r} cannot be an algorithm's; expected a letter and then letters, digits or any of "
+            f"_ - . (and not {' or '.join(_RESERVED)})"
+        )
+
+
+def _check_free(key: tuple[str, str], made: AlgorithmEntry) -> None:
+    """Refuses a name that is taken, other than by an earlier version of the same function."""
+    known = _registry().entries.get(key)
+    if known is None or (not known.trusted and _home(known) == _home(made)):
+        return
+    whose = "of the library's own" if known.trusted else f"that {'.'.join(_home(known))} makes"
+    raise ArgumentError(f"{key[0]} has an algorithm {key[1]!r} already, {whose}; give another name")
+
+
+def _home(entry: AlgorithmEntry) -> tuple[str, str]:
+    """Where the function of an algorithm was written."""
+    function = entry.function
+    kind = type(function)
+    return (
+        getattr(function, "__module__", kind.__module__),
+        getattr(function, "__qualname__", kind.__qualname__),
+    )
+
+
+def _verify_served(made: AlgorithmEntry) -> None:
+    """Verifies an algorithm for those of the first numbers of ranks that it serves, or a later one."""
+    served = False
+    for size in range(1, VERIFIED_RANKS + 1):
+        if served and size >= _TRIED_RANKS:
+            return
+        if made.allows(size):
+            _verify_size(made, size)
+            served = True
+    if not served:
+        raise ArgumentError(
+            f"algorithm {made.algorithm!r} of {made.collective} serves no number of ranks from 1 to "
+            f"{VERIFIED_RANKS}; for 8 it says: {made.refusal(8)}"
+        )
+
+
+def _verify_size(made: AlgorithmEntry, size: int) -> None:
+    for root in range(size) if made.rooted else (None,):
+        for pieces in (1, 2) if made.pipelined else (1,):
+            _verified(made, made.make(size, root, pieces), size, root)
+
+
+def _verified(made: AlgorithmEntry, schedule: Schedule, size: int, root: int | None) -> Schedule:
+    """The schedule under the algorithm's name. What its programs raise, which are made now, is said to."""
+    schedule = _checked(made, schedule, size, root)
+    if size <= VERIFIED_RANKS:
+        try:
+            verify(schedule, uneven=made.uneven, same_bits=True)
+        except Exception as error:
+            raise made.broken(size, root, error) from error
+    return schedule
 
 
 def _check_function(build: Callable[..., Schedule], name: str, collective: str) -> None:

@@ -71,7 +71,7 @@ class BenchTask:
         """
         root = self._root(size)
         if self.algorithm is not None and not (self.gpu and self.algorithm == Algorithm.NATIVE):
-            Candidate.parse(self.collective, self.algorithm).build(self.collective, size, root)
+            Candidate.parse(self.algorithm).build(self.collective, size, root)
 
     def _root(self, size: int) -> int | None:
         if not COLLECTIVES[self.collective].rooted:

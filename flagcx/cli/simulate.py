@@ -79,7 +79,7 @@ def _check_names(collective: str, algorithm: str) -> None:
     """Refuses an algorithm, or one of a pair, that does not serve the collective."""
     from flagcx.algorithms.candidate import Candidate
 
-    Candidate.parse(collective, algorithm).entries(collective)
+    Candidate.parse(algorithm).entries(collective)
 
 
 def _candidate(model: Model, collective: str, algorithm: str, nbytes: int, pieces: int | None) -> Candidate:
@@ -90,7 +90,7 @@ def _candidate(model: Model, collective: str, algorithm: str, nbytes: int, piece
     from flagcx.selection.predicted import in_pieces
 
     known = candidates(collective, model.size, model.topology, model.gpus)
-    asked = Candidate.parse(collective, algorithm)
+    asked = Candidate.parse(algorithm)
     first, *others = asked.entries(collective)
     if pieces is not None and pieces > 1 and (others or not first.pipelined):
         raise ArgumentError(

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from flagcx.errors import ArgumentError, RankError
+from flagcx.errors import ArgumentError, RankError, ScheduleError
 from flagcx.schedule.collectives import COLLECTIVES, Collective
 from flagcx.schedule.model import (
     Buffer,
@@ -37,6 +37,7 @@ from flagcx.schedule.model import (
 
 Place = tuple[Buffer, int]
 _IDLE = Step()
+_WORDS = {Send: "sends to", Recv: "receives from", RecvReduce: "receives and reduces from"}
 
 
 class ChunkTransfer(NamedTuple):
@@ -99,6 +100,16 @@ class Pattern:
         """The program of ``rank``: step 0 has local work alone, step ``i + 1`` is round ``i``."""
         by_round: dict[int, list[ChunkTransfer]] = {}
         for transfer in self.transfers(rank):
+            if not 0 <= transfer.round < self.rounds:
+                raise ScheduleError(
+                    f"rank {rank} {_WORDS[transfer.kind]} rank {transfer.peer} in round {transfer.round}, "
+                    f"but the schedule has rounds={self.rounds}, the first of which is 0"
+                )
+            if not 0 <= transfer.start < transfer.stop <= self.chunks:
+                raise ScheduleError(
+                    f"rank {rank} {_WORDS[transfer.kind]} rank {transfer.peer} chunks {transfer.start} to "
+                    f"{transfer.stop} in round {transfer.round}, but the message has chunks={self.chunks}"
+                )
             by_round.setdefault(transfer.round, []).append(transfer)
         places = _ChunkPlaces(COLLECTIVES[self.collective], rank, self.size, self.chunks, self.root)
         transfers: list[tuple[Transfer, ...]] = [()] * (self.rounds + 1)
@@ -136,10 +147,12 @@ def schedule_of(
         An aligned schedule of ``rounds + 1`` steps, of which the first has local work alone.
 
     Raises:
-        ArgumentError: ``size`` or ``chunks`` is below 1.
+        ArgumentError: ``size`` or ``chunks`` is below 1, or ``rounds`` below 0.
         RankError: The root is not one of the ranks.
     """
     check(collective, size, chunks, root)
+    if rounds < 0:
+        raise ArgumentError(f"{collective}: rounds={rounds}; expected at least 0")
     make = Pattern(collective, size, chunks, rounds, transfers, root)
     return Schedule(collective, algorithm, size, chunks, make, root, aligned=True)
 

@@ -65,7 +65,7 @@ def schedules(request: Request, piece_nbytes: Sequence[int]) -> list[Candidate]:
 def split_messages(collective: str, size: int) -> tuple[Candidate, ...]:
     """Two algorithms at once, where there are two ways round, or a tree can spare a ring its steps."""
     names = SPLIT if size > 2 and collective == "allreduce" else ()
-    return tuple(Candidate.parse(collective, name) for name in names)
+    return tuple(Candidate.parse(name) for name in names)
 
 
 def why_not(candidate: Candidate, request: Request) -> str:

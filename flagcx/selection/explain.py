@@ -365,7 +365,7 @@ def _excluded(request: Request, taken: Iterable[str]) -> Iterator[Row]:
         name = str(known.algorithm)
         if name in taken:
             continue
-        obstacle = f"it cannot serve {request.size} ranks; {known.restriction}"
+        obstacle = f"it cannot serve {request.size} ranks: {known.refusal(request.size)}"
         if not known.trusted:
             obstacle = NOT_NAMED
         elif known.allows(request.size):

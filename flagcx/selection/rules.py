@@ -214,7 +214,7 @@ def choose_across_hosts(request: Request, alone: bool) -> Candidate:
 
 def named(algorithm: str, request: Request, pieces: Callable[[str, str, int], int]) -> Candidate:
     """The candidate that a caller names, cut as ``pieces(collective, algorithm, nbytes)`` says."""
-    found = Candidate.parse(request.collective, algorithm)
+    found = Candidate.parse(algorithm)
     cut = pieces(request.collective, found.algorithm, request.nbytes) if found.other is None else 1
     return replace(found, pieces=cut, reason="named by the caller")
 

@@ -281,7 +281,7 @@ def _read_candidate(collective: str, time: Mapping[str, Any], what: str) -> Cand
     algorithm = _take(time, "algorithm", str, what)
     cut, protocol = _take(time, "piece_nbytes", int, what), _take(time, "protocol", str, what)
     try:
-        candidate = Candidate.parse(collective, algorithm)
+        candidate = Candidate.parse(algorithm)
     except ArgumentError:
         candidate = Candidate(algorithm)  # It serves no call; the rest of the table is good.
     return replace(candidate, piece_nbytes=cut, protocol=protocol)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ from flagcx.algorithms import Algorithm, build, catalogue, entries, entry, regis
 from flagcx.algorithms.direct import direct_broadcast, direct_reduce, one_shot_allreduce
 from flagcx.algorithms.tree import tree_broadcast
 from flagcx.errors import ArgumentError, RankError, ScheduleError
-from flagcx.schedule.compose import then
+from flagcx.schedule.compose import recv_reduce, schedule_of, send, then
 from flagcx.schedule.model import Program, Step
 
 
@@ -79,7 +80,7 @@ def test_build_takes_a_member_or_its_name_and_keeps_the_schedule():
             "'bruck' of allreduce is not pipelined, got pieces=2",
         ),
         (("allreduce", "ring", 4, None, 1, ((0, 1), (2, 3))), "'ring' of allreduce does not take groups"),
-        (("allreduce", "ring", 0), "'ring' of allreduce cannot serve 0 ranks; expected 1 or more"),
+        (("allreduce", "ring", 0), "'ring' of allreduce cannot serve 0 ranks: expected 1 or more"),
         (("allreduce", "ring", 4, None, 0), "the message would have 0 chunks; expected pieces >= 1"),
     ],
 )
@@ -152,14 +153,20 @@ def test_an_algorithm_for_some_sizes_only(own):
             raise ArgumentError(f"even numbers of ranks only, got {size}")
         return star(size)
 
-    register(own, "allreduce", even_only, sizes=(2, 4, 6))
+    with pytest.raises(
+        ArgumentError, match="'own' of allreduce cannot serve 3 ranks: even numbers of ranks only"
+    ):
+        register(own, "allreduce", even_only, sizes=(2, 3))
+    register(own, "allreduce", even_only)
     assert entry("allreduce", own).allows(8) and not entry("allreduce", own).allows(9)
-    with pytest.raises(ArgumentError, match="'own' of allreduce cannot serve 9 ranks; its own"):
+    with pytest.raises(
+        ArgumentError, match="'own' of allreduce cannot serve 9 ranks: even numbers of ranks only"
+    ):
         build("allreduce", own, 9)
 
 
 def test_names_in_use_and_strange_schedules_are_refused(own):
-    with pytest.raises(ArgumentError, match="allreduce has an algorithm 'ring' already; give another name"):
+    with pytest.raises(ArgumentError, match="an algorithm 'ring' already, of the library's own; give"):
         register("ring", "allreduce", star)
     with pytest.raises(ArgumentError, match=r"'own' made a schedule for .*'allreduce', 1, None.*'reduce', 1"):
         register(own, "reduce", lambda size, root: star(size))
@@ -167,6 +174,67 @@ def test_names_in_use_and_strange_schedules_are_refused(own):
         register(own, "sum", star)
     with pytest.raises(ArgumentError, match="'ring' of allreduce comes with flagcx and cannot be removed"):
         unregister("ring", "allreduce")
+
+
+@pytest.mark.parametrize("name", ["native", "auto", "", "ring|mine", "ring 3/4", "2d", "größe", "a,b"])
+def test_names_that_mean_something_else_are_refused(name):
+    with pytest.raises(ArgumentError, match=f"name={re.escape(repr(name))} cannot be an algorithm's"):
+        register(name, "allreduce", star)
+
+
+def test_a_cell_that_is_run_again_replaces_its_algorithm(own):
+    cell = "def mine(size):\n    return {}(size)"
+    for function in ("star", "one_shot_allreduce"):
+        names = {"star": star, "one_shot_allreduce": one_shot_allreduce, "__name__": "__main__"}
+        exec(cell.format(function), names)
+        register(own, "allreduce", names["mine"])
+    assert build("allreduce", own, 4).program(0) == one_shot_allreduce(4).program(0)
+    with pytest.raises(ArgumentError, match=r"'own' already, that __main__\.mine makes; give"):
+        register(own, "allreduce", star)
+
+
+def test_an_algorithm_is_verified_at_the_first_size_that_it_serves(own):
+    def from_twelve(size, right=False):
+        if size < 12:
+            raise ArgumentError(f"size={size}; expected 12 or more")
+        return star(size) if right else lacking(size)
+
+    with pytest.raises(ScheduleError, match="'own' of allreduce, 12 ranks: rank 11"):
+        register(own, "allreduce", from_twelve)
+    register(own, "allreduce", lambda size: from_twelve(size, right=True))
+    unregister(own, "allreduce")
+    with pytest.raises(ArgumentError, match="serves no number of ranks from 1 to 64; for 8 it says: size=8"):
+        register(own, "allreduce", lambda size: from_twelve(min(size, 8)))
+
+
+def _rounds(rounds, first=0):
+    """Two ranks exchange their message in round ``first`` of a pattern that says it has ``rounds``."""
+    return schedule_of(
+        "allreduce",
+        "two",
+        2,
+        1,
+        rounds,
+        lambda rank: [send(first, 1 - rank, 0), recv_reduce(first, 1 - rank, 0)],
+    )
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda size: _rounds(0), "rank 0 sends to rank 1 in round 0, but the schedule has rounds=0"),
+        (lambda size: _rounds(1, -1), "rank 0 sends to rank 1 in round -1, but the schedule has rounds=1"),
+        (lambda size: {}["step"], "'own' of allreduce, 2 ranks: it raised KeyError: 'step'"),
+        (lambda size: replace(star(2), make=lambda rank: 1 // 0), "2 ranks: it raised ZeroDivisionError"),
+        (
+            lambda size: schedule_of("allreduce", "far", 2, 1, 1, lambda rank: [send(0, 1 - rank, 1)]),
+            "rank 0 sends to rank 1 chunks 1 to 2 in round 0, but the message has chunks=1",
+        ),
+    ],
+)
+def test_mistakes_in_a_function_are_said_to_be_there(own, function, message):
+    with pytest.raises(ScheduleError, match=re.escape(message)):
+        register(own, "allreduce", function, sizes=(2,))
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ COUNTED = SimpleNamespace(sequence=0, waited_ns=0, background=False)
 
 
 def _call(algorithm: str, protocol: str, count: int) -> Call:
-    schedule = Candidate.parse("allreduce", algorithm).build("allreduce", 2)
+    schedule = Candidate.parse(algorithm).build("allreduce", 2)
     return Call(schedule, 0, count, SINGLE, OPS["avg"], True, protocol)
 
 

@@ -138,14 +138,14 @@ def test_what_was_measured_goes_before_all():
         ),
         (Candidate("two_shot", piece_nbytes=1024), NATIVE, False, "not pipelined"),
         (
-            replace(Candidate.parse("allreduce", "ring|ring"), piece_nbytes=1024),
+            replace(Candidate.parse("ring|ring"), piece_nbytes=1024),
             NATIVE,
             False,
             "not pipelined",
         ),
-        (Candidate.parse("allreduce", "ring|telepathy"), NATIVE, False, "does not serve"),
+        (Candidate.parse("ring|telepathy"), NATIVE, False, "does not serve"),
         (Candidate("ring|"), NATIVE, False, "does not serve"),
-        (Candidate.parse("allreduce", "hierarchical|ring"), NATIVE, False, "not used for 6 ranks"),
+        (Candidate.parse("hierarchical|ring"), NATIVE, False, "not used for 6 ranks"),
         (Candidate("ring"), Capabilities(narrow=True), False, "would round 8-bit sums at every hop"),
     ],
 )

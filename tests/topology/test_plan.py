@@ -81,7 +81,7 @@ def carried(machine, plan):
     """GB/s of the schedule that the plan names, from what its sends put on each link."""
     size = len(plan.gpus)
     order = tuple(plan.gpus.index(gpu) for gpu in plan.order)
-    schedule = Candidate.parse("allreduce", plan.method).along(order).build("allreduce", size)
+    schedule = Candidate.parse(plan.method).along(order).build("allreduce", size)
     routes, loads = Routes(machine), {}
     for rank in range(size):
         for step in schedule.program(rank).steps:

@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from flagcx.gradients.advise import Advice, advise
     from flagcx.interop import enhance_process_group, restore_process_group
     from flagcx.memory import memory_stats
+    from flagcx.schedule.draw import draw
+    from flagcx.schedule.verify import verify
     from flagcx.topology import Topology, plot_topology, preset
     from flagcx.world import get_topology, init
 
@@ -77,6 +79,7 @@ _HOMES = {
     "Work": "executor.work",
     "advise": "gradients.advise",
     "compression": "compression",
+    "draw": "schedule.draw",
     "enhance_process_group": "interop",
     "get_topology": "world",
     "init": "world",
@@ -88,6 +91,7 @@ _HOMES = {
     "restore_process_group": "interop",
     "scaled_sum": "dtypes",
     "unregister": "algorithms",
+    "verify": "schedule.verify",
 }
 
 __all__ = [
@@ -117,6 +121,7 @@ __all__ = [
     "Work",
     "advise",
     "compression",
+    "draw",
     "enhance_process_group",
     "get_topology",
     "init",
@@ -128,6 +133,7 @@ __all__ = [
     "restore_process_group",
     "scaled_sum",
     "unregister",
+    "verify",
 ]
 
 
@@ -141,4 +147,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return [*__all__, "__version__"]

@@ -41,6 +41,7 @@ PUBLIC = [
     "Work",
     "advise",
     "compression",
+    "draw",
     "enhance_process_group",
     "get_topology",
     "init",
@@ -52,12 +53,13 @@ PUBLIC = [
     "restore_process_group",
     "scaled_sum",
     "unregister",
+    "verify",
 ]
 
 # From the bottom up; a module may import from its own layer and from those before it.
 LAYERS = [
     ["errors", "config", "forks", "_version"],
-    ["dtypes", "report"],
+    ["dtypes", "report", "figure"],
     ["schedule"],
     ["algorithms", "topology", "bootstrap", "memory"],
     ["kernels", "arguments"],
@@ -80,7 +82,7 @@ OPTIONAL = {
     "mpi4py": {"bootstrap", "cli", "transport"},
     "torch": {"interop"},
     "networkx": {"topology"},
-    "matplotlib": {"topology", "schedule", "profiler"},
+    "matplotlib": {"figure", "topology", "schedule", "profiler"},
     "typer": {"cli"},
     "rich": {"cli", "topology", "profiler", "selection", "report", "gradients"},
 }
@@ -93,6 +95,7 @@ def test_the_public_names():
         assert getattr(fc, name).__doc__, f"fc.{name} has no docstring"
     with pytest.raises(AttributeError, match="no attribute 'allreduce'"):
         fc.allreduce  # noqa: B018
+    assert sorted(dir(fc)) == sorted([*PUBLIC, "__version__"])
 
 
 def test_importing_is_quick_and_light():

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from flagcx.errors import MissingDependencyError
+import numpy as np
+
+from flagcx.errors import ArgumentError
+from flagcx.figure import new_figure
 from flagcx.schedule.lower import levels
 from flagcx.schedule.messages import Message, match_messages
 from flagcx.schedule.model import Buffer, Copy, Recv, Reduce, Schedule, Send, Span, Step
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _LETTER = {Buffer.INPUT: "I", Buffer.OUTPUT: "O", Buffer.SCRATCH: "S"}
-_MOST_LABELS = 160
+_MOST_LABELS, _MOST_NAMES = 160, 40
+_MOST_RANKS = 256
+_MOST_MESSAGES = 10_000
+_WIDEST, _HIGHEST = 40.0, 30.0
+_HEAD_INCHES = 0.16
+REDUCED = "reduced"
+"""The name, in the figure, of the marks of messages that are reduced."""
 
 
 def text(schedule: Schedule, width: int = 28) -> str:
@@ -91,51 +101,70 @@ def _chunks(span: Span) -> str:
     return f"{span.start}" if len(span) == 1 else f"{span.start}-{span.stop - 1}"
 
 
-def draw(schedule: Schedule, path: str | os.PathLike[str]) -> None:
-    """Saves a picture of ``schedule``: an arrow a message, in the colour of its first chunk.
+def draw(schedule: Schedule, path: str | os.PathLike[str] | None = None) -> Figure:
+    """A picture of ``schedule``: an arrow a message, in the colour of its first chunk.
 
     A message whose arrow has a plus at its head is reduced into its target. Squares are local work at the end
-    of a step: hollow ones copy, filled ones reduce. The schedule is put on levels first.
+    of a step: hollow ones copy, filled ones reduce. The schedule is put on levels first. Of one with very
+    many messages the first steps are drawn, and the title says how many.
 
     Args:
-        schedule: A schedule of not too many ranks and steps.
-        path: File to write; its ending gives the format (png, svg, pdf).
+        schedule: A schedule of up to 256 ranks.
+        path: File to write; its ending gives the format (png, svg, pdf). None writes none.
+
+    Returns:
+        The figure, which a notebook shows.
 
     Raises:
+        ArgumentError: There are more ranks than can be told apart.
         MissingDependencyError: matplotlib is not installed.
         ScheduleError: The schedule has unmatched messages or a deadlock.
+
+    Example:
+        >>> draw(build("allreduce", "ring", 8), "ring.svg")  # doctest: +SKIP
     """
+    if schedule.size > _MOST_RANKS:
+        raise ArgumentError(
+            f"a picture of {schedule.size} ranks cannot be read; expected at most {_MOST_RANKS}: draw the "
+            f"same algorithm for fewer"
+        )
     matching = match_messages(levels(schedule))
     depth = max((len(p.steps) for p in matching.programs), default=0)
-    crowded = len(matching.messages) > 2 * depth * schedule.size
-    width = min(2.6 + (3 if crowded else 1.45) * depth, 40)
-    figure, axes = _figure(width, min(1.8 + 0.85 * schedule.size, 30))
-    _frame(axes, schedule, depth)
-    labelled = len(matching.messages) <= _MOST_LABELS
-    for message in matching.messages:
-        _arrow(axes, message, schedule, labelled)
-    for program in matching.programs:
-        for number, step in enumerate(program.steps):
-            _local(axes, program.rank, number, step)
-    work = [w for p in matching.programs for s in p.steps for w in s.local]
-    marks = [(">", "0.3", "message, labelled by its chunks")]
-    marks += [("$+$", "0.3", "reduced on arrival")] * any(m.reduces for m in matching.messages)
-    marks += [("s", "white", "copies at the end of the step")] * any(isinstance(w, Copy) for w in work)
-    marks += [("s", "black", "reduces at the end of the step")] * any(isinstance(w, Reduce) for w in work)
+    shown = _shown_steps(matching.messages, depth)
+    messages = [m for m in matching.messages if m.send_step < shown]
+    steps = [
+        (program.rank, number, step)
+        for program in matching.programs
+        for number, step in enumerate(program.steps[:shown])
+    ]
+    crowded = len(messages) > 2 * shown * schedule.size
+    width, height = (3 if crowded else 1.45) * shown, 0.85 * schedule.size
+    if len(messages) > _MOST_LABELS:  # without labels steps and ranks need less room
+        width, height = min(max(12, 0.3 * shown), width), min(max(8, 0.2 * schedule.size), height)
+    figure = new_figure(min(2.6 + width, _WIDEST), min(1.8 + height, _HIGHEST), "a schedule")
+    axes = figure.add_subplot()
+    _frame(axes, schedule, shown, depth)
+    _arrows(figure, axes, messages, schedule)
+    copies = [(rank, number) for rank, number, step in steps if any(isinstance(w, Copy) for w in step.local)]
+    reduces = [
+        (rank, number) for rank, number, step in steps if any(isinstance(w, Reduce) for w in step.local)
+    ]
+    _squares(axes, copies, "white", 0.93)
+    _squares(axes, reduces, "black", 0.99 if copies else 0.93)
+    marks = [(">", "0.3", "message, labelled by its chunks" if len(messages) <= _MOST_LABELS else "message")]
+    marks += [("$+$", "0.3", "reduced on arrival")] * any(m.reduces for m in messages)
+    marks += [("s", "white", "copies at the end of the step")] * bool(copies)
+    marks += [("s", "black", "reduces at the end of the step")] * bool(reduces)
     _legend(axes, marks, -0.02)
-    figure.savefig(path, dpi=130, bbox_inches="tight")
+    if path is not None:
+        figure.savefig(path, dpi=130, bbox_inches="tight")
+    return figure
 
 
-def _figure(width: float, height: float) -> tuple[Any, Axes]:
-    """A figure of that many inches with one pair of axes."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingDependencyError(
-            "drawing a schedule needs matplotlib, which is not installed: pip install 'flagcx[plot]'"
-        ) from error
-    figure = Figure(figsize=(width, height))
-    return figure, figure.add_subplot()
+def _shown_steps(messages: Sequence[Message], depth: int) -> int:
+    """How many of the first steps are drawn: all, or those of a few thousand messages."""
+    begun = np.bincount([m.send_step for m in messages], minlength=depth)
+    return max(1, int(np.searchsorted(np.cumsum(begun), _MOST_MESSAGES, side="right")))
 
 
 def _legend(axes: Axes, marks: list[tuple[str, str, str]], below: float) -> None:
@@ -154,71 +183,104 @@ def _legend(axes: Axes, marks: list[tuple[str, str, str]], below: float) -> None
 def _ranks(axes: Axes, size: int, colour: str) -> None:
     """A line for each rank, the first one on top; names for about 40 of them."""
     axes.set_ylim(size - 0.45, -0.55)
-    named = range(0, size, max(1, -(-size // 40)))
+    named = range(0, size, max(1, -(-size // _MOST_NAMES)))
     axes.set_yticks(named, [f"rank {r}" for r in named])
     for rank in range(size):
         axes.axhline(rank, color=colour, linewidth=0.8, zorder=1)
 
 
-def _frame(axes: Axes, schedule: Schedule, depth: int) -> None:
-    axes.set_title(_title(schedule), loc="left", fontsize=11, pad=22)
-    axes.set_xlim(-0.1, depth + 0.05)
+def _frame(axes: Axes, schedule: Schedule, shown: int, depth: int) -> None:
+    part = "" if shown == depth else f"; the first {shown} of {depth} steps"
+    axes.set_title(_title(schedule) + part, loc="left", fontsize=11, pad=22)
+    axes.set_xlim(-0.1, shown + 0.05)
     _ranks(axes, schedule.size, "0.7")
-    axes.set_xticks([s + 0.5 for s in range(depth)], [f"step {s}" for s in range(depth)])
+    named = range(0, shown, max(1, -(-shown // _MOST_NAMES)))
+    axes.set_xticks([s + 0.5 for s in named], [f"step {s}" for s in named])
     axes.xaxis.tick_top()
     axes.tick_params(length=0, labelsize=9)
     axes.spines[:].set_visible(False)
-    for step in range(0, depth, 2):
+    for step in range(0, shown, 2):
         axes.axvspan(step, step + 1, color="0.95", zorder=0)
 
 
-def _arrow(axes: Axes, message: Message, schedule: Schedule, labelled: bool) -> None:
+def _arrows(figure: Figure, axes: Axes, messages: Sequence[Message], schedule: Schedule) -> None:
+    """All messages in a few collections, which takes a tenth of the time of an annotation for each."""
+    from matplotlib.collections import LineCollection, PolyCollection
+
+    if not messages:
+        return
+    labelled = len(messages) <= _MOST_LABELS
+    colours = _colours(schedule.chunks)[[m.src.start % schedule.chunks for m in messages]]
+    source, target = (np.array([getattr(m, side) for m in messages], float) for side in ("source", "target"))
+    tail = np.stack([[m.send_step + 0.08 for m in messages], source], axis=1)
+    head = np.stack(
+        [[m.recv_step + 0.78 for m in messages], target - 0.06 * np.sign(target - source)], axis=1
+    )
+    inches = figure.get_size_inches() / (np.abs(np.ptp([axes.get_xlim(), axes.get_ylim()], axis=1)))
+    along = (head - tail) * inches
+    along /= np.linalg.norm(along, axis=1, keepdims=True)
+    across = np.stack([-along[:, 1], along[:, 0]], axis=1)
+    length = _HEAD_INCHES if labelled else 0.6 * _HEAD_INCHES
+    neck = head - along * length / inches
+    wing = across * (length / 3) / inches
+    axes.add_collection(
+        LineCollection(
+            list(np.stack([tail, neck], axis=1)),
+            colors=colours,
+            linewidths=1.5 if labelled else 0.7,
+            zorder=3,
+        )
+    )
+    axes.add_collection(
+        PolyCollection(list(np.stack([head, neck + wing, neck - wing], axis=1)), facecolors=colours, zorder=3)
+    )
+    if labelled or len(messages) < 10 * _MOST_LABELS:
+        axes.scatter(tail[:, 0], tail[:, 1], s=12 if labelled else 4, c=colours, zorder=4)
+    reduced = np.array([m.reduces for m in messages])
+    if reduced.any():
+        x, y = (head[reduced] + [0.05, 0]).T
+        axes.scatter(
+            x, y, s=70 if labelled else 10, c=colours[reduced], edgecolors="white", linewidths=0.6, zorder=5
+        )
+        width = 1.2 if labelled else 0.5
+        plus = axes.scatter(x, y, s=32 if labelled else 5, marker="+", c="white", linewidths=width, zorder=6)
+        plus.set_gid(REDUCED)
+    if labelled:
+        for message, colour, start, end in zip(messages, colours, tail, head, strict=True):
+            _label(axes, message, colour, start, end)
+
+
+def _colours(chunks: int) -> np.ndarray:
+    """A colour for each chunk, float64 of shape (chunks, 4)."""
     from matplotlib import colormaps
 
-    chunk = message.src.start % schedule.chunks
-    shade = chunk if schedule.chunks <= 10 else 0.08 + 0.84 * chunk / (schedule.chunks - 1)
-    colour = colormaps["tab10" if schedule.chunks <= 10 else "turbo"](shade)
-    start, end = message.send_step + 0.08, message.recv_step + 0.78
-    gap = 0.06 if message.target > message.source else -0.06
-    head = (end, message.target - gap)
-    axes.annotate(
-        "",
-        xy=head,
-        xytext=(start, message.source),
-        arrowprops={"arrowstyle": "-|>", "color": colour, "linewidth": 1.5, "shrinkA": 0, "shrinkB": 2},
-        zorder=3,
+    if chunks <= 10:
+        return colormaps["tab10"](np.arange(chunks))
+    return colormaps["turbo"](0.08 + 0.84 * np.arange(chunks) / (chunks - 1))
+
+
+def _label(axes: Axes, message: Message, colour: np.ndarray, start: np.ndarray, end: np.ndarray) -> None:
+    """Names the chunks of a message. The longer its arrow, the later: labels of one rank stand apart."""
+    far = abs(message.target - message.source)
+    x, y = start + (0.26 + 0.17 * (far - 1)) / far * (end - start)
+    box = {"boxstyle": "round,pad=0.12", "facecolor": "white", "edgecolor": "none", "alpha": 0.9}
+    axes.text(
+        x, y, _chunks(message.src), color=colour, fontsize=8, ha="center", va="center", bbox=box, zorder=4
     )
-    axes.plot([start], [message.source], marker="o", markersize=3.5, color=colour, zorder=4)
-    if message.reduces:
-        circle = {"boxstyle": "circle,pad=0.12", "facecolor": colour, "edgecolor": "white", "linewidth": 0.6}
-        axes.text(
-            end + 0.05, message.target, "+", color="white", fontsize=8, fontweight="bold",
-            ha="center", va="center", bbox=circle, zorder=5,
-        )  # fmt: skip
-    if labelled:
-        # The longer an arrow, the later its label: those of one rank stand apart.
-        far = abs(message.target - message.source)
-        at = (0.26 + 0.17 * (far - 1)) / far
-        x = start + at * (end - start)
-        y = message.source + at * (head[1] - message.source)
-        box = {"boxstyle": "round,pad=0.12", "facecolor": "white", "edgecolor": "none", "alpha": 0.9}
-        axes.text(
-            x, y, _chunks(message.src), color=colour, fontsize=8, ha="center", va="center", bbox=box, zorder=4
-        )
 
 
-def _local(axes: Axes, rank: int, number: int, step: Step) -> None:
-    copies = any(isinstance(w, Copy) for w in step.local)
-    reduces = any(not isinstance(w, Copy) for w in step.local)
-    style: dict[str, Any] = {"marker": "s", "markersize": 6, "markeredgecolor": "black", "zorder": 6}
-    if copies:
-        axes.plot([number + 0.93], [rank], markerfacecolor="white", **style)
-    if reduces:
-        axes.plot([number + (0.99 if copies else 0.93)], [rank], markerfacecolor="black", **style)
+def _squares(axes: Axes, places: Sequence[tuple[int, int]], colour: str, late: float) -> None:
+    """A square for each (rank, step) with local work."""
+    if places:
+        ranks, steps = np.array(places).T
+        style: dict[str, Any] = {"marker": "s", "edgecolors": "black", "linewidths": 0.8, "zorder": 6}
+        axes.scatter(steps + late, ranks, s=36 if len(places) <= _MOST_LABELS else 5, c=colour, **style)
 
 
-def draw_times(title: str, size: int, moments: Iterable[Any], path: str | os.PathLike[str]) -> None:
-    """Saves a picture: a line a message, from its begin at the sender to its end at the receiver.
+def draw_times(
+    title: str, size: int, moments: Iterable[Any], path: str | os.PathLike[str] | None = None
+) -> Figure:
+    """A picture of times: a line a message, from its begin at the sender to its end at the receiver.
 
     Messages of one step share a colour. A square is the end of a rank's local work (reductions, copies).
 
@@ -226,12 +288,16 @@ def draw_times(title: str, size: int, moments: Iterable[Any], path: str | os.Pat
         title: Stands above.
         size: Number of ranks.
         moments: Level by level, the messages with their times: see ``flagcx.cost.simulate.Moment``.
-        path: File to write; its ending gives the format (png, svg, pdf).
+        path: File to write; its ending gives the format (png, svg, pdf). None writes none.
+
+    Returns:
+        The figure, which a notebook shows.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
     """
-    figure, axes = _figure(12, min(2.2 + 0.55 * size, 30))
+    figure = new_figure(12, min(2.2 + 0.55 * size, _HIGHEST), "a schedule")
+    axes = figure.add_subplot()
     from matplotlib import colormaps
     from matplotlib.collections import LineCollection
 
@@ -259,4 +325,6 @@ def draw_times(title: str, size: int, moments: Iterable[Any], path: str | os.Pat
     axes.spines[["top", "right", "left"]].set_visible(False)
     marks = [("o", "0.3", "begins, at the sender"), (">", "0.3", "over, at the receiver")]
     _legend(axes, [*marks, ("s", "black", "reduced or copied")], -0.1)
-    figure.savefig(path, dpi=130, bbox_inches="tight")
+    if path is not None:
+        figure.savefig(path, dpi=130, bbox_inches="tight")
+    return figure

@@ -6,8 +6,8 @@ import builtins
 
 import pytest
 
-from flagcx.errors import MissingDependencyError
-from flagcx.schedule.draw import draw, text
+from flagcx.errors import ArgumentError, MissingDependencyError
+from flagcx.schedule.draw import REDUCED, draw, text
 from tests.schedule.samples import binomial_broadcast, one_shot, ring_allreduce, two_shot
 
 
@@ -44,16 +44,30 @@ def test_draw_writes_a_picture(tmp_path, ending):
     assert path.read_bytes()[:4] == {"png": b"\x89PNG", "svg": b"<?xm"}[ending]
 
 
-def test_draw_shows_every_message_and_reduction(tmp_path, monkeypatch):
-    figure = pytest.importorskip("matplotlib.figure", reason="drawing needs matplotlib")
-    seen = []
-    monkeypatch.setattr(figure.Figure, "savefig", lambda self, path, **options: seen.append(self))
-    draw(ring_allreduce(4), tmp_path / "unused.png")
-    axes = seen[0].axes[0]
-    words = [t.get_text() for t in axes.texts]
-    assert words.count("+") == 12
-    assert sorted(w for w in words if w not in ("", "+")) == sorted("0123" * 6)
+def test_draw_shows_every_message_and_reduction():
+    pytest.importorskip("matplotlib", reason="drawing needs matplotlib")
+    axes = draw(ring_allreduce(4)).axes[0]
+    (reduced,) = (marks for marks in axes.collections if marks.get_gid() == REDUCED)
+    assert len(reduced.get_offsets()) == 12
+    assert sorted(t.get_text() for t in axes.texts) == sorted("0123" * 6)
     assert [t.get_text() for t in axes.get_yticklabels()] == [f"rank {r}" for r in range(4)]
+
+
+def test_a_figure_shows_itself_in_a_notebook():
+    pytest.importorskip("matplotlib", reason="drawing needs matplotlib")
+    figure = draw(two_shot(3))
+    assert figure._repr_png_()[:4] == b"\x89PNG"
+    assert figure._repr_html_().startswith('<img alt="a schedule" src="data:image/png;base64,')
+
+
+def test_of_a_long_schedule_the_first_steps_are_drawn():
+    pytest.importorskip("matplotlib", reason="drawing needs matplotlib")
+    axes = draw(ring_allreduce(100)).axes[0]
+    assert axes.get_title(loc="left") == "allreduce, ring: 100 ranks, 100 chunks; the first 101 of 199 steps"
+    lines = next(marks for marks in axes.collections if type(marks).__name__ == "LineCollection")
+    assert len(lines.get_segments()) <= 10_000
+    with pytest.raises(ArgumentError, match="300 ranks cannot be read; expected at most 256"):
+        draw(ring_allreduce(300))
 
 
 def test_draw_without_matplotlib(tmp_path, monkeypatch):

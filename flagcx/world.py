@@ -10,9 +10,10 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import lru_cache, partial
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from flagcx.bootstrap.thread_rank import thread_rank
@@ -85,12 +86,21 @@ def _world() -> _World:
     return rank.world
 
 
-def init(*, enable_topology_detection: bool = True, **settings: Any) -> Communicator:
+def init(
+    *,
+    rank: int | None = None,
+    size: int | None = None,
+    address: str = "",
+    key: str = "",
+    enable_topology_detection: bool = True,
+    **settings: Any,
+) -> Communicator:
     """Joins the ranks of the job and returns the communicator of all of them.
 
     The process's rank and the number of ranks come from its launcher: ``flagcx run``, ``fc.launch``, Open
     MPI's or MPICH's ``mpirun``, Slurm's ``srun`` or torchrun. A process that none of them started is the
-    only rank. In a thread of ``fc.launch(..., threads=True)`` that thread is the rank.
+    only rank. In a thread of ``fc.launch(..., threads=True)`` that thread is the rank. Processes that
+    something else has started (a pool, a scheduler's workers) are told their place.
 
     As long as the communicator is open, a further call returns it again. The settings of the first call
     hold; a further call that asks for others warns (``RuntimeWarning``). After an error a further call makes
@@ -98,6 +108,12 @@ def init(*, enable_topology_detection: bool = True, **settings: Any) -> Communic
     started again take part, and ranks that will not be are left out.
 
     Args:
+        rank: This process's rank, from 0, where the program tells and no launcher; with ``size``.
+        size: Number of ranks.
+        address: ``host:port`` at which the others meet rank 0: any free port, the same on all ranks;
+            ``127.0.0.1:port`` where all ranks are on one host.
+        key: A secret of the ranks, for ranks on several hosts: ``secrets.token_hex(16)``, made once and
+            handed to all.
         enable_topology_detection: Whether the machine's links are detected when they are first needed.
         settings: Fields of ``fc.Config``, such as ``timeout_s=60``; they win over ``FLAGCX_*`` variables.
 
@@ -108,9 +124,10 @@ def init(*, enable_topology_detection: bool = True, **settings: Any) -> Communic
         BootstrapError: The ranks did not find each other.
         CommunicatorError: This process is a child that a rank has forked.
         PeerDiedError: A rank died before all had joined.
-        ArgumentError: There is no such setting.
+        ArgumentError: There is no such setting, or a place that is no rank's.
 
     Example:
+        >>> comm = fc.init(rank=1, size=4, address="127.0.0.1:29400")  # doctest: +SKIP
         >>> comm = fc.init()      # doctest: +SKIP
         >>> comm.allreduce(x)     # doctest: +SKIP
     """
@@ -119,22 +136,49 @@ def init(*, enable_topology_detection: bool = True, **settings: Any) -> Communic
     if unknown:
         raise ArgumentError(f"init has no setting {unknown[0]!r}; expected one of {', '.join(known)}")
     settings = {"topology_detection": enable_topology_detection, **settings}
+    environ = environment()
+    if (rank, size, address, key) != (None, None, "", ""):
+        from flagcx.bootstrap.environment import place_given
+
+        environ = place_given(environ, *_checked_place(rank, size, address), address, key)
     world = _world()
     with world.lock:
         comm = world.current()
         _refuse_in_child(comm)
         if comm is None or comm.closed:
-            config = Config.from_environment(**settings)
+            config = Config.from_environment(environ, **settings)
             if comm is not None:
                 comm.close()
             elif world is _WORLD:
                 atexit.register(world.close_at_exit)
                 abandon_in_children(world)
                 sys.excepthook = partial(_tell_of_uncaught, sys.excepthook)
-            world.comm = comm = _join(config)
+            world.comm = comm = _join(config, environ)
         else:
+            if rank is not None and (rank, size) != (comm.rank, comm.size):
+                raise ArgumentError(
+                    f"init(rank={rank}, size={size}): this process is rank {comm.rank} of {comm.size} "
+                    f"already; close that communicator before, or use comm.split for a part of its ranks"
+                )
             _warn_of_others(settings, comm.config)
         return comm
+
+
+def _checked_place(rank: int | None, size: int | None, address: str) -> tuple[int, int]:
+    """Rank and size of a place that is a rank's."""
+    if rank is None or size is None:
+        raise ArgumentError(f"init(rank={rank}, size={size}): give both, and address where size is above 1")
+    for name, value in (("rank", rank), ("size", size)):
+        if isinstance(value, bool) or not isinstance(value, Integral):
+            raise ArgumentError(f"{name}={value!r} is no integer")
+    if not 0 <= rank < size:
+        raise ArgumentError(f"rank={rank} is no rank of size={size}; expected 0 to {size - 1}")
+    port = address.rpartition(":")[2]
+    if size > 1 and not (":" in address and port.isdecimal() and 0 < int(port) < 65536):
+        raise ArgumentError(
+            f"address={address!r} is not where rank 0 can be met; expected host:port, such as 127.0.0.1:29400"
+        )
+    return int(rank), int(size)
 
 
 def _refuse_in_child(comm: Communicator | None) -> None:
@@ -211,12 +255,12 @@ def _detected() -> Topology:
     return detect()
 
 
-def _join(config: Config) -> Communicator:
+def _join(config: Config, environ: Mapping[str, str]) -> Communicator:
     """Joins the job; where lost ranks are started again, as often as ranks are lost meanwhile."""
     deadline = time.monotonic() + config.init_timeout_s
     while True:
         try:
-            return _join_once(config)
+            return _join_once(config, environ)
         except _LostWhileJoining as lost:
             if time.monotonic() >= deadline:
                 raise lost.error from None
@@ -230,13 +274,12 @@ class _LostWhileJoining(Exception):
         self.error = error
 
 
-def _join_once(config: Config) -> Communicator:
-    from flagcx.bootstrap.environment import Identity, host_name, identify
+def _join_once(config: Config, environ: Mapping[str, str]) -> Communicator:
+    from flagcx.bootstrap.environment import Identity, host_name, identify, located
     from flagcx.bootstrap.rendezvous import connect, leave
     from flagcx.diagnosis.own_page import OwnPage
     from flagcx.transport.device import bind_local_device
 
-    environ = environment()
     thread = thread_rank.get()
     if thread is not None:
         store = thread.store
@@ -251,6 +294,9 @@ def _join_once(config: Config) -> Communicator:
                 logger.warning("%s", text)
         store = connect(identity, config, environ)
     limit_s = config.init_timeout_s
+    if not identity.local_size:
+        told = store.scoped("located/").exchange("hosts", identity.host.encode(), limit_s)
+        identity = located(identity, [host.decode() for host in told])
     page = _world().page = OwnPage(store, identity, config)
     try:
         bind_local_device(identity.local_rank, config.share_gpu)

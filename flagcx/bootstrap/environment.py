@@ -14,12 +14,14 @@ Every launcher has names of its own for the same four numbers::
     flux      FLUX_TASK_RANK      FLUX_JOB_SIZE         FLUX_TASK_LOCAL_ID        FLUX_JOB_NNODES
     slurm     SLURM_PROCID        SLURM_STEP_NUM_TASKS  SLURM_LOCALID             SLURM_STEP_TASKS_PER_NODE
     flagcx    FLAGCX_RANK         FLAGCX_SIZE           FLAGCX_LOCAL_RANK         FLAGCX_LOCAL_SIZE
+    given     FLAGCX_RANK         FLAGCX_SIZE           not told: the ranks find out
 
 Launchers are started by launchers (``srun torchrun``, mpirun in a Slurm step), so several rows may be
 set. The innermost one counts: the table is in that order, and flagcx is last because its launcher removes the
 other rows from its ranks' environment (``without_launchers``), so that one that is set beside it was set by a
 launcher that a rank started. ``RANK`` and ``WORLD_SIZE`` may also be set by hand, and then come after flagcx;
 without ``TORCHELASTIC_RUN_ID``, which torchrun sets, they must agree with MPI's. (mpich is Intel MPI too.)
+The last row is set by hand, or by ``fc.init(rank=, size=, address=)``.
 
 A launcher of which only a trace is found, such as prterun's ``PMIX_RANK``, is refused: its ranks would
 otherwise be as many jobs of one rank.
@@ -29,8 +31,8 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -47,8 +49,8 @@ class Identity:
     Attributes:
         rank: This rank's number in the job, from 0.
         size: How many ranks the job has.
-        local_rank: This rank's number among those of its host, from 0.
-        local_size: How many ranks its host has.
+        local_rank: This rank's number among those of its host, from 0; -1 until that is found out.
+        local_size: How many ranks its host has; 0 until that is found out.
         host: The host's name together with the boot id of its kernel. Equal on two ranks only if they
             run on one host.
         job: Tells this job from others of the same user.
@@ -79,6 +81,7 @@ def _alike(launcher: str, prefix: str) -> _Names:
 
 
 _FLAGCX = _alike("flagcx", "FLAGCX_")
+_GIVEN = "given"
 _TORCHRUN = _Names("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _OPENMPI = _alike("openmpi", "OMPI_COMM_WORLD_")
 _MVAPICH = _alike("mvapich", "MV2_COMM_WORLD_")
@@ -122,7 +125,8 @@ _TRACES = MappingProxyType(
         "MPT_LRANK": "MPT's mpiexec",
     }
 )
-_OF_THE_LAUNCHER = ("FLAGCX_JOB", "FLAGCX_STORE_ADDRESS", "FLAGCX_STORE_KEY")
+_ADDRESS, _KEY = "FLAGCX_STORE_ADDRESS", "FLAGCX_STORE_KEY"
+_OF_THE_LAUNCHER = ("FLAGCX_JOB", _ADDRESS, _KEY)
 _CONNECTIONS = ("PMIX_", "PMI_", "PMI2_")
 
 
@@ -148,11 +152,48 @@ def identify(environ: Mapping[str, str]) -> Identity:
     if names is None:
         _refuse_traces(environ)
         return Identity(0, 1, 0, 1, host_name(), "alone", "alone")
+    if names is _FLAGCX and not {*_FLAGCX[3:]} & environ.keys():
+        rank, size = _rank_and_size(names, environ)
+        if size > 1 and _ADDRESS not in environ:
+            raise BootstrapError(
+                f"FLAGCX_RANK={rank} and FLAGCX_SIZE={size} are set by hand, and {_ADDRESS} is not; set it "
+                f"to host:port of rank 0 on all ranks (127.0.0.1:PORT on one host), or start the ranks with "
+                f"flagcx run"
+            )
+        return _given(rank, size, environ)
     rank, size, local_rank, local_size = _numbers(names, environ)
     if names is _TORCHRUN and _TORCHRUN_MARK not in environ:
         _check_agreement(names, rank, size, environ)
     job = _job(names.launcher, environ)
     return Identity(rank, size, local_rank, local_size, host_name(), job, names.launcher)
+
+
+def place_given(environ: Mapping[str, str], rank: int, size: int, address: str, key: str) -> dict[str, str]:
+    """An environment for a rank whose place its program gives, whatever started the process."""
+    names = {*_FLAGCX[1:], *_OF_THE_LAUNCHER}
+    kept = {name: value for name, value in without_launchers(environ).items() if name not in names}
+    place = {_FLAGCX.rank: str(rank), _FLAGCX.size: str(size), _ADDRESS: address, _KEY: key}
+    return kept | {name: value for name, value in place.items() if value}
+
+
+def _given(rank: int, size: int, environ: Mapping[str, str]) -> Identity:
+    address = environ.get(_ADDRESS, "")
+    job = environ.get("FLAGCX_JOB", f"{_GIVEN}-{address}")
+    on_one_host = size == 1 or is_loopback(address)
+    local = (rank, size) if on_one_host else (-1, 0)
+    return Identity(rank, size, *local, host_name(), job, _GIVEN)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address (``host:port``) leads to the host itself, from every host."""
+    host = address.removeprefix("tcp:").rpartition(":")[0].strip("[]")
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def located(identity: Identity, hosts: Sequence[str]) -> Identity:
+    """The identity with its place among the ranks of its host, of the hosts of all ranks."""
+    ranks = [rank for rank, host in enumerate(hosts) if host == identity.host]
+    return replace(identity, local_rank=ranks.index(identity.rank), local_size=len(ranks))
 
 
 def of_the_job(environ: Mapping[str, str]) -> dict[str, str]:
@@ -222,7 +263,7 @@ def _is_set(names: _Names, environ: Mapping[str, str]) -> bool:
     return names.rank in environ or (names in _SIZE_TELLS and names.size in environ)
 
 
-def _numbers(names: _Names, environ: Mapping[str, str]) -> tuple[int, int, int, int]:
+def _rank_and_size(names: _Names, environ: Mapping[str, str]) -> tuple[int, int]:
     for present, missing in ((names.rank, names.size), (names.size, names.rank)):
         if missing not in environ:
             raise BootstrapError(
@@ -236,6 +277,11 @@ def _numbers(names: _Names, environ: Mapping[str, str]) -> tuple[int, int, int, 
         raise BootstrapError(
             f"{names.rank}={rank} is no rank of {names.size}={size}; expected 0 to {size - 1}"
         )
+    return rank, size
+
+
+def _numbers(names: _Names, environ: Mapping[str, str]) -> tuple[int, int, int, int]:
+    rank, size = _rank_and_size(names, environ)
     missing_names = [name for name in names[3:] if name not in environ]
     if size == 1 and len(missing_names) == 2:
         return rank, size, 0, 1

@@ -7,7 +7,8 @@ alone                        in the process itself; no socket
 flagcx run, fc.launch        in the launcher, which sets ``FLAGCX_STORE_ADDRESS`` and
                              ``FLAGCX_STORE_KEY`` for its ranks
 any other, with              in rank 0, at that address (``host:port``); several hosts need
-``FLAGCX_STORE_ADDRESS``     ``FLAGCX_STORE_KEY`` too
+``FLAGCX_STORE_ADDRESS``     ``FLAGCX_STORE_KEY`` too; so do ``fc.init(rank=, ...)``'s
+                             ``address=`` and ``key=``
 any other, one host          in rank 0, on an abstract Unix socket, whose name is in a file that only
                              this user can read, until all ranks are connected
 torchrun, several hosts      in rank 0, on the first free port after ``MASTER_PORT`` at
@@ -191,9 +192,9 @@ def _key(environ: Mapping[str, str]) -> bytes:
     """
     if _KEY not in environ:
         raise BootstrapError(
-            f"{_KEY} is not set, and the ranks are on several hosts, where whoever reaches rank 0's port "
-            f"could join the job; make a key (python -c 'import secrets; print(secrets.token_hex(16))') and "
-            f"set {_KEY} to it on all ranks"
+            f"{_KEY} is not set, and whoever reaches rank 0's port from another host could join the job; "
+            f"make a key (python -c 'import secrets; print(secrets.token_hex(16))') and set {_KEY} to it on "
+            f"all ranks, or give it to fc.init(key=); ranks of one host meet at 127.0.0.1 without one"
         )
     try:
         key = bytes.fromhex(environ[_KEY])

@@ -353,7 +353,7 @@ def test_on_one_host_the_key_of_an_address_given_by_the_user_is_random_and_priva
 @pytest.mark.parametrize(
     ("key", "message"),
     [
-        (None, r"FLAGCX_STORE_KEY is not set, and the ranks are on several hosts.*token_hex"),
+        (None, r"FLAGCX_STORE_KEY is not set, and whoever reaches rank 0.s port.*token_hex"),
         ("", r"FLAGCX_STORE_KEY has 0 bytes, which can be guessed"),
         ("00ff", r"FLAGCX_STORE_KEY has 2 bytes, which can be guessed; expected at least 16"),
         ("secret", r"must be hexadecimal digits"),

@@ -14,7 +14,7 @@ import numpy as np
 
 from flagcx.arguments import check_shape
 from flagcx.communicator import allreduce as reductions
-from flagcx.communicator import objects, operations, recovery, transfers, v_operations
+from flagcx.communicator import objects, operations, recovery, rows, transfers, v_operations
 from flagcx.communicator.caller import Caller, Lineage
 from flagcx.config import Config
 from flagcx.dtypes import dtype_of
@@ -73,6 +73,9 @@ class Communicator(Caller):
 
     allreduce = reductions.allreduce
     explain_compression = reductions.explain_compression
+    allreduce_rmsnorm = rows.allreduce_rmsnorm
+    allreduce_layernorm = rows.allreduce_layernorm
+    allreduce_then = rows.allreduce_then
 
     reduce = operations.reduce
     broadcast = operations.broadcast

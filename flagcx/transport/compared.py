@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flagcx.bootstrap.store import Store
@@ -39,6 +39,12 @@ class Comparing:
     def compile(self, call: Call) -> Plan:
         """Compiles a call that is compared before each run."""
         return Compared(self._inner.compile(call), self, call)
+
+    def compile_rows(self, rows: Any, call: Call | None, add: Callable[[], Plan]) -> Plan:
+        """Compiles an all-reduce of rows; where ``add`` compiles its plan here, that is compared already."""
+        plan = self._inner.compile_rows(rows, call, add)
+        fused = call is not None and getattr(plan, "call", None) is call
+        return Compared(plan, self, call) if fused and call is not None else plan
 
     def compare(self, words: str) -> None:
         """Compares this rank's next call with those of all others.

@@ -97,7 +97,7 @@ _FIBERS = r"""
 #include <vector>
 typedef unsigned long long u64;
 
-struct Job { u64 kernel; void* args; int grid, threads; };
+struct Job { u64 kernel; void* args; int nbytes, grid, threads; };
 struct Block {
   int arrived = 0; unsigned generation = 0, threads = 0;
   struct Warp { int arrived = 0; unsigned generation = 0, least = ~0u, result = 0; };
@@ -113,8 +113,7 @@ struct World {
   std::vector<std::unique_ptr<Fiber>> fibers; std::vector<std::vector<char>> stacks;
 };
 static World* world;
-static const int ARGS_NBYTES = HOST_ARGS;
-struct Params { char bytes[HOST_ARGS]; };
+struct Params { char bytes[1024]; };  // no kernel has a larger argument
 
 extern "C" {
 int host_thread() { return world->self->thread; }
@@ -147,7 +146,7 @@ void* host_shared(int line, unsigned long nbytes) {
 static void enter() {
   Fiber* f = world->self;
   Params p;
-  memcpy(&p, f->job->args, sizeof p);
+  memcpy(&p, f->job->args, f->job->nbytes);
   ((void (*)(Params))f->job->kernel)(p);
   f->done = true;
   swapcontext(&f->context, &world->home);
@@ -207,6 +206,7 @@ class _Job(ctypes.Structure):
     _fields_ = (
         ("kernel", ctypes.c_uint64),
         ("args", ctypes.c_void_p),
+        ("nbytes", ctypes.c_int),
         ("grid", ctypes.c_int),
         ("threads", ctypes.c_int),
     )
@@ -218,7 +218,7 @@ def compile_library(source: str, made: Path, mode: int = ctypes.RTLD_LOCAL, *fla
     text.write_text(source)
     assert COMPILER is not None
     command = [COMPILER, "-O0", "-std=c++17", "-w", "-shared", "-fPIC", f"-DHOST_WARP={WARP}"]
-    command += [f"-DHOST_ARGS={ctypes.sizeof(PeerArgs)}", *flags, "-o", str(made), str(text)]
+    command += [*flags, "-o", str(made), str(text)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[:4000]
     return ctypes.CDLL(str(made), mode=mode)
@@ -244,6 +244,11 @@ class Made:
     absent: tuple[int, ...] = ()
     bare: bool = False
     pull: bool = False
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return WORK if self.packets else WORK + WARP
 
 
 @dataclass
@@ -285,7 +290,7 @@ class Host:
         """The handle of an array in a segment."""
         return (segment + 1) << OFFSET_BITS | offset
 
-    def run(self, calls: list[Made], seed: int = 0, limit: int = 1 << 24) -> bool:
+    def run(self, calls: list, seed: int = 0, limit: int = 1 << 24) -> bool:
         """Lets all ranks make all calls, one behind the other. Returns whether they came to an end."""
         self._table = np.array([[m.ctypes.data for m in s] for s in self.segments] or [0], np.uint64)
         jobs = (_Job * (self.ranks * len(calls)))()
@@ -297,9 +302,8 @@ class Host:
                 args = self._args(call, r)
                 kept.append(args)
                 address = 0 if r in call.absent else ctypes.cast(kernel, ctypes.c_void_p).value
-                threads = WORK if call.packets else WORK + WARP
-                at = ctypes.cast(ctypes.pointer(args), ctypes.c_void_p)
-                jobs[r * len(calls) + c] = _Job(address, at, call.grid, threads)
+                at, nbytes = ctypes.cast(ctypes.pointer(args), ctypes.c_void_p), ctypes.sizeof(args)
+                jobs[r * len(calls) + c] = _Job(address, at, nbytes, call.grid, call.threads)
         fibers = _fibers()
         return bool(fibers(self.ranks, len(calls), jobs, ctypes.c_uint64(seed), ctypes.c_uint64(limit)))
 

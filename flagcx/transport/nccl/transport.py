@@ -51,8 +51,10 @@ from flagcx.transport.nccl.binding import (
 )
 from flagcx.transport.nccl.native import NATIVE, native_form
 from flagcx.transport.nccl.plans import URGENT, NativePlan, SchedulePlan, Scratch, grouped
+from flagcx.transport.nccl.rows import AddedRows
 from flagcx.transport.nccl.steps import device_program
 from flagcx.transport.peer_memory import PeerPlan, connect, protocols_in
+from flagcx.transport.rows import Rows
 from flagcx.transport.stream_order import StreamOrder
 from flagcx.transport.waits import Waits
 from flagcx.transport.watchdog import Watchdog
@@ -194,6 +196,17 @@ class NcclTransport(DeviceTransport):
                 f"another algorithm, such as algorithm='ring'"
             )
         return NativePlan(call, self._communicator.native(call, form), self._order, self._fault)
+
+    def compile_rows(self, rows: Rows, call: Call | None, add: Callable[[], Plan]) -> Plan:
+        """Compiles an all-reduce of rows with an epilogue: in one kernel, or after the plan of ``add()``.
+
+        Args:
+            rows: The operation.
+            call: The all-reduce as ``peers`` would make it; None where they do not.
+            add: Compiles the plan that adds up the rows.
+        """
+        fused = None if self.peers is None or call is None else self.peers.compile_rows(call, rows)
+        return fused or AddedRows(self._cupy, self.device, self._order, self._scratch, rows, add())
 
     def submit(self, plan: Plan, sendbuf: Any, recvbuf: Any) -> Any:
         """Enqueues a plan on the communicator's own stream, after the operations of the current stream.

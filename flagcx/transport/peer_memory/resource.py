@@ -22,13 +22,16 @@ from flagcx.kernels.peer import (
     has_peer_kernel,
     may_be_bare,
 )
+from flagcx.kernels.rows import RowKernel
 from flagcx.kernels.source import base_name
 from flagcx.transport.base import Call
 from flagcx.transport.device import DeviceIdentity
 from flagcx.transport.peer_memory.grids import Grid, blocks_beside, chunk_grid, packet_grid
 from flagcx.transport.peer_memory.plans import PeerPlan
 from flagcx.transport.peer_memory.region import PeerRegion, Unavailable
+from flagcx.transport.peer_memory.rows import PeerRows, row_grid
 from flagcx.transport.peer_memory.segments import Segments
+from flagcx.transport.rows import RowLaunch, Rows, RowShape
 from flagcx.transport.stream_order import StreamOrder
 
 _DIRECT = "direct"
@@ -150,14 +153,37 @@ class PeerMemory:
             count * itemsize if form == "two_shot" and not packets else 0,
         )  # fmt: skip
 
-    def _args(self, call: Call, grid: Grid) -> PeerArgs:
+    def compile_rows(self, call: Call, rows: Rows) -> PeerRows | None:
+        """Compiles an all-reduce of rows with an epilogue into one kernel; None where the rows do not fit.
+
+        Args:
+            call: The all-reduce, with the epilogue in its words.
+            rows: The operation.
+        """
+        forms = call.schedule.algorithm, "two_shot"
+        grid = next((grid for form in forms if (grid := row_grid(form, rows, self.layout))), None)
+        if grid is None or call.protocol != PEER_PACKETS or not may_be_bare(grid.form, rows.dtype):
+            return None
+        pieces = RowShape.of(rows.columns, rows.dtype.numpy.itemsize).pieces
+        kernel = RowKernel(grid.form, rows.dtype, rows.epilogue, self.layout, pieces)
+        launch = RowLaunch(
+            self._cupy, self._region.device, kernel, rows, grid.blocks, self._places(), grid.share, grid.ahead
+        )
+        return PeerRows(call, rows, launch, self._order, self.check)
+
+    def _places(self) -> PeerArgs:
+        """What the arguments of all kernels have in common."""
         args = PeerArgs()
         for q, at in enumerate(self._region.at):
             args.peer[q] = at
         args.segments, args.control = self._region.table, self._region.control_at
-        args.limit_ns = self._limit_ns
+        args.limit_ns, args.rank = self._limit_ns, self.rank
+        return args
+
+    def _args(self, call: Call, grid: Grid) -> PeerArgs:
+        args = self._places()
         args.count, args.part, args.chunk, args.steps = call.counts, grid.part, grid.chunk, grid.steps
-        args.rank, args.root = self.rank, call.schedule.root or 0
+        args.root = call.schedule.root or 0
         args.finish, args.factor = int(Finish.NONE), 1.0
         if call.op is not None and call.op.average:
             args.finish, args.factor = int(Finish.DIVIDE), float(self.size)

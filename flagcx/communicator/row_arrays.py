@@ -1,0 +1,200 @@
+"""The arrays of an all-reduce of rows with an epilogue: checked, and made plain where they are not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flagcx.dtypes import dtype_of
+from flagcx.errors import ArgumentError, ArrayError
+from flagcx.executor.host import Executor
+from flagcx.executor.rows import find_rows
+from flagcx.executor.staging import Staged
+from flagcx.kernels.epilogue import (
+    COLUMN,
+    ELEMENT,
+    FLOATS,
+    ROW,
+    Epilogue,
+    Operand,
+    Piece,
+    check_numbers,
+    operands_of,
+    pieces_named,
+    result_dtype,
+)
+from flagcx.kernels.rows import MOST_ARRAYS, MOST_COLUMNS, MOST_NUMBERS
+from flagcx.transport.base import DEVICE, Plan
+from flagcx.transport.rows import RowArrays, Rows
+
+_SINGLE = np.dtype(np.float32)
+_MAY_BE_ONE = ({"x", "out"}, {"residual", "residual_out"})
+"""Arrays of which one may take the place of the other."""
+
+
+class RowBuffers(NamedTuple):
+    """The arrays of a call, checked.
+
+    Attributes:
+        rows: The operation.
+        arrays: What this rank gives.
+        out: Where the result goes.
+        value: What the caller gets.
+        before: Copies before the call.
+        after: Copies after it.
+    """
+
+    rows: Rows
+    arrays: RowArrays
+    out: Any
+    value: Any
+    before: Sequence[tuple[Any, Any]]
+    after: Sequence[tuple[Any, Any]]
+
+    def plan(self, executor: Executor, algorithm: str | None) -> Plan:
+        """The plan of the call, with the copies if there are any."""
+        plan = find_rows(executor, self.rows, self.out is self.arrays.x, algorithm)
+        return Staged(plan, self.before, self.after) if self.before or self.after else plan
+
+
+def row_buffers(
+    executor: Executor, x: Any, names: tuple[Any, ...], out: Any, dtype: Any, given: Mapping[str, Any]
+) -> RowBuffers:
+    """Takes the arrays of a call.
+
+    Args:
+        executor: Takes arrays of this kind, and makes them.
+        x: The caller's rows.
+        names: The pieces of the epilogue, by name or themselves.
+        out: The caller's array for the result, or None.
+        dtype: The dtype of a quantised result, or None.
+        given: The caller's operands and numbers, by name.
+
+    Raises:
+        ArrayError: An array has another shape or dtype than it must have, or overlaps another.
+        ArgumentError: An operand or number is missing, or there is one that no piece takes.
+    """
+    pieces = pieces_named(names)
+    operands = operands_of(pieces)
+    _check_names(pieces, operands, given)
+    numbers = check_numbers(pieces, given)
+    taken = executor.take(x, "x", out is x)
+    kind = dtype_of(taken.dtype)
+    if kind.name not in FLOATS or taken.ndim == 0:
+        raise ArrayError(
+            f"x has dtype {kind.name} and shape {taken.shape}; expected rows of {', '.join(FLOATS)}"
+        )
+    columns = taken.shape[-1]
+    if executor.transport.kind == DEVICE and columns > MOST_COLUMNS:
+        raise ArrayError(
+            f"x has rows of {columns} elements, and on GPUs they may have {MOST_COLUMNS}; call "
+            f"comm.allreduce, and what follows it by itself"
+        )
+    made = result_dtype(pieces, kind, dtype)
+    same = out is x and made == kind
+    target = taken if same else executor.result(out, "out", taken.shape, made.numpy)
+    arrays = {o.name: _operand(executor, o, given.get(o.name), taken.shape) for o in operands}
+    if "residual_out" in arrays and arrays["residual_out"] is None:
+        arrays["residual_out"] = executor.take(given["residual"], "residual", True)
+    plain = _Plain(executor)
+    placed = {"x": plain.read(taken), "out": plain.written(target)}
+    for operand in operands:
+        array = arrays[operand.name]
+        if array is not None:
+            placed[operand.name] = plain.written(array) if operand.keeps else plain.read(array)
+    _check_apart(executor, placed, {"out", *(o.name for o in operands if o.keeps)})
+    dtypes = tuple(None if arrays[o.name] is None else dtype_of(arrays[o.name].dtype) for o in operands)
+    rows = Rows(taken.size // max(columns, 1), columns, kind, Epilogue(pieces, numbers, dtypes, made))
+    value = target if out is None else out
+    if any(o.name == "scales" for o in operands):
+        value = value, arrays["scales"] if given.get("scales") is None else given["scales"]
+    used = RowArrays(placed["x"], [placed.get(o.name) for o in operands])
+    return RowBuffers(rows, used, placed["out"], value, plain.before, plain.after)
+
+
+def _check_names(pieces: Sequence[Piece], operands: Sequence[Operand], given: Mapping[str, Any]) -> None:
+    numbers = [name for piece in pieces for name in piece.numbers]
+    known = [*(operand.name for operand in operands), *numbers]
+    extra = [name for name in given if name not in known]
+    names = [piece.name for piece in pieces]
+    if extra:
+        raise ArgumentError(f"no piece of {names} takes {extra[0]!r}; expected some of {', '.join(known)}")
+    if len(operands) > MOST_ARRAYS or len(numbers) > MOST_NUMBERS:
+        raise ArgumentError(
+            f"{names} take {len(operands)} arrays and {len(numbers)} numbers; an epilogue may have "
+            f"{MOST_ARRAYS} and {MOST_NUMBERS}"
+        )
+    for operand in operands:
+        if given.get(operand.name) is None and not (operand.default or operand.keeps):
+            raise ArgumentError(f"{names} need {operand.name}=, an array of {_words(operand)}")
+
+
+def _operand(executor: Executor, operand: Operand, array: Any, shape: tuple[int, ...]) -> Any:
+    """Takes an operand, or makes the array for one that is written for each row."""
+    name = operand.name
+    if array is None:
+        return executor.result(None, name, (*shape[:-1], 1), _SINGLE) if operand.shape == ROW else None
+    taken = executor.take(array, name, bool(operand.keeps))
+    count = {
+        ELEMENT: int(np.prod(shape, dtype=np.int64)),
+        COLUMN: shape[-1],
+        ROW: int(np.prod(shape[:-1], dtype=np.int64)),
+    }.get(operand.shape, 1)
+    dtypes = FLOATS if operand.shape in (ELEMENT, COLUMN) else ("float32",)
+    right = taken.size == count and (operand.shape != ELEMENT or taken.shape[-1:] == shape[-1:])
+    if not right or taken.dtype.name not in dtypes:
+        raise ArrayError(
+            f"{name} has shape {taken.shape} and dtype {taken.dtype}; x has shape {shape}, so it must be "
+            f"{_words(operand)} ({count} elements) in {' or '.join(dtypes)}"
+        )
+    return taken
+
+
+def _words(operand: Operand) -> str:
+    each = {ELEMENT: "the shape of x", COLUMN: "one value for each column", ROW: "one value for each row"}
+    return each.get(operand.shape, "one value")
+
+
+class _Plain:
+    """Replaces arrays that a plan cannot take as they are."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self.before: list[tuple[Any, Any]] = []
+        self.after: list[tuple[Any, Any]] = []
+
+    def read(self, array: Any) -> Any:
+        """An array that is read alone."""
+        if self._executor.is_plain(array):
+            return array
+        plain = self._executor.plain_like(array)
+        self.before.append((plain, array))
+        return plain
+
+    def written(self, array: Any) -> Any:
+        """An array that is written alone."""
+        if self._executor.is_plain(array):
+            return array
+        plain = self._executor.plain_like(array)
+        self.after.append((array, plain))
+        return plain
+
+
+def _check_apart(executor: Executor, arrays: Mapping[str, Any], written: set[str]) -> None:
+    """Raises ArrayError where an array that is written overlaps one that it does not take the place of."""
+    on_device = executor.transport.kind == DEVICE
+    spans = []
+    for name, array in arrays.items():
+        begin = array.data.ptr if on_device else array.ctypes.data
+        spans.append((begin, begin + array.nbytes, name))
+    for i, (begin, end, name) in enumerate(spans):
+        for first, last, other in spans[:i]:
+            if begin >= last or first >= end or not (name in written or other in written):
+                continue
+            if (begin, end) != (first, last) or {name, other} not in _MAY_BE_ONE:
+                raise ArrayError(
+                    f"{other} and {name} overlap, and one of them is written; pass arrays that lie apart, "
+                    f"such as {name}.copy()"
+                )

@@ -1,0 +1,201 @@
+"""The kernel that adds up rows over all ranks and applies an epilogue to each of them.
+
+A block of threads works on one row after the other; a thread holds PIECES packs of the row in registers, as
+float32, from the sum to the result. There are three forms:
+
+* *one_shot*: every rank pushes its rows to all peers as bare packets and adds up all contributions, in the
+  order of ranks. One hop, no barrier; the sum is not rounded before the epilogue.
+* *two_shot*: each rank adds up its share of the columns of every row and pushes the sum, rounded to the dtype
+  of the rows, to all ranks. Two hops, with as little traffic as an all-reduce has; every rank applies the
+  epilogue to all rows, which costs less than sending what it makes.
+* *local*: the rows are the sum already.
+
+The packets are those of ``flagcx.kernels.peer_packets``, in the same slots, so that these calls and others
+may follow each other.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from flagcx.dtypes import OPS, DType
+from flagcx.kernels.epilogue import COLUMN, ELEMENT, ONE, ROW, Epilogue, Operand, Piece, Statistic
+from flagcx.kernels.peer import PeerArgs, PeerKernel, PeerLayout
+from flagcx.kernels.peer_cuda import INTRINSICS
+from flagcx.kernels.peer_packets import SLOTS
+from flagcx.kernels.rows_cuda import ELEMENTS, EXCHANGED, LOCAL_ROWS, POISON, WARPS
+
+NAME = "flagcx_rows"
+"""Name of the kernel in every module."""
+
+LOCAL = "local"
+ROW_FORMS = ("one_shot", "two_shot", LOCAL)
+
+ROW_THREADS = 512
+MOST_ARRAYS, MOST_NUMBERS = 12, 8
+"""Most operands, and numbers, of an epilogue."""
+
+MOST_COLUMNS = 16384
+"""Most columns of a row, whose values are in registers."""
+
+
+class RowArgs(ctypes.Structure):
+    """The only argument of the kernel; ``RowArgs`` in its source."""
+
+    _fields_ = (
+        ("a", PeerArgs),
+        ("arrays", ctypes.c_uint64 * MOST_ARRAYS),
+        ("rows", ctypes.c_int64),
+        ("columns", ctypes.c_int64),
+        ("numbers", ctypes.c_float * MOST_NUMBERS),
+        ("packs", ctypes.c_uint32),
+        ("share", ctypes.c_uint32),
+        ("ahead", ctypes.c_uint32),
+        ("unused", ctypes.c_uint32),
+    )
+
+
+_KINDS = {
+    "float32": "Float32", "float16": "Float16", "bfloat16": "Bfloat16",
+    "int8": "Int8", "float8_e4m3fn": "Float8E4m3fn", "float8_e5m2": "Float8E5m2",
+}  # fmt: skip
+_LIMITS = {"int8": "127.0f", "float8_e4m3fn": "448.0f", "float8_e5m2": "57344.0f"}
+
+
+@dataclass(frozen=True, slots=True)
+class RowKernel:
+    """One kernel.
+
+    Attributes:
+        form: One of ``ROW_FORMS``.
+        dtype: The dtype of the rows.
+        epilogue: What is done with them; its numbers are arguments.
+        layout: The memory; of one rank for a local kernel.
+        pieces: Packs of a row that each thread holds.
+    """
+
+    form: str
+    dtype: DType
+    epilogue: Epilogue
+    layout: PeerLayout
+    pieces: int
+
+    def source(self, intrinsics: str = INTRINSICS, warps: str = WARPS, **changed: int) -> str:
+        """The whole CUDA source; the arguments take the place of what a host defines in its own way."""
+        local = self.form == LOCAL
+        shared = PeerKernel(
+            "one_shot" if local else self.form, True, self.dtype, OPS["sum"], self.layout, True
+        )
+        values = {
+            "PIECES": self.pieces, "ROW_THREADS": ROW_THREADS, "MOST_ARRAYS": MOST_ARRAYS,
+            "MOST_NUMBERS": MOST_NUMBERS, "ROWS": _KINDS[self.dtype.name],
+            "LIMIT": _LIMITS.get(self.epilogue.out.name, "3.4e38f"), **changed,
+        }  # fmt: skip
+        head = "".join(f"#define {name} {value}\n" for name, value in values.items())
+        text = shared.prelude(intrinsics, **changed) + head + warps + ("" if local else SLOTS) + ELEMENTS
+        return text + "\n".join(self._generated()) + (LOCAL_ROWS if local else EXCHANGED)
+
+    def _generated(self) -> Iterator[str]:
+        """The parts that depend on the epilogue."""
+        yield from self._loads(COLUMN, "Columns", "load_columns", "")
+        yield from self._loads(ELEMENT, "Elements", "load_elements_of", "row * r.columns + ")
+        yield (
+            "FLAGCX_DEVICE void finish_row(const RowArgs& r, i64 row, float (*values)[N],"
+            " const Columns& columns, const Elements& elements, float* scratch, u32& turn) {"
+        )
+        yield "  (void)columns; (void)elements; (void)scratch; (void)turn;"
+        number = 0
+        for piece in self.epilogue.pieces:
+            yield "  {"
+            yield from self._piece(piece, number)
+            yield "  }"
+            number += len(piece.numbers)
+        yield f"  {self._stored(_KINDS[self.epilogue.out.name], 'r.a.recvbuf')}\n}}"
+        if self.form != LOCAL:
+            yield POISON
+            yield "FLAGCX_DEVICE void poison_rows(const RowArgs& r) {"
+            size = self.epilogue.out.numpy.itemsize
+            yield f"  poison_array(r.a.recvbuf, r.rows * r.columns * {size});"
+            for place, operand, dtype in self._given():
+                if operand.keeps:
+                    columns = " * r.columns" if operand.shape == ELEMENT else ""
+                    yield f"  poison_array(r.arrays[{place}], r.rows{columns} * {dtype.numpy.itemsize});"
+            yield "}"
+
+    def _given(self) -> Iterator[tuple[int, Operand, DType]]:
+        """The operands that a call has, with their places."""
+        pairs = zip(self.epilogue.operands, self.epilogue.dtypes, strict=True)
+        for place, (operand, dtype) in enumerate(pairs):
+            if dtype is not None:
+                yield place, operand, dtype
+
+    def _loads(self, shape: str, name: str, function: str, start: str) -> Iterator[str]:
+        """What a thread keeps of the operands of one shape, and how it loads them."""
+        found = [(p, o, _KINDS[d.name]) for p, o, d in self._given() if o.shape == shape and not o.keeps]
+        yield f"struct {name} {{ " + " ".join(f"Few<{k}> {o.name}[PIECES];" for _, o, k in found) + " };"
+        row = "i64 row, " if start else ""
+        yield f"FLAGCX_DEVICE void {function}(const RowArgs& r, {row}{name}& few) {{"
+        yield f"  (void)r; (void)few;{' (void)row;' if start else ''}"
+        for place, operand, kind in found:
+            at = f"(const {kind}::S*)r.arrays[{place}] + {start}column_of(i)"
+            yield f"  EACH_PACK few.{operand.name}[i] = load_few<{kind}>({at}, r.columns - column_of(i));"
+        yield "}"
+
+    def _stored(self, kind: str, array: str) -> str:
+        at = f"({kind}::S*){array} + row * r.columns + column_of(i)"
+        return f"EACH_PACK store_few<{kind}>({at}, r.columns - column_of(i), values[i]);"
+
+    def _piece(self, piece: Piece, number: int) -> Iterator[str]:
+        words = " ".join([piece.element, *(s.of + s.then for s in piece.statistics)])
+        if _uses(words, "count"):
+            yield "    const float count = (float)r.columns;"
+        for i, name in enumerate(piece.numbers):
+            yield f"    const float {name} = r.numbers[{number + i}];"
+        for statistic in piece.statistics:
+            yield from self._statistic(piece, statistic)
+        yield f"    EACH_VALUE {{ {self._names(piece, piece.element)} values[i][e] = {piece.element}; }}"
+        for place, operand, dtype in self._given():
+            if operand not in piece.operands or not operand.keeps:
+                continue
+            if operand.shape == ELEMENT:
+                yield f"    {self._stored(_KINDS[dtype.name], f'r.arrays[{place}]')}"
+            else:
+                yield f"    if (thread_index() == 0) ((float*)r.arrays[{place}])[row] = {operand.keeps};"
+
+    def _statistic(self, piece: Piece, statistic: Statistic) -> Iterator[str]:
+        name, of = statistic.name, statistic.of
+        combined = f"{name} + ({of})" if statistic.combine == "sum" else f"larger({name}, {of})"
+        yield f"    float {name} = 0.0f;"
+        # What is combined must not name what it is combined into.
+        yield (
+            f"    EACH_VALUE if (column_of(i) + e < r.columns) {{ {self._names(piece, of)} "
+            f"{name} = {combined}; }}"
+        )
+        yield f"    {name} = {statistic.combine}_of_row({name}, scratch, turn++);"
+        yield f"    {name} = {statistic.then};"
+
+    def _names(self, piece: Piece, words: str) -> str:
+        """Declares the names that words use: the value, and operands."""
+        found = ["const float x = values[i][e];"] if _uses(words, "x") else []
+        given = {operand.name: (place, dtype) for place, operand, dtype in self._given()}
+        for operand in piece.operands:
+            if operand.keeps or not _uses(words, operand.name):
+                continue
+            if operand.name not in given:
+                value = operand.default
+            elif operand.shape in (ROW, ONE):
+                index = "row" if operand.shape == ROW else "0"
+                value = f"((const float*)r.arrays[{given[operand.name][0]}])[{index}]"
+            else:
+                kind = _KINDS[given[operand.name][1].name]
+                few = "columns" if operand.shape == COLUMN else "elements"
+                value = f"{kind}::widen({few}.{operand.name}[i].at[e])"
+            found.append(f"const float {operand.name} = {value};")
+        return " ".join(found)
+
+
+def _uses(words: str, name: str) -> bool:
+    return re.search(rf"\b{name}\b", words) is not None

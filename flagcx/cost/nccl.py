@@ -203,7 +203,7 @@ def _kind(topology: Topology, gpus: Sequence[int]) -> str:
 
 
 def _key(kind: LinkKind) -> str:
-    return "pcie" if kind is LinkKind.SOCKET else kind.value
+    return "pcie" if kind in (LinkKind.SOCKET, LinkKind.C2C) else kind.value
 
 
 def _port(topology: Topology, gpus: Sequence[int]) -> float:

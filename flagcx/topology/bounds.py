@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, permutations
 from types import MappingProxyType
 
 from flagcx.topology.graph import DeviceKind, Graph, LinkKind
@@ -83,12 +83,41 @@ def bound(topology: Graph, gpus: Sequence[int] | None = None, *, routes: Routes 
 
 
 def usable_links(topology: Graph, gpus: Sequence[int], routes: Routes) -> dict[frozenset[str], float]:
-    """The links that messages between the GPUs can take at all, with their bandwidth."""
-    return {
+    """The links that messages between the GPUs can take at all, with their bandwidth.
+
+    Switches that join the same devices, as the NVSwitches of a board do, are one: their links are added up.
+    """
+    used = {
         frozenset(edge): topology.links_of(edge[0])[edge[1]].bandwidth_gb_per_s
         for a, b in combinations(gpus, 2)
         for edge, _ in routes.route(a, b)
     }
+    return _merged(used, [topology.gpu(gpu).id for gpu in gpus])
+
+
+def _merged(links: Mapping[frozenset[str], float], terminals: Sequence[str]) -> dict[frozenset[str], float]:
+    """The links with forwarding nodes put together that have the same neighbours, in one proportion.
+
+    On whichever side of a cut the neighbours are, such nodes stand on the same side, so no cut changes.
+    """
+    around: dict[str, dict[str, float]] = {}
+    for ends, bandwidth in links.items():
+        for a, b in permutations(ends, 2):
+            around.setdefault(a, {})[b] = bandwidth
+    first: dict[tuple, str] = {}
+    merged: dict[frozenset[str], float] = dict(links)
+    for node in sorted(around.keys() - set(terminals)):
+        near = around[node]
+        if any(neighbour in first.values() for neighbour in near):
+            continue  # its neighbours may be put together themselves
+        total = sum(near.values())
+        alike = tuple((id, float(f"{near[id] / total:.9g}")) for id in sorted(near))
+        kept = first.setdefault(alike, node)
+        if kept != node:
+            for id, bandwidth in near.items():
+                del merged[frozenset((node, id))]
+                merged[frozenset((kept, id))] += bandwidth
+    return merged
 
 
 def least_partition(
@@ -175,12 +204,12 @@ def _min_cut(
 def _natural(topology: Graph, gpus: Sequence[int], routes: Routes) -> Bound:
     """The best of the natural partitions.
 
-    They are: every GPU alone, the groups of each host's own least partition, every host alone, and the hosts
-    below each set of leaf switches together.
+    They are: every GPU alone, the groups of each host's own least partition, every host (or NVLink domain)
+    alone, and the hosts below each set of leaf switches together.
     """
     by_host: dict[int, list[int]] = {}
     for gpu in gpus:
-        by_host.setdefault(topology.gpu(gpu).host, []).append(gpu)
+        by_host.setdefault(routes.domain(gpu), []).append(gpu)
     shapes: dict[tuple, list[Split]] = {}
     for members in by_host.values():
         key = routes.shape_key(members)
@@ -209,11 +238,20 @@ def _host_splits(topology: Graph, members: Sequence[int], routes: Routes, outsid
         splits.append([names])
         links |= _outside_links(topology, members, routes)
         terminals = [*names, "outside"]
+    cuts: dict[object, float] = {}
+
+    def cut(group: Sequence[str]) -> float:
+        """Found once for GPUs that have the same links."""
+        near = {
+            id: value for ends, value in links.items() for id in ends if group[0] in ends and id != group[0]
+        }
+        key = frozenset(near.items()) if len(group) == 1 else tuple(group)
+        if key not in cuts:
+            cuts[key] = _cut(links, terminals, group)
+        return cuts[key]
+
     return [
-        (
-            [sorted(names.index(name) for name in group) for group in groups],
-            sum(_cut(links, terminals, group) for group in groups),
-        )
+        ([sorted(names.index(name) for name in group) for group in groups], sum(map(cut, groups)))
         for groups in splits
     ]
 

@@ -1,4 +1,4 @@
-"""Collects the parts of a machine: readers of files, detection and presets build with it."""
+"""Collects the parts of a machine, and notes: readers of files, detection and presets build with it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,47 @@ from flagcx.topology.topology import Topology
 
 #: For the link between a PCIe root and its CPU, which limits nothing.
 UNBOUND_GB_PER_S = 1000.0
+#: Kinds of notes that are shown; a hostile file could have one for each of its elements.
+_MOST_NOTES = 40
+
+
+class Notes(Counter[str]):
+    """What a source lacks or gets wrong and what is assumed in its place, each with its number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._first: dict[str, str] = {}
+
+    def add(self, note: str, example: str = "") -> None:
+        """Counts a note.
+
+        Args:
+            note: What is wrong and what is assumed; the same words for everything of one kind.
+            example: Where and what it was; that of the first is shown.
+        """
+        self[note] += 1
+        self._first.setdefault(note, example)
+
+    def lines(self) -> list[str]:
+        """The notes as text, each with its number and its first example."""
+        shown = []
+        for note, count in list(self.items())[:_MOST_NOTES]:
+            facts = [f"{count} times"] if count > 1 else []
+            if example := self._first.get(note):
+                facts.append(f"first {example}" if count > 1 else example)
+            shown.append(f"{note} ({', '.join(facts)})" if facts else note)
+        if len(self) > _MOST_NOTES:
+            shown.append(f"{len(self) - _MOST_NOTES} more kinds of notes are left out")
+        return shown
 
 
 class Builder:
-    """The devices and links of a machine so far, and notes on what is assumed, with their number."""
+    """The devices and links of a machine so far, and notes on what is assumed."""
 
     def __init__(self) -> None:
         self.devices: dict[str, Device] = {}
         self.links: list[Link] = []
-        self.notes: Counter[str] = Counter()
+        self.notes = Notes()
 
     def of(self, kind: DeviceKind) -> list[Device]:
         """The devices of a kind so far."""
@@ -47,5 +79,4 @@ class Builder:
 
     def topology(self, name: str) -> Topology:
         """The machine."""
-        notes = [note if count == 1 else f"{note} ({count} times)" for note, count in self.notes.items()]
-        return Topology(self.devices.values(), self.links, name=name, notes=notes)
+        return Topology(self.devices.values(), self.links, name=name, notes=self.notes.lines())

@@ -35,6 +35,7 @@ _FILL = {
 _STROKE = {
     LinkKind.NVLINK: "#4f9d45",
     LinkKind.XGMI: "#b5533c",
+    LinkKind.C2C: "#2f7f86",
     LinkKind.PCIE: "#8a94a0",
     LinkKind.SOCKET: "#c98a2b",
     LinkKind.NETWORK: "#6f5bb0",
@@ -42,6 +43,7 @@ _STROKE = {
 _WORD = {
     LinkKind.NVLINK: "NVLink",
     LinkKind.XGMI: "xGMI",
+    LinkKind.C2C: "NVLink-C2C",
     LinkKind.PCIE: "PCIe",
     LinkKind.SOCKET: "socket",
     LinkKind.NETWORK: "network",
@@ -259,7 +261,7 @@ def _label(device: Device) -> str:
         return f"NIC{device.index}\n{device.name if len(device.name) <= 9 else device.name[:8] + '…'}"
     names = {
         DeviceKind.GPU: f"GPU{device.index}",
-        DeviceKind.CPU: f"NUMA {device.index}",
+        DeviceKind.CPU: f"NUMA {device.index}" if device.index >= 0 else "CPU",
         DeviceKind.NIC: f"NIC{device.index}",
         DeviceKind.NVSWITCH: f"NVSwitch {device.index}",
         DeviceKind.HOST_BRIDGE: "root",

@@ -98,7 +98,7 @@ class Drawing:
         return max(found, default=None)
 
     def _ancestors(self, gpu: Device) -> set[str]:
-        node = paths.numa_node(self.topology, gpu.index)
+        node = paths.nearest_cpu(self.topology, gpu.index)
         return set(paths.pcie_path(self.topology, gpu.id, node.id) or ()) if node else set()
 
     def _leaf(self, device: Device, width: float) -> None:

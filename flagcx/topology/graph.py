@@ -27,7 +27,7 @@ class DeviceKind(str, Enum):
     HOST_BRIDGE = "host_bridge"
     """A PCIe root of a CPU, where the source tells roots apart."""
     CPU = "cpu"
-    """A NUMA node: a socket, or a part of one."""
+    """A NUMA node: a socket, or a part of one. Its index is -1 where the source does not say which."""
     NIC = "nic"
     """A network card, with one or more ports."""
     NETWORK_SWITCH = "network_switch"
@@ -41,6 +41,7 @@ class LinkKind(str, Enum):
 
     NVLINK = "nvlink"
     XGMI = "xgmi"
+    C2C = "c2c"
     PCIE = "pcie"
     SOCKET = "socket"
     NETWORK = "network"
@@ -74,7 +75,7 @@ class Device:
         id: Unique in its topology: ``gpu0``, ``cpu1``, ``pci:0000:0c:00.0``; ``host3/cpu0`` on further hosts.
         kind: Its kind.
         index: Its number among the devices of its kind; for a GPU the key in ``topology["nvlink_peers"]``.
-        host: Number of the host it is in; -1 for a switch of the network.
+        host: Number of the host it is in; -1 for a switch between hosts.
         name: For people: a model, an interface name; "" where unknown.
         pci_bus_id: ``0000:0c:00.0``, or "".
         attributes: Further facts from the source, as (name, text) pairs.
@@ -289,7 +290,7 @@ class Graph:
         }
         shown = [f"{len(self.hosts)} hosts"] if len(self.hosts) > 1 else []
         for kind, (one, many) in words.items():
-            if count := len(self.devices(kind)):
+            if count := sum(kind is not DeviceKind.CPU or device.index >= 0 for device in self.devices(kind)):
                 shown.append(f"{count} {one if count == 1 else many}")
         return f"<Topology {self.name + ': ' if self.name else ''}{', '.join(shown) or 'empty'}>"
 

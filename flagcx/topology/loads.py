@@ -10,7 +10,7 @@ import numpy as np
 
 from flagcx.topology import paths
 from flagcx.topology.graph import Graph, LinkKind
-from flagcx.topology.routes import Edge, Routes
+from flagcx.topology.routes import Edge, Route, Routes
 
 #: Cost of a hop where bandwidth does not decide, by the class of its path: sockets weigh most.
 _HOP_COST = {
@@ -81,7 +81,8 @@ class PairLoads:
 
     Attributes:
         gpus: Indices of the GPUs; positions in all arrays follow this order.
-        edges: The directed links that any of their messages takes.
+        edges: The directed links that any of their messages takes; of links that every message loads alike
+            (as the NVSwitches of one board) only the first.
         capacity: GB/s of each edge, float64 of shape (edges,).
         load: Part of a message from i to j on each edge, float64 of shape (n, n, edges).
         hop_cost: Cost of a hop beyond bandwidth, float64 of shape (n, n).
@@ -114,7 +115,7 @@ def pair_loads(topology: Graph, gpus: Sequence[int], routes: Routes) -> PairLoad
     """
     count = len(gpus)
     found = {(i, j): routes.route(gpus[i], gpus[j]) for i in range(count) for j in range(count) if i != j}
-    edges = tuple(dict.fromkeys(edge for route in found.values() for edge, _ in route))
+    edges = _distinct(topology, found)
     place = {edge: position for position, edge in enumerate(edges)}
     load = np.zeros((count, count, len(edges)))
     cost = np.zeros((count, count))
@@ -122,7 +123,8 @@ def pair_loads(topology: Graph, gpus: Sequence[int], routes: Routes) -> PairLoad
     numa = [node.index if (node := paths.numa_node(topology, gpu)) else 0 for gpu in gpus]
     for (i, j), route in found.items():
         for edge, share in route:
-            load[i, j, place[edge]] += share
+            if edge in place:
+                load[i, j, place[edge]] += share
         word = paths.path_class(topology, topology.gpu(gpus[i]).id, topology.gpu(gpus[j]).id)
         fabric[i, j] = word.startswith(("NV", "XGMI"))
         cost[i, j] = _HOP_COST[word.rstrip("0123456789")]
@@ -130,3 +132,16 @@ def pair_loads(topology: Graph, gpus: Sequence[int], routes: Routes) -> PairLoad
             cost[i, j] += _FAR_NUMA * abs(numa[i] - numa[j])
     capacity = np.array([topology.links_of(a)[b].bandwidth_gb_per_s for a, b in edges])
     return PairLoads(tuple(gpus), edges, capacity, load, cost, fabric)
+
+
+def _distinct(topology: Graph, routes: Mapping[tuple[int, int], Route]) -> tuple[Edge, ...]:
+    """The edges of some routes; of those whose load over capacity is the same for every route the first."""
+    loads: dict[Edge, list[tuple[tuple[int, int], float]]] = {}
+    for pair, route in routes.items():
+        for (a, b), share in route:
+            relative = share / topology.links_of(a)[b].bandwidth_gb_per_s
+            loads.setdefault((a, b), []).append((pair, float(f"{relative:.9g}")))
+    first: dict[tuple, Edge] = {}
+    for edge, used in loads.items():
+        first.setdefault(tuple(used), edge)
+    return tuple(first.values())

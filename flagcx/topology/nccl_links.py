@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from flagcx.topology import speeds
-from flagcx.topology.builder import Builder
+from flagcx.topology.builder import Builder, Notes
 from flagcx.topology.graph import Device, DeviceKind, LinkKind
 from flagcx.topology.markup import Element
 
@@ -32,42 +32,110 @@ Counts = dict[tuple[str, str, LinkKind], int]
 def read(
     devices: Mapping[str, Device],
     elements: Sequence[tuple[str, Element]],
-    notes: Counter[str],
+    places: Mapping[tuple[int, str], Sequence[str]],
+    notes: Notes,
 ) -> Counts:
     """The links of the fast fabric that the ``gpu`` elements name, each pair once.
 
     Args:
         devices: Every device by id.
         elements: (id of the GPU, its ``gpu`` element).
+        places: Ids by host and PCI address, as the file has it; several where devices share an address.
         notes: Counts the assumptions.
-
-    Raises:
-        TopologyError: A link's target or count is not valid.
     """
-    by_bus = {(devices[id].host, devices[id].pci_bus_id): id for id, _ in elements}
+    ends = _Ends(devices, elements, places, notes)
     counts: Counts = {}
     loops: dict[str, int] = {}
     for id, element in elements:
         for child in element.children:
+            if child.tag == "c2c":
+                continue
             if child.tag not in ("nvlink", "xgmi"):
                 notes[f"element <{child.tag[:40]}> is not understood here and is left out"] += 1
                 continue
-            target = child.bus_id("target", HIDDEN_SWITCH)
-            count = child.number("count", 1, _MAX_LINKS, required=True) or 0
-            end = by_bus.get((devices[id].host, target))
-            if end is None and child.attributes.get("tclass", _SWITCH_CLASS) == _SWITCH_CLASS:
-                end = target
-            if end is None:
-                notes["an NVLink goes to a device that is not in the file; it is left out"] += 1
-            elif end == id:
+            count = child.number("count", 1, _MAX_LINKS)
+            if count is None:
+                count = 1
+                notes.add("how many links two GPUs have makes no sense; one is assumed", child.shown("count"))
+            end = ends.find(id, child)
+            if end == id:
                 loops[id] = count
-            else:
+            elif end:
                 kind = LinkKind.NVLINK if child.tag == "nvlink" else LinkKind.XGMI
                 counts[id, end, kind] = counts.get((id, end, kind), 0) + count
+    _note_missing(devices, elements, notes)
     return _symmetric(counts, loops, notes)
 
 
-def assume_nvswitch(gpus: Sequence[Device], notes: Counter[str]) -> tuple[Counts, int | None]:
+class _Ends:
+    """Finds the device at the other end of a link."""
+
+    def __init__(
+        self,
+        devices: Mapping[str, Device],
+        elements: Sequence[tuple[str, Element]],
+        places: Mapping[tuple[int, str], Sequence[str]],
+        notes: Notes,
+    ) -> None:
+        self.devices, self.notes = devices, notes
+        gpus = {id for id, _ in elements}
+        self.at = {key: [id for id in ids if id in gpus] for key, ids in places.items()}
+        self.by_number = {
+            (devices[id].host, element.attributes["dev"]): id
+            for id, element in elements
+            if element.number("dev", 0, 1 << 16) is not None
+        }
+        self.turn: Counter[tuple[int, str]] = Counter()
+
+    def find(self, id: str, link: Element) -> str:
+        """The id of a GPU, the PCI address of a switch, or "" for a link that is left out."""
+        host, text = self.devices[id].host, link.attributes.get("target", "").lower()
+        address = HIDDEN_SWITCH if text == HIDDEN_SWITCH else link.address("target")
+        if not address:
+            if end := self.by_number.get((host, text)):
+                self.notes.add("a link's target is a GPU's number, not its PCI address", link.shown("target"))
+                return end
+            self.notes.add("a link's target is no PCI address; it is left out", link.shown("target"))
+            return ""
+        there = self.at.get((host, address))
+        if there:
+            return self._one_of(there, (host, address), id)
+        if link.attributes.get("tclass", _SWITCH_CLASS) == _SWITCH_CLASS:
+            return address
+        self.notes.add(
+            "a link goes to a device that is not in the file; it is left out", link.shown("target")
+        )
+        return ""
+
+    def _one_of(self, there: Sequence[str], key: tuple[int, str], id: str) -> str:
+        """Of several GPUs at one address each in turn, but for the GPU itself."""
+        others = [other for other in there if other != id] or there
+        if len(there) > 1:
+            self.notes.add(
+                "a link goes to an address that several GPUs have; the links are shared out among them",
+                f"{key[1]}",
+            )
+        self.turn[key] += 1
+        return others[(self.turn[key] - 1) % len(others)]
+
+
+def _note_missing(
+    devices: Mapping[str, Device], elements: Sequence[tuple[str, Element]], notes: Notes
+) -> None:
+    """Says so where GPUs that can have NVLinks name none."""
+    for id, element in elements:
+        sm = speeds.whole(devices[id].attribute("gpu.sm"))
+        amd = bool(devices[id].attribute("gpu.gcn"))
+        bare = not any(child.tag in ("nvlink", "xgmi") for child in element.children)
+        if bare and not amd and sm is not None and speeds.may_have_nvlink(sm) and len(elements) > 1:
+            notes.add(
+                f"GPUs of compute capability {sm / 10:g} can have NVLinks, and the file names none for "
+                "some of them; links may be missing (NCCL adds them on the running machine)",
+                f"{id} in line {element.line}",
+            )
+
+
+def assume_nvswitch(gpus: Sequence[Device], notes: Notes) -> tuple[Counts, int | None]:
     """The links of a static file that names none, where its GPUs are of a kind that always has NVSwitches.
 
     Args:
@@ -92,7 +160,7 @@ def assume_nvswitch(gpus: Sequence[Device], notes: Counter[str]) -> tuple[Counts
     return {}, None
 
 
-def _symmetric(counts: Counts, loops: dict[str, int], notes: Counter[str]) -> Counts:
+def _symmetric(counts: Counts, loops: dict[str, int], notes: Notes) -> Counts:
     """Each pair once, with the count of whichever end names more; loops become bridged neighbours."""
     joined: Counts = {}
     for (a, b, kind), count in counts.items():
@@ -124,9 +192,21 @@ def add_fabric(machine: Builder, counts: Counts, sm: int | None) -> None:
     """
     devices = machine.devices
     switches: dict[tuple[int, str], str] = {}
-    for host, bus_id in sorted({(devices[a].host, b) for a, b, _ in counts if b not in devices}):
-        id = f"{f'host{host}/' if host else ''}nvswitch{len(switches)}"
-        switches[host, bus_id] = machine.add(DeviceKind.NVSWITCH, id, host=host, pci_bus_id=bus_id)
+    places = sorted({(devices[a].host, b) for a, b, _ in counts if b not in devices})
+    hidden = [host for host, address in places if address == HIDDEN_SWITCH]
+    for host, address in places:
+        shared = address == HIDDEN_SWITCH and len(hidden) > 1
+        if shared and host != hidden[0]:
+            switches[host, address] = switches[hidden[0], address]
+            continue
+        at = -1 if shared else host
+        id = f"{f'host{at}/' if at > 0 else ''}nvswitch{len(switches)}"
+        switches[host, address] = machine.add(DeviceKind.NVSWITCH, id, host=at, pci_bus_id=address)
+    if len(hidden) > 1:
+        machine.notes.add(
+            f"the GPUs of {len(hidden)} hosts have NVLinks to switches that are hidden; they are taken to be "
+            "one NVLink domain, as NCCL puts only such hosts into one file"
+        )
     for (a, b, kind), count in counts.items():
         end = switches.get((devices[a].host, b), b)
         rates = [_rate(devices[id], kind, sm) for id in (a, end) if id not in switches.values()]
@@ -143,4 +223,23 @@ def _rate(gpu: Device, kind: LinkKind, sm: int | None) -> float | None:
     if kind is LinkKind.XGMI:
         return speeds.xgmi_gb_per_s(gpu.attribute("gpu.gcn"))
     text = gpu.attribute("gpu.sm")
-    return speeds.nvlink_gb_per_s(sm or (int(text) if text.isdecimal() and len(text) < 6 else None))
+    return speeds.nvlink_gb_per_s(sm or speeds.whole(text))
+
+
+def add_c2c(machine: Builder, elements: Sequence[tuple[str, Element]], cpus: Mapping[str, str]) -> None:
+    """Adds the links between GPUs and the CPU of their superchip (``c2c``: links, and MB/s of each).
+
+    Args:
+        machine: Has every device.
+        elements: (id of the GPU, its ``gpu`` element).
+        cpus: Id of each GPU's NUMA node.
+    """
+    for id, element in elements:
+        for child in (child for child in element.children if child.tag == "c2c"):
+            count, mb_per_s = child.number("count", 1, _MAX_LINKS), child.number("bw", 1, 10**7)
+            if count is None or mb_per_s is None:
+                machine.notes.add(
+                    "a C2C link's count or bandwidth makes no sense; it is left out", f"in line {child.line}"
+                )
+            else:
+                machine.link(id, cpus[id], LinkKind.C2C, count * mb_per_s / 1000, count)

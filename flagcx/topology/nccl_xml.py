@@ -9,20 +9,24 @@ Source: NCCL ``src/graph/xml.cc``, versions 1 (NCCL) and 2 (RCCL, with ``xgmi`` 
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
+from types import MappingProxyType
 
 from flagcx.errors import TopologyError
 from flagcx.topology import markup, nccl_links, speeds
+from flagcx.topology import nccl_elements as elements
 from flagcx.topology.builder import Builder
-from flagcx.topology.graph import Device, DeviceKind, Link, LinkKind, Port
+from flagcx.topology.graph import Device, DeviceKind, Link, LinkKind
 from flagcx.topology.markup import Element
 from flagcx.topology.topology import Topology
 
 _WHAT = "NCCL's topology XML"
-_IDLE_GT = (2.5, 5.0)
+_DEFAULT_PCIE = (speeds.DEFAULT_PCIE_GT, speeds.DEFAULT_PCIE_WIDTH)
+_CLASS = MappingProxyType({DeviceKind.GPU: "0x030200", DeviceKind.NIC: "0x020000"})
 #: NUMA nodes of one file; every two of a host are joined, so their number is bounded.
 _MOST_CPUS = 512
 
@@ -82,6 +86,8 @@ class _Reader(Builder):
         self.gpu_elements: list[tuple[str, Element]] = []
         self.static_gpus: list[str] = []
         self.shared_nics: dict[tuple, str] = {}
+        self.found: dict[tuple[int, str], list[str]] = {}  # ids by host and address, as the file has it
+        self.above: dict[str, tuple[str, str]] = {}  # NUMA node and PCI device above, by id
 
     # -- elements
 
@@ -90,17 +96,26 @@ class _Reader(Builder):
             if element.tag == "cpu":
                 self.cpu(element)
             else:
-                self.skip(element)
+                elements.skip(element, self.notes)
         if not self.of(DeviceKind.CPU):
             raise TopologyError(f"{self.source}: no <cpu> element, so no machine; expected at least one")
         return self.finish()
 
     def cpu(self, element: Element) -> None:
+        elements.check(element, self.notes)
         key = element.attributes.get("host_hash", "")
         host = self.hosts.setdefault(key, len(self.hosts))
-        numa = element.number("numaid", -1, 1 << 16)
-        index = max(numa if numa is not None else 0, 0)
-        id = f"{_prefix(host)}cpu{index}"
+        index = element.number("numaid", -1, 1 << 16)
+        if index is None:
+            index = -1
+            self.notes.add(
+                "a CPU's numaid is no NUMA node's number; its node is not known", element.shown("numaid")
+            )
+        elif index < 0:
+            self.notes.add("numaid is -1, so the GPUs' NUMA node is not known")
+        id = f"{_prefix(host)}cpu{max(index, 0)}"
+        if id in self.devices and self.devices[id].index != index:
+            id += "b"  # node 0, and one whose number is not known
         if id in self.devices:
             self.notes[f"NUMA node {index} is listed more than once; its parts are put together"] += 1
         else:
@@ -109,50 +124,102 @@ class _Reader(Builder):
             self.add(DeviceKind.CPU, id, index, host=host, attributes=tuple(element.attributes.items()))
         for child in element.children:
             if child.tag == "pci":
-                self.pci(child, id, host)
+                self.pci(child, id, id)
             elif child.tag == "nic":
                 self.shared_nic(child, id, host)
+            elif child.tag == "gpu":
+                self.gpu(child, self.extra(DeviceKind.GPU, id, id))
             else:
-                self.skip(child)
+                elements.skip(child, self.notes)
 
-    def pci(self, element: Element, parent: str, host: int) -> None:
-        bus_id = element.bus_id("busid")
-        kind = _kind(element)
-        id = f"{_prefix(host)}pci:{bus_id}"
-        if id in self.devices:
-            raise element.error(f"PCI device {bus_id} is listed twice")
-        attributes = tuple((key, value) for key, value in element.attributes.items() if key != "busid")
-        self.add(kind, id, 0, host=host, pci_bus_id=bus_id, attributes=attributes)
-        bandwidth, assumed = self.pcie_bandwidth(element, kind)
-        self.link(parent, id, LinkKind.PCIE, bandwidth, assumed=assumed)
+    def pci(self, element: Element, parent: str, cpu: str) -> None:
+        elements.check(element, self.notes)
+        kind, host = elements.kind(element), self.devices[cpu].host
+        given = element.address("busid")
+        same = self.found.setdefault((host, given), []) if given else []
+        twin = next((id for id in same if self.above[id] == (cpu, parent)), "")
+        if twin and kind is self.devices[twin].kind is DeviceKind.PCIE_SWITCH:
+            id = twin
+            self.notes.add(
+                "a PCI bridge is listed more than once; its parts are put together", element.shown("busid")
+            )
+        else:
+            address = given if given and not same else self.own_address()
+            if not given:
+                self.notes.add("a PCI device has no valid address", element.shown("busid"))
+            elif same:
+                self.notes.add(
+                    "two PCI devices have the same address; they are kept apart", element.shown("busid")
+                )
+            id = f"{_prefix(host)}pci:{address}"
+            facts = {"class": _CLASS[kind]} if kind in _CLASS else {}
+            facts |= {key: value for key, value in element.attributes.items() if key != "busid"}
+            attributes = tuple(facts.items())
+            self.add(kind, id, 0, host=host, pci_bus_id=address, attributes=attributes)
+            self.above[id] = cpu, parent
+            same.append(id)
+            bandwidth, assumed = elements.pcie_gb_per_s(element, kind, self.notes)
+            self.link(parent, id, LinkKind.PCIE, bandwidth, assumed=assumed)
         if kind is DeviceKind.GPU and not any(child.tag == "gpu" for child in element.children):
             self.static_gpus.append(id)
-        for child in element.children:
-            if child.tag == "pci":
-                self.pci(child, id, host)
-            elif child.tag == "gpu" and kind is DeviceKind.GPU:
-                self.gpu(child, id)
-            elif child.tag == "nic" and kind is DeviceKind.NIC:
-                self.devices[id] = replace(self.devices[id], ports=self.devices[id].ports + self.ports(child))
-            else:
-                self.skip(child)
+        self.ends(element, id, kind, cpu, same)
         if kind is DeviceKind.PCI_DEVICE:
             self.notes[
                 "a PCI device's class is not in the file or is no GPU's or NIC's, so it is not used in plans"
             ] += 1
 
+    def ends(self, element: Element, id: str, kind: DeviceKind, cpu: str, same: list[str]) -> None:
+        """The children of a PCI device: devices below it, and what it is itself."""
+        free = kind is DeviceKind.GPU
+        for child in element.children:
+            if child.tag == "pci":
+                self.pci(child, id, cpu)
+            elif child.tag == "gpu" and free:
+                self.gpu(child, id)
+                free = False
+            elif child.tag == "gpu":
+                twin = self.extra(
+                    DeviceKind.GPU, id if kind is not DeviceKind.GPU else self.above[id][1], cpu
+                )
+                same.append(twin)
+                self.gpu(child, twin)
+            elif child.tag in ("nic", "net"):
+                nic = id if kind is DeviceKind.NIC else self.extra(DeviceKind.NIC, id, cpu)
+                ports = elements.ports([child] if child.tag == "net" else child.children, self.notes)
+                self.devices[nic] = replace(self.devices[nic], ports=self.devices[nic].ports + ports)
+            else:
+                elements.skip(child, self.notes)
+
+    def extra(self, kind: DeviceKind, parent: str, cpu: str) -> str:
+        """A GPU or NIC that has no PCI device of its own in the file."""
+        self.notes.add(
+            f"a {kind.value.upper()} shares its PCI device with another or has none; it is kept apart, with "
+            "a PCIe link of its own"
+        )
+        host, address = self.devices[cpu].host, self.own_address()
+        id = f"{_prefix(host)}pci:{address}"
+        self.add(kind, id, 0, host=host, pci_bus_id=address, attributes=(("class", _CLASS[kind]),))
+        self.above[id] = cpu, parent
+        self.link(parent, id, LinkKind.PCIE, speeds.pcie_gb_per_s(*_DEFAULT_PCIE), assumed=True)
+        return id
+
+    def own_address(self) -> str:
+        """An address that no hardware has, for a device without one of its own."""
+        number = len(self.devices)
+        return f"{0xFFFE0000 + (number >> 13):08x}:{number >> 5 & 255:02x}:{number & 31:02x}.0"
+
     def gpu(self, element: Element, id: str) -> None:
+        elements.check(element, self.notes)
         device = self.devices[id]
-        if any(key == "gpu.dev" for key, _ in device.attributes):
-            raise element.error(f"a second gpu in PCI device {device.pci_bus_id}")
-        element.number("dev", 0, 1 << 16, required=True)
+        if element.number("dev", 0, 1 << 16) is None:
+            self.notes.add("a GPU's number makes no sense or is missing", element.shown("dev"))
         attributes = tuple((f"gpu.{key}", value) for key, value in element.attributes.items())
         self.devices[id] = replace(device, attributes=device.attributes + attributes)
         self.gpu_elements.append((id, element))
 
     def shared_nic(self, element: Element, cpu: str, host: int) -> None:
         """A NIC with no PCI place: interfaces that NCCL lists under every NUMA node."""
-        for port in self.ports(element):
+        for port in elements.ports(element.children, self.notes):
             key = (host, port)
             if key not in self.shared_nics:
                 id = f"{_prefix(host)}net:{len(self.shared_nics)}"
@@ -163,51 +230,6 @@ class _Reader(Builder):
             bandwidth = port.speed_gb_per_s or speeds.nic_gb_per_s(10_000)
             self.link(cpu, self.shared_nics[key], LinkKind.PCIE, bandwidth, assumed=True)
 
-    def ports(self, element: Element) -> tuple[Port, ...]:
-        ports = []
-        for child in element.children:
-            if child.tag != "net":
-                self.skip(child)
-                continue
-            mbit = child.number("speed", -1, 10**8) or 0
-            if mbit <= 0:
-                self.notes["a NIC's speed is not in the file"] += 1
-            attributes = tuple((key, value) for key, value in child.attributes.items() if key != "name")
-            name = child.attributes.get("name", "")
-            ports.append(Port(name, speeds.nic_gb_per_s(max(mbit, 0)), attributes))
-        return tuple(ports)
-
-    def skip(self, element: Element) -> None:
-        self.notes[f"element <{element.tag[:40]}> is not understood here and is left out"] += 1
-
-    def own_pcie(self, element: Element) -> tuple[float, float | None, bool]:
-        """The link above an element by its own attributes: GB/s, GT/s, and whether both parts are known."""
-        gt = speeds.parse_pcie_gt(element.attributes.get("link_speed", ""))
-        width = element.number("link_width", 0, 32) or 0
-        own = speeds.pcie_gb_per_s(gt or speeds.DEFAULT_PCIE_GT, width or speeds.DEFAULT_PCIE_WIDTH)
-        return own, gt, gt is not None and width > 0
-
-    def widest_below(self, element: Element) -> float:
-        below = [child for child in element.children if child.tag == "pci"]
-        return max((max(self.own_pcie(child)[0], self.widest_below(child)) for child in below), default=0.0)
-
-    def pcie_bandwidth(self, element: Element, kind: DeviceKind) -> tuple[float, bool]:
-        """GB/s of the link above a PCI device, and whether it is assumed."""
-        own, gt, known = self.own_pcie(element)
-        widest = self.widest_below(element) if gt in _IDLE_GT or not known else 0.0
-        if kind is DeviceKind.PCIE_SWITCH and own < widest:
-            self.notes[
-                "a bridge reports a slower link (2.5 or 5 GT/s, or none) than a device below it, as an "
-                "idle or virtual one does; it is taken to be as fast as that device"
-            ] += 1
-            return widest, True
-        if not known:
-            self.notes[
-                f"a PCIe link's speed or width is not in the file; assumed {speeds.DEFAULT_PCIE_GT:g} "
-                f"GT/s and {speeds.DEFAULT_PCIE_WIDTH} lanes for what is missing, as NCCL does"
-            ] += 1
-        return own, not known
-
     # -- the whole
 
     def finish(self) -> Topology:
@@ -215,18 +237,21 @@ class _Reader(Builder):
         renamed = {old: device.id for old, device in final.items()}
         self.devices = {device.id: device for device in final.values()}
         self.links = [replace(link, a=renamed[link.a], b=renamed[link.b]) for link in self.links]
-        elements = [(renamed[id], element) for id, element in self.gpu_elements]
-        if elements:
-            counts = nccl_links.read(self.devices, elements, self.notes)
+        gpus = [(renamed[id], element) for id, element in self.gpu_elements]
+        if gpus:
+            places = {key: [renamed[id] for id in ids] for key, ids in self.found.items()}
+            counts = nccl_links.read(self.devices, gpus, places, self.notes)
             sm = None
         else:
-            gpus = [self.devices[renamed[id]] for id in self.static_gpus]
-            counts, sm = nccl_links.assume_nvswitch(gpus, self.notes)
+            static = [self.devices[renamed[id]] for id in self.static_gpus]
+            counts, sm = nccl_links.assume_nvswitch(static, self.notes)
         split = len(self.links)
         nccl_links.add_fabric(self, counts, sm)
+        cpus = {renamed[id]: renamed[cpu] for id, (cpu, _) in self.above.items()}
+        nccl_links.add_c2c(self, gpus, cpus)
         fabric, self.links = self.links[split:], self.links[:split]
         self.sockets()
-        self.links = _merged(self.links + fabric)
+        self.links = _merged(fabric + self.links)
         try:
             return self.topology(Path(self.source).stem)
         except TopologyError as error:
@@ -270,9 +295,12 @@ class _Reader(Builder):
 
     def gpu_indices(self) -> dict[str, int]:
         gpus = [id for id, device in self.devices.items() if device.kind is DeviceKind.GPU]
-        numbers = {id: int(element.attributes["dev"]) for id, element in self.gpu_elements}
-        if len(numbers) == len(gpus) and len(set(numbers.values())) == len(gpus):
-            return numbers
+        given = {id: element.number("dev", 0, 1 << 16) for id, element in self.gpu_elements}
+        numbers = {id: number for id, number in given.items() if number is not None}
+        unique = len(set(numbers.values())) == len(numbers)
+        if numbers and unique:
+            free = (index for index in itertools.count() if index not in set(numbers.values()))
+            return {id: numbers[id] if id in numbers else next(free) for id in gpus}
         if gpus:
             reason = "are not unique" if numbers else "are not in the file"
             self.notes[f"GPU numbers {reason}; the GPUs are numbered by host, number and PCI address"] += 1
@@ -284,24 +312,9 @@ def _prefix(host: int) -> str:
     return f"host{host}/" if host else ""
 
 
-def _kind(element: Element) -> DeviceKind:
-    tags = {child.tag for child in element.children}
-    pci_class = element.attributes.get("class", "").lower()
-    if "gpu" in tags:
-        return DeviceKind.GPU
-    if "nic" in tags:
-        return DeviceKind.NIC
-    if "pci" in tags:
-        return DeviceKind.PCIE_SWITCH
-    if pci_class.startswith(("0x03", "0x12")):
-        return DeviceKind.GPU
-    if pci_class.startswith("0x02"):
-        return DeviceKind.NIC
-    return DeviceKind.PCI_DEVICE
-
-
 def _merged(links: list[Link]) -> list[Link]:
-    """At most one link between two devices: the first (an interface may be listed twice in one place)."""
+    """At most one link between two devices: the first (an interface may be listed twice in one place, and
+    a GPU may be joined to its CPU by C2C and PCIe)."""
     found: dict[frozenset[str], Link] = {}
     for link in links:
         found.setdefault(frozenset((link.a, link.b)), link)

@@ -84,7 +84,7 @@ class _Writer:
     def below(self, device: Device, parent: str, indent: str) -> Iterator[str]:
         """The PCI devices under one, and the interfaces with no PCI place."""
         around = self.topology.links_of(device.id)
-        children = [id for id, link in around.items() if link.kind is LinkKind.PCIE and id != parent]
+        children = [id for id, link in around.items() if self.hangs(id, link) and id != parent]
         for id in sorted(children, key=self.order.__getitem__):
             child = self.topology.device(id)
             if child.kind is DeviceKind.HOST_BRIDGE:
@@ -94,6 +94,12 @@ class _Writer:
                 yield from _element("nic", {}, list(self.nets(child, indent + "  ")), indent)
             elif child.kind is not DeviceKind.CPU and id not in self.written:
                 yield from self.pci(child, device.id, around[id], indent)
+
+    def hangs(self, id: str, link: Link) -> bool:
+        """Whether a device stands in the file where a link ends: by PCIe, or by C2C if it has no PCIe."""
+        others = self.topology.links_of(id).values()
+        bare = link.kind is LinkKind.C2C and all(other.kind is not LinkKind.PCIE for other in others)
+        return link.kind is LinkKind.PCIE or bare
 
     def placeless(self, nic: Device) -> bool:
         return not nic.pci_bus_id and all(
@@ -127,10 +133,16 @@ class _Writer:
         given = {key[4:]: value for key, value in device.attributes if key.startswith("gpu.")}
         if device.attributes and not given:  # of a static file
             return
-        local = [gpu.id for gpu in self.topology.gpus if gpu.host == device.host].index(device.id)
-        given = given if "dev" in given else {"dev": str(local), **given, "rank": str(device.index)}
+        number = device.index
+        if len(self.topology.hosts) > 1:
+            number = [gpu.id for gpu in self.topology.gpus if gpu.host == device.host].index(device.id)
+        given = given if "dev" in given else {"dev": str(number), **given, "rank": str(device.index)}
         around = self.topology.links_of(device.id).items()
         links = [f"{indent}  {self.fabric(id, link)}" for id, link in around if link.kind.is_gpu_fabric]
+        for _, link in around:
+            if link.kind is LinkKind.C2C:
+                speed = {"bw": f"{1000 * link.bandwidth_gb_per_s / link.count:.0f}", "count": str(link.count)}
+                links.append(f"{indent}  <c2c{_attributes(speed)}/>")
         yield from _element("gpu", given, links, indent)
 
     def fabric(self, id: str, link: Link) -> str:

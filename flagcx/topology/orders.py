@@ -95,7 +95,7 @@ def chosen(topology: Graph, gpus: Sequence[int] | None) -> tuple[int, ...]:
 
 
 def host_chains(topology: Graph, gpus: Sequence[int], routes: Routes) -> tuple[list[tuple[int, ...]], bool]:
-    """Each host's GPUs in the order of its best ring, one search for each shape of host.
+    """Each host's (or NVLink domain's) GPUs in the order of its best ring, one search for each shape.
 
     Returns:
         The chains, those of hosts below the same switches next to each other; and whether no host has a
@@ -106,7 +106,7 @@ def host_chains(topology: Graph, gpus: Sequence[int], routes: Routes) -> tuple[l
     """
     hosts: dict[int, list[int]] = {}
     for gpu in gpus:
-        hosts.setdefault(topology.gpu(gpu).host, []).append(gpu)
+        hosts.setdefault(routes.domain(gpu), []).append(gpu)
     if len(hosts) > 1:
         first: dict[tuple[str, ...], int] = {}
         for host in sorted(hosts):
@@ -151,6 +151,8 @@ def search_ring(loads: PairLoads) -> tuple[list[int], bool]:
     def worth(order: list[int]) -> tuple[float, float]:
         return -round(ring_rate(loads, order), 6), round(tours.tour_cost(loads.hop_cost, order), 6)
 
+    if worth(list(range(count))) <= _best_worth(loads):
+        return list(range(count)), True
     starts = [
         list(range(count)), tours.cheapest_tour(loads.hop_cost), tours.cheapest_tour(_inverse_widths(loads))
     ]  # fmt: skip
@@ -159,6 +161,17 @@ def search_ring(loads: PairLoads) -> tuple[list[int], bool]:
         return _forward(best), False
     found, ended = _search(loads, best, worth(best))
     return _forward(found), ended
+
+
+def _best_worth(loads: PairLoads) -> tuple[float, float]:
+    """A negative rate and a cost that no ring is below: each GPU has its best hop, all links to itself."""
+    other = ~np.eye(len(loads.gpus), dtype=bool)
+    with np.errstate(divide="ignore"):
+        alone = np.where(loads.load > 0, loads.capacity / loads.load, np.inf).min(axis=2)
+    alone = np.where(other, alone, 0.0)
+    rate = min(alone.max(axis=1).min(), alone.max(axis=0).min())
+    cost = np.where(other, loads.hop_cost, np.inf).min(axis=1).sum()
+    return -round(float(rate), 6), round(float(cost), 6)
 
 
 def _search(loads: PairLoads, best: list[int], worth: tuple[float, float]) -> tuple[list[int], bool]:

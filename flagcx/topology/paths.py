@@ -79,18 +79,31 @@ def path_class(topology: Graph, a: str, b: str, *, through_gpus: bool = False) -
 
 
 def fabric_links(topology: Graph, a: str, b: str) -> list[tuple[Link, ...]]:
-    """The NVLink (or xGMI) paths of two devices: the direct link, or one through each shared NVSwitch."""
+    """The NVLink (or xGMI) paths of two devices: the direct link, or those through the fewest NVSwitches.
+
+    NVSwitches of a board join the GPUs of that board; the boards of a DGX-2 are joined switch by switch, so
+    GPUs of different boards are two switches apart.
+    """
     direct = topology.link(a, b)
     if direct is not None and direct.kind.is_gpu_fabric:
         return [(direct,)]
-    return [
-        (link, far)
-        for middle, link in topology.links_of(a).items()
-        if link.kind.is_gpu_fabric
-        and topology.device(middle).kind is DeviceKind.NVSWITCH
-        and (far := topology.link(middle, b)) is not None
-        and far.kind.is_gpu_fabric
+    near, far = _nvswitches(topology, a), _nvswitches(topology, b)
+    through_one: list[tuple[Link, ...]] = [(link, far[id]) for id, link in near.items() if id in far]
+    return through_one or [
+        (link, between, far[id])
+        for middle, link in near.items()
+        for id, between in _nvswitches(topology, middle).items()
+        if id in far
     ]
+
+
+def _nvswitches(topology: Graph, id: str) -> dict[str, Link]:
+    """The NVSwitches that a device has links to, with the links."""
+    return {
+        other: link
+        for other, link in topology.links_of(id).items()
+        if link.kind.is_gpu_fabric and topology.device(other).kind is DeviceKind.NVSWITCH
+    }
 
 
 def pcie_path(topology: Graph, a: str, b: str) -> list[str] | None:
@@ -206,6 +219,12 @@ def shared_out(topology: Graph, gpu: Device, nics: Sequence[Device]) -> Device:
 
 def numa_node(topology: Graph, gpu: int) -> Device | None:
     """The NUMA node a GPU hangs below, or None where it is unknown."""
+    node = nearest_cpu(topology, gpu)
+    return node if node is not None and node.index >= 0 else None
+
+
+def nearest_cpu(topology: Graph, gpu: int) -> Device | None:
+    """The CPU a GPU hangs below, whether its NUMA node is known or not; None where there is none."""
     found = nearest(topology, topology.gpu(gpu).id, DeviceKind.CPU)
     return found[0] if found else None
 

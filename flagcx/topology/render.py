@@ -98,7 +98,8 @@ def format_matrix(topology: Graph, *, legend: bool = True) -> str:
     rows = [header]
     for gpu in topology.gpus:
         numa = paths.numa_node(topology, gpu.index)
-        affinity = cpu_ranges(numa.attribute("affinity")) if numa else "N/A"
+        cpu = paths.nearest_cpu(topology, gpu.index)
+        affinity = cpu_ranges(cpu.attribute("affinity")) if cpu else "N/A"
         number = str(numa.index) if numa else "N/A"
         rows.append(
             [f"GPU{gpu.index}", *matrix[f"GPU{gpu.index}"].values(), affinity or "N/A", number, "N/A"]

@@ -3,6 +3,8 @@
 A route is the one that the hardware takes, whatever a planner would like: NVLink where it joins the two GPUs
 (spread over all NVSwitches they share), else PCIe within a host, else from the sender's NIC over the network
 to the receiver's. A planner chooses the pairs; this module gives their routes.
+
+Hosts whose GPUs share NVSwitches (the trays of an NVL72) are one *domain*; every other host is one by itself.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ Route = tuple[tuple[Edge, float], ...]
 
 
 class Routes:
-    """Routes between the GPUs of a topology, found once for each shape of host.
+    """Routes between the GPUs of a topology, found once for each shape of domain.
 
     Args:
         topology: The machine or cluster.
@@ -34,9 +36,11 @@ class Routes:
 
     def __init__(self, topology: Graph) -> None:
         self.topology = topology
+        self._domains, switches = _domains(topology)
         self._members: dict[int, list[Device]] = {}
         for device in topology.devices():
-            self._members.setdefault(device.host, []).append(device)
+            domain = switches.get(device.id, self._domains.get(device.host, device.host))
+            self._members.setdefault(domain, []).append(device)
         self._position = {
             device.id: position
             for members in self._members.values()
@@ -58,60 +62,68 @@ class Routes:
             TopologyError: A GPU is unknown, or no path joins the two.
         """
         first, second = self.topology.gpu(a), self.topology.gpu(b)
-        if first.host != second.host:
+        domain = self.domain(a)
+        if domain != self.domain(b):
             return self._between_hosts(first, second)
-        shape = self.shape(first.host)
-        names = self._members[first.host]
-        steps = shape.route(self._position[first.id], self._position[second.id])
+        names = self._members[domain]
+        steps = self.shape(domain).route(self._position[first.id], self._position[second.id])
+        if steps is None and first.host != second.host:
+            return self._between_hosts(first, second)
         if steps is None:
             raise TopologyError(
                 f"no path from {first.id} to {second.id} in {self.topology!r}: neither NVLink nor PCIe"
             )
         return tuple(((names[u].id, names[v].id), share) for u, v, share in steps)
 
+    def domain(self, gpu: int) -> int:
+        """The domain of a GPU: the number of the first of its hosts."""
+        host = self.topology.gpu(gpu).host
+        return self._domains.get(host, host)
+
     def nic(self, gpu: int) -> str | None:
         """Id of the NIC that a GPU sends to other hosts through, or None."""
-        device = self.topology.gpu(gpu)
-        position = self.shape(device.host).nic(self._position[device.id])
-        return None if position is None else self._members[device.host][position].id
+        domain = self.domain(gpu)
+        position = self.shape(domain).nic(self._position[self.topology.gpu(gpu).id])
+        return None if position is None else self._members[domain][position].id
 
     def to_nic(self, gpu: int) -> list[str]:
         """The ids on the path from a GPU to its NIC, both included; the GPU alone where it has none."""
         device, nic = self.topology.gpu(gpu), self.nic(gpu)
         if nic is None:
             return [device.id]
-        members = self._members[device.host]
-        steps = self.shape(device.host).route(self._position[device.id], self._position[nic]) or []
+        domain = self.domain(gpu)
+        members = self._members[domain]
+        steps = self.shape(domain).route(self._position[device.id], self._position[nic]) or []
         return [device.id, *(members[v].id for _, v, _ in steps)]
 
-    def leaves(self, host: int) -> tuple[str, ...]:
-        """Ids of the switches that the NICs of a host's GPUs hang on."""
-        return tuple(sorted({id for nic in self.nics(host) for id in self._switches(nic)}))
+    def leaves(self, domain: int) -> tuple[str, ...]:
+        """Ids of the switches that the NICs of a domain's GPUs hang on."""
+        return tuple(sorted({id for nic in self.nics(domain) for id in self._switches(nic)}))
 
-    def nics(self, host: int) -> tuple[str, ...]:
-        """Ids of the NICs that the GPUs of a host use."""
-        if host not in self._nics:
-            gpus = [device.index for device in self._members[host] if device.kind is DeviceKind.GPU]
-            self._nics[host] = tuple(sorted({nic for gpu in gpus if (nic := self.nic(gpu)) is not None}))
-        return self._nics[host]
+    def nics(self, domain: int) -> tuple[str, ...]:
+        """Ids of the NICs that the GPUs of a domain use."""
+        if domain not in self._nics:
+            gpus = [device.index for device in self._members[domain] if device.kind is DeviceKind.GPU]
+            self._nics[domain] = tuple(sorted({nic for gpu in gpus if (nic := self.nic(gpu)) is not None}))
+        return self._nics[domain]
 
-    def shape(self, host: int) -> _Shape:
-        """The shape of a host; equal hosts share one."""
-        found = self._shape_of.get(host)
+    def shape(self, domain: int) -> _Shape:
+        """The shape of a domain; equal domains share one."""
+        found = self._shape_of.get(domain)
         if found is None:
-            members = self._members[host]
+            members = self._members[domain]
             found = self._shapes.setdefault(
                 _fingerprint(self.topology, members, self._position), _Shape(self.topology, members)
             )
-            self._shape_of[host] = found
+            self._shape_of[domain] = found
         return found
 
     def shape_key(self, gpus: Sequence[int]) -> tuple:
-        """Equal for GPUs of one host and the corresponding GPUs of an equal host."""
-        return id(self.shape(self.topology.gpu(gpus[0]).host)), *self.positions(gpus)
+        """Equal for GPUs of one domain and the corresponding GPUs of an equal domain."""
+        return id(self.shape(self.domain(gpus[0]))), *self.positions(gpus)
 
     def positions(self, gpus: Sequence[int]) -> tuple[int, ...]:
-        """Where GPUs stand in their host's list of devices: equal for corresponding GPUs of equal hosts."""
+        """Where GPUs stand in their domain's devices: equal for corresponding GPUs of equal domains."""
         return tuple(self._position[self.topology.gpu(gpu).id] for gpu in gpus)
 
     def _between_hosts(self, first: Device, second: Device) -> Route:
@@ -187,11 +199,29 @@ def _local_route(topology: Graph, a: str, b: str) -> Route | None:
         widths = [min(link.bandwidth_gb_per_s for link in links) for links in direct]
         steps: list[tuple[Edge, float]] = []
         for links, width in zip(direct, widths, strict=True):
-            ends = [a, b] if len(links) == 1 else [a, links[0].other(a), b]
+            ends = [a]
+            for link in links:
+                ends.append(link.other(ends[-1]))
             steps += [(edge, width / sum(widths)) for edge in itertools.pairwise(ends)]
         return tuple(steps)
     path = paths.pcie_path(topology, a, b)
     return None if path is None else tuple((edge, 1.0) for edge in itertools.pairwise(path))
+
+
+def _domains(topology: Graph) -> tuple[dict[int, int], dict[str, int]]:
+    """The domain of each host that shares NVSwitches with others, and of each such NVSwitch by id."""
+    domains: dict[int, int] = {}
+    shared = [switch for switch in topology.devices(DeviceKind.NVSWITCH) if switch.host < 0]
+    hosts_of = {
+        switch.id: {topology.device(id).host for id in topology.links_of(switch.id)} - {-1}
+        for switch in shared
+    }
+    for hosts in hosts_of.values():
+        joined = {domains.get(host, host) for host in hosts}
+        least = min(joined, default=0)
+        domains |= {host: least for host in hosts}
+        domains |= {host: least for host, domain in domains.items() if domain in joined}
+    return domains, {id: min((domains[host] for host in hosts), default=-1) for id, hosts in hosts_of.items()}
 
 
 def _fingerprint(topology: Graph, members: Sequence[Device], position: Mapping[str, int]) -> tuple:

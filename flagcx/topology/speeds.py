@@ -40,7 +40,9 @@ DEFAULT_NVLINK_GB_PER_S = 20.0
 DEFAULT_XGMI_GB_PER_S = 24.0
 
 #: One way over one link, in microseconds, by kind. A path's latency is the sum over its links.
-LATENCY_US = MappingProxyType({"nvlink": 0.6, "xgmi": 0.6, "pcie": 0.5, "socket": 0.5, "network": 1.35})
+LATENCY_US = MappingProxyType(
+    {"nvlink": 0.6, "xgmi": 0.6, "c2c": 0.3, "pcie": 0.5, "socket": 0.5, "network": 1.35}
+)
 NVSWITCH_LATENCY_US = 0.3
 
 
@@ -56,6 +58,11 @@ def nvlink_gb_per_s(sm: int | None) -> float | None:
     if sm is None:
         return None
     return next((speed for least, speed in _NVLINK_BY_SM if sm >= least), None)
+
+
+def may_have_nvlink(sm: int) -> bool:
+    """Whether servers with several GPUs of a compute capability (times ten) as a rule have NVLinks."""
+    return sm in (60, 70, 75, 80, 86, 90) or 100 <= sm < 110
 
 
 def memory_gb_per_s(sm: int | None) -> float:
@@ -126,7 +133,7 @@ def socket_speed(cpu: Mapping[str, str]) -> float | None:
         return 32.0
     if vendor == "AuthenticAMD":
         return 16.0
-    family, model = (_whole(cpu.get(name, "")) for name in ("familyid", "modelid"))
+    family, model = (whole(cpu.get(name, "")) for name in ("familyid", "modelid"))
     if vendor == "GenuineIntel" and model is not None and family == 6:
         return next(
             (speed for least, speed in ((0xCF, 40.0), (0x8F, 22.0), (0x55, 10.0)) if model >= least), 6.0
@@ -134,7 +141,8 @@ def socket_speed(cpu: Mapping[str, str]) -> float | None:
     return None
 
 
-def _whole(text: str) -> int | None:
+def whole(text: str) -> int | None:
+    """A whole number of a file, or None for any other text."""
     return int(text) if text.isdecimal() and len(text) < 9 else None
 
 

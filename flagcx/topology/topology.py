@@ -63,7 +63,7 @@ class Topology(Graph, Mapping):
         return {
             "gpus": lambda: [device.index for device in self.gpus],
             "nics": lambda: [device.name or device.id for device in self.devices(DeviceKind.NIC)],
-            "numa_nodes": lambda: [device.id for device in self.devices(DeviceKind.CPU)],
+            "numa_nodes": lambda: [node.id for node in self.devices(DeviceKind.CPU) if node.index >= 0],
             "nvlink_peers": lambda: _ByGpu(paths.peers(self, fabric=True), repr(self)),
             "pcie_peers": lambda: _ByGpu(paths.peers(self, fabric=False), repr(self)),
             "nearest_nic": lambda: self._names(paths.nearest_nic),

@@ -3,7 +3,17 @@
 import pytest
 
 from flagcx.errors import TopologyError
-from flagcx.topology import DeviceKind, LinkKind, matrix, nccl_xml, nccl_xml_write, preset, preset_names
+from flagcx.topology import (
+    DeviceKind,
+    LinkKind,
+    make_plan,
+    matrix,
+    nccl_xml,
+    nccl_xml_write,
+    preset,
+    preset_names,
+    render,
+)
 from flagcx.topology.markup import MAX_DEPTH, MAX_ELEMENTS, MAX_NBYTES
 from tests.topology.machines import FIXTURES, REFUSED, shared_files
 
@@ -131,37 +141,6 @@ def test_hosts_are_told_apart_by_their_hash():
         ('<system version="3"/>', "topology version '3'; versions 1 \\(NCCL\\) and 2 \\(RCCL\\) are known"),
         ('<system version="1"/>', "no <cpu> element, so no machine"),
         (
-            '<system version="1">\n<cpu numaid="x"/></system>',
-            "line 2: attribute numaid of <cpu> is 'x'; expected",
-        ),
-        (
-            document('<pci busid="01:00"/>'),
-            "line 3: attribute busid of <pci> is '01:00'; expected a PCI address",
-        ),
-        (document("<pci/>"), "attribute busid of <pci> is ''"),
-        (
-            document('<pci busid="0000:01:00.0" link_width="-4"/>'),
-            "link_width of <pci> is '-4'; expected a whole number from 0 to 32",
-        ),
-        (document(gpu("0000:01:00.0", -1)), "attribute dev of <gpu> is '-1'"),
-        (
-            document('<pci busid="0000:01:00.0"><gpu sm="80"/></pci>'),
-            "attribute dev of <gpu> is nothing; expected a whole number",
-        ),
-        (
-            document(gpu("0000:01:00.0", 0, '<nvlink target="0000:02:00.0" count="0"/>')),
-            "attribute count of <nvlink> is '0'; expected a whole number from 1 to 1024",
-        ),
-        (
-            document(gpu("0000:01:00.0", 0, '<nvlink target="gpu1" count="1"/>')),
-            "attribute target of <nvlink> is 'gpu1'; expected a PCI address",
-        ),
-        (
-            document('<nic><net name="a" speed="1e9"/></nic>'),
-            "attribute speed of <net> is '1e9'; expected a whole number",
-        ),
-        (document(gpu("0000:01:00.0", 0) * 2), "PCI device 0000:01:00.0 is listed twice"),
-        (
             '<!DOCTYPE system [<!ENTITY a "aaaa">]>\n<system version="1"/>',
             "line 1: has a DOCTYPE or an entity declaration",
         ),
@@ -171,6 +150,141 @@ def test_what_is_no_topology_is_refused_with_file_place_and_reason(text, message
     with pytest.raises(TopologyError, match=message) as caught:
         nccl_xml.parse(text, "m.xml")
     assert str(caught.value).startswith("m.xml")
+
+
+def noted(machine, *words):
+    """Whether one of the machine's notes has all the words."""
+    return any(all(word in note for word in words) for note in machine.notes)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ('<pci busid="01:00" class="0x030200"/>', ("no valid address", "busid is '01:00' in line 3")),
+        ("<pci/>", ("no valid address", "busid is missing")),
+        ('<pci busid="0000:01:00.0" link_speed="8 GT/s" link_width="-4"/>', ("speed or width is not in",)),
+        (gpu("0000:01:00.0", -1), ("number makes no sense", "dev is '-1'")),
+        ('<pci busid="0000:01:00.0"><gpu sm="80"/></pci>', ("number makes no sense", "dev is missing")),
+        (gpu("0000:01:00.0", 0, '<nvlink target="gpu1" count="1"/>'), ("target is no PCI address", "'gpu1'")),
+        ('<nic><net name="a" speed="1e9"/></nic>', ("speed is not in the file", "speed is '1e9'")),
+        ('<pci busid="0000:01:00.0"><gpu dev="0" mlopart="1"/></pci>', ("attribute mlopart of <gpu>", "'1'")),
+        (gpu("0000:01:00.0", 0, "<partition/>"), ("element <partition> is not understood",)),
+        ("<accelerator/>", ("element <accelerator> is not understood", "in line 3")),
+        (gpu("0000:01:00.0", 0, '<c2c bw="-1" count="8"/>'), ("C2C link's count or bandwidth", "left out")),
+    ],
+)
+def test_nonsense_about_one_device_is_noted_and_the_machine_is_read(body, words):
+    first = gpu("0000:41:00.0", 7)
+    machine = nccl_xml.parse(f'<system version="1">\n<cpu numaid="0">\n{body}{first}\n</cpu>\n</system>')
+    assert noted(machine, *words), machine.notes
+    assert any(device.pci_bus_id == "0000:41:00.0" for device in machine.gpus)
+    assert matrix(nccl_xml.parse(nccl_xml_write.format_xml(machine))) == matrix(machine)
+
+
+def test_a_cpu_whose_numa_node_is_not_known_is_none():
+    text = f'<system version="1"><cpu numaid="N" affinity="0000000f">{gpu("0000:01:00.0", 0)}</cpu></system>'
+    for numaid in ("-1", "x", "70000"):
+        machine = nccl_xml.parse(text.replace('"N"', f'"{numaid}"'))
+        assert noted(machine, "node is not known")
+        assert machine["numa_nodes"] == [] and machine["numa_node"] == {0: None}
+        assert "NUMA" not in repr(machine)
+        row = render.format_matrix(machine, legend=False).splitlines()[1].split()
+        assert row == ["GPU0", "X", "0-3", "N/A", "N/A"]
+
+
+@pytest.mark.parametrize(
+    ("speed", "gb_per_s"), [("200000", 25.0), ("200000000", 25.0), ("400000000000", 50.0), ("0", 0.0)]
+)
+def test_the_speed_of_a_nic_in_any_unit(speed, gb_per_s):
+    nic = f'<pci busid="0000:03:00.0"><nic><net name="eth0" dev="0" speed="{speed}"/></nic></pci>'
+    machine = nccl_xml.parse(document(nic))
+    assert machine.devices(DeviceKind.NIC)[0].ports[0].speed_gb_per_s == gb_per_s
+    assert noted(machine, "too large for Mbit/s") == (float(speed) > 1e7)
+
+
+def test_gpus_at_one_address_are_kept_apart():
+    link = '<xgmi target="0000:{}:00.0" count="1" tclass="0x038000"/>'
+    one, other = link.format("0a"), link.format("0b")
+    inside = "".join(
+        f'<pci busid="0000:{bus}:00.0" class="0x038000"><gpu dev="{dev}" gcn="gfx942">{to}</gpu></pci>'
+        for dev, (bus, to) in enumerate([("0a", other), ("0a", other), ("0b", one), ("0b", one)])
+    )
+    machine = nccl_xml.parse(document(inside))
+    assert len(machine.gpus) == 4 and noted(machine, "same address; they are kept apart", "2 times")
+    assert noted(machine, "links are shared out")
+    assert sorted(len(peers) for peers in machine["nvlink_peers"].values()) == [1, 1, 1, 1]
+    assert make_plan(machine).bandwidth_gb_per_s > 0
+    two = nccl_xml.parse(
+        document('<pci busid="0000:0a:00.0"><gpu dev="0" sm="100"/><gpu dev="1" sm="100"/></pci>')
+    )
+    assert [gpu.index for gpu in two.gpus] == [0, 1] and noted(two, "shares its PCI device with another")
+
+
+def test_a_bridge_that_is_listed_for_each_of_its_devices_is_one():
+    part = '<pci busid="0000:c5:00.0" class="0x060400">{}</pci>'
+    machine = nccl_xml.parse(
+        document(part.format(gpu("0000:cf:00.0", 0)) + part.format(gpu("0000:d0:00.0", 1)))
+    )
+    assert len(machine.devices(DeviceKind.PCIE_SWITCH)) == 1 and matrix(machine)["GPU0"]["GPU1"] == "PIX"
+    assert noted(machine, "a PCI bridge is listed more than once")
+
+
+def test_devices_outside_the_usual_place_are_read():
+    nic = '<nic><net name="eth0" dev="0" speed="100000"/></nic>'
+    inside = nic + '<gpu dev="1" sm="80"/>' + gpu("0000:02:00.0", 0)
+    bridge = f'<pci busid="0000:01:00.0" class="0x060400">{inside}</pci>'
+    machine = nccl_xml.parse(document(bridge + '<gpu dev="2" sm="80"/>'))
+    assert machine["gpus"] == [0, 1, 2] and len(machine["nics"]) == 1
+    cells = matrix(machine)
+    assert (cells["GPU0"]["GPU1"], cells["GPU0"]["NIC0"], cells["GPU0"]["GPU2"]) == ("PIX", "PIX", "PHB")
+    assert make_plan(machine).order == (0, 1, 2)
+
+
+def test_a_target_may_be_the_number_of_a_gpu():
+    pair = gpu("0000:01:00.0", 0, '<nvlink target="1" count="4"/>') + gpu("0000:02:00.0", 1)
+    assert matrix(nccl_xml.parse(document(pair)))["GPU0"]["GPU1"] == "NV4"
+
+
+@pytest.mark.parametrize(
+    ("sm", "said"), [("70", True), ("80", True), ("90", True), ("103", True), ("89", False), ("120", False)]
+)
+def test_gpus_that_should_have_nvlinks_and_name_none(sm, said):
+    inside = gpu("0000:01:00.0", 0) + gpu("0000:02:00.0", 1)
+    machine = nccl_xml.parse(document(inside.replace('sm="80"', f'sm="{sm}"')))
+    assert noted(machine, "links may be missing") == said
+    single = nccl_xml.parse(document(gpu("0000:01:00.0", 0)))
+    assert not noted(single, "links may be missing")
+
+
+def test_the_links_of_a_superchip():
+    chip = gpu("000f:01:00.0", 0, '<c2c bw="43125" count="8"/>')
+    machine = nccl_xml.parse(document(chip))
+    link = machine.link("gpu0", "cpu0")
+    assert (link.kind, link.bandwidth_gb_per_s, link.count) == (LinkKind.C2C, 345.0, 8)
+    assert nccl_xml.parse(nccl_xml_write.format_xml(machine)) == machine
+
+
+def test_trays_of_one_nvlink_domain():
+    hidden = '<nvlink target="fffffff:ff:ff.0" count="18" tclass="0x068000"/>'
+    trays = "".join(
+        f'<cpu host_hash="0x{tray}" numaid="{node}">'
+        + gpu(f"000{node}:01:00.0", 2 * tray + node, hidden).replace('sm="80"', 'sm="100"')
+        + "</cpu>"
+        for tray in (1, 2, 3)
+        for node in (0, 1)
+    )
+    machine = nccl_xml.parse(f'<system version="1">{trays}</system>')
+    assert len(machine.hosts) == 3 and len(machine.devices(DeviceKind.NVSWITCH)) == 1
+    assert set(matrix(machine)["GPU2"].values()) == {"X", "NV18"}
+    assert noted(machine, "GPUs of 3 hosts", "one NVLink domain")
+    assert make_plan(machine).ratio == pytest.approx(1.0)
+    assert nccl_xml.parse(nccl_xml_write.format_xml(machine)) == machine
+
+
+def test_notes_are_few_whatever_is_in_the_file():
+    names = " ".join(f'a{number}="1"' for number in range(500))
+    machine = nccl_xml.parse(document(f'<pci busid="0000:01:00.0"><gpu dev="0" {names}/></pci>'))
+    assert len(machine.notes) < 50 and noted(machine, "more kinds of notes are left out")
 
 
 def test_the_fixtures_that_are_none():

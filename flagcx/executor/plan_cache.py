@@ -11,7 +11,7 @@ from flagcx.transport.base import Call, Plan
 
 _MOST_PLANS = 4096
 _MOST_NBYTES = 64 << 20
-_PLAN_NBYTES, _TRANSFER_NBYTES, _COUNT_NBYTES = 4 << 10, 600, 48
+_PLAN_NBYTES, _TRANSFER_NBYTES, _COUNT_NBYTES = 4 << 10, 900, 48
 
 
 class PlanCache:

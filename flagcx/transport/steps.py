@@ -177,21 +177,21 @@ class Steps(ABC):
             arrays: INPUT, OUTPUT and SCRATCH, one-dimensional.
         """
 
-    def _enter(self) -> None:  # noqa: B027
-        """The call begins."""
+    def _enter(self, sendbuf: np.ndarray | None, recvbuf: np.ndarray | None) -> None:  # noqa: B027
+        """The call begins, with these arrays."""
 
     def run(self, sendbuf: np.ndarray | None, recvbuf: np.ndarray | None) -> None:
         """Runs the call; see ``transport.base.Plan``."""
-        empty = self._empty
-        arrays = (
-            empty if sendbuf is None else sendbuf.reshape(-1),
-            empty if recvbuf is None else recvbuf.reshape(-1),
-            self._scratch.memory[: self._scratch_nbytes].view(self._dtype) if self._scratch_nbytes else empty,
-        )
-        self._enter()
+        self._enter(sendbuf, recvbuf)
+        empty = scratch = self._empty
+        if self._scratch_nbytes:
+            scratch = self._scratch.memory[: self._scratch_nbytes].view(self._dtype)
+        given = empty if sendbuf is None else sendbuf if sendbuf.ndim == 1 else sendbuf.reshape(-1)
+        result = empty if recvbuf is None else recvbuf if recvbuf.ndim == 1 else recvbuf.reshape(-1)
+        arrays, exchange = (given, result, scratch), self._exchange
         for messages, local in self._steps:
             if messages is not None:
-                self._exchange(messages, arrays)
+                exchange(messages, arrays)
             for reduce, (b, b0, b1), (a, a0, a1) in local:
                 dst, src = arrays[a][a0:a1], arrays[b][b0:b1]
                 if reduce:
@@ -227,7 +227,7 @@ class MessageSteps(Steps):
         added = (sum(b - a for (_, a, b), _, adds in step.receives if adds) for step in steps)
         return self._arrivals + max(added, default=0)
 
-    def _enter(self) -> None:
+    def _enter(self, sendbuf: np.ndarray | None, recvbuf: np.ndarray | None) -> None:
         self._begin()
 
     def _exchange(self, messages: StepParts, arrays: Sequence[np.ndarray]) -> None:

@@ -33,8 +33,9 @@ from flagcx.dtypes import DType, ReduceOp
 from flagcx.transport.average import averaging
 from flagcx.transport.base import Call, Plan, TransportContext
 from flagcx.transport.shared_memory.arena import ONE_SHOT_NBYTES, Arena
-from flagcx.transport.shared_memory.channel import RENDEZVOUS_NBYTES, Exchange, Receive, run_exchange
+from flagcx.transport.shared_memory.channel import RENDEZVOUS_NBYTES, Receive, Receiving, Sending
 from flagcx.transport.shared_memory.direct import Direct
+from flagcx.transport.shared_memory.exchange import Exchange
 from flagcx.transport.shared_memory.messages import SharedMemoryMessenger
 from flagcx.transport.shared_memory.one_shot import Barrier, OneShot
 from flagcx.transport.shared_memory.steps import ChannelSteps
@@ -134,15 +135,20 @@ class SharedMemoryTransport(HostTransport):
         """Sends and receives at once; see ``Transport.transfer``."""
         arrays = [a.reshape(-1).view(np.uint8) for a, _ in (*sends, *receives)]
         kinds = [self._kind(a.dtype) for a, _ in (*sends, *receives)]
+        arena, lane, raw = self._arena, self._arena.steps, np.dtype(np.uint8)
+        peers = [peer for _, peer in (*sends, *receives)]
         parts = [(i, 0, len(a)) for i, a in enumerate(arrays)]
-        exchange = Exchange(
-            tuple((peer, part) for (_, peer), part in zip(sends, parts, strict=False)),
-            tuple(
-                Receive(peer, part, False, False, False, ())
-                for (_, peer), part in zip(receives, parts[len(sends) :], strict=True)
-            ),
-        )
-        run_exchange(self._arena, exchange, arrays, kinds, point_to_point=True)
+        each = [*zip(peers, parts, kinds, strict=True)]
+        leaving = [
+            Sending(arena, lane, peer, part, raw, kind, RENDEZVOUS_NBYTES)
+            for peer, part, kind in each[: len(sends)]
+        ]
+        coming = [
+            Receiving(arena, lane, Receive(peer, part), raw, kind, None, True)
+            for peer, part, kind in each[len(sends) :]
+        ]
+        places = [arena.heap.place(a) for a in arrays[: len(sends)]]
+        Exchange(arena, leaving, coming, True).run(arrays, places, 0)
 
     def _kind(self, dtype: np.dtype) -> int:
         """The signature of messages between two ranks, which belong to no call of all ranks."""

@@ -184,6 +184,7 @@ class Arena:
         self.own_handle = own.handle
         self.pids = [card["segment"][0] for card in cards]
         self.memory = [np.frombuffer(s.memory, np.uint8) for s in self._segments]
+        self._slots: dict[tuple, list[np.ndarray]] = {}
         self.scratch = Scratch()
         longest = max(MAPPED_PART_NBYTES, ONE_SHOT_NBYTES, config.slot_nbytes)
         # Pages are taken when they are first written, so what no plan uses costs nothing.
@@ -247,6 +248,16 @@ class Arena:
         """``count`` elements in the segment of ``rank``, from byte ``offset`` on."""
         return self.memory[rank][offset : offset + count * dtype.itemsize].view(dtype)
 
+    def slots(self, owner: int, peer: int, lane: Lane, dtype: np.dtype) -> list[np.ndarray]:
+        """The slots through which ``owner`` sends to ``peer``, as whole pieces."""
+        key = owner, peer, lane.number, dtype
+        found = self._slots.get(key)
+        if found is None:
+            count = PIECE_NBYTES // dtype.itemsize
+            at = [self.areas.piece(peer, lane.number, number) for number in range(PIECES)]
+            found = self._slots[key] = [self.view(owner, offset, count, dtype) for offset in at]
+        return found
+
     def accumulator(self, count: int, dtype: np.dtype) -> np.ndarray:
         """``count`` elements in which plans make sums: of a part of the message, or of what a slot holds."""
         return self._accumulator[: count * dtype.itemsize].view(dtype)
@@ -268,6 +279,7 @@ class Arena:
         self.heap.abandon()
         self.peer_heaps.close()
         self.memory = []
+        self._slots.clear()
         segments, self._segments = self._segments, []
         for segment in segments:
             segment.close()

@@ -135,8 +135,8 @@ class Direct:
 
     def _locate(self, sendbuf: np.ndarray, recvbuf: np.ndarray) -> _Binding:
         heap = self._arena.heap
-        sent_from = heap.locate(sendbuf) or _address(sendbuf)
-        received_at = sent_from if recvbuf is sendbuf else heap.locate(recvbuf) or _address(recvbuf)
+        sent_from = heap.place(sendbuf)
+        received_at = sent_from if recvbuf is sendbuf else heap.place(recvbuf)
         return _Binding(sendbuf, recvbuf, sent_from, received_at)
 
     def _work(self, pieces: list[_Piece]) -> None:

@@ -92,6 +92,10 @@ class Heap:
         shift = array.__array_interface__["data"][0] - start
         return SHARED | home[0] << _OFFSET_BITS | (home[1] + shift)
 
+    def place(self, array: np.ndarray) -> int:
+        """Where ``array`` lies, as a location word for peers, in memory that they map or not."""
+        return self.locate(array) or array.__array_interface__["data"][0]
+
     def close(self) -> None:
         """Gives the memory back as soon as no array views it."""
         self._pool.close()

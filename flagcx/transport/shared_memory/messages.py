@@ -30,11 +30,15 @@ class SharedMemoryMessenger(Messenger):
     def begin(self, sends: bool, array: np.ndarray, peer: int) -> Message:
         """Begins a message; see ``Messenger.begin``."""
         arena, kind = self._arena, self._kind_of(array.dtype)
-        raw = array.reshape(-1).view(_BYTES)
+        arrays = (array.reshape(-1).view(_BYTES),)
+        part = (0, 0, len(arrays[0]))
         if sends:
-            return Sending(arena, arena.messages, peer, raw, kind, RENDEZVOUS_NBYTES)
-        plan = Receive(peer, (0, 0, len(raw)), False, False, False, ())
-        return Receiving(arena, arena.messages, plan, (raw,), (kind,), None, True, [])
+            send = Sending(arena, arena.messages, peer, part, _BYTES, kind, RENDEZVOUS_NBYTES)
+            send.begin(arrays, [arena.heap.place(arrays[0])] if send.in_place else (), 0)
+            return send
+        receive = Receiving(arena, arena.messages, Receive(peer, part), _BYTES, kind, None, True)
+        receive.begin(arrays, 0)
+        return receive
 
     def examine(self, message: Message, waited_s: float, late: bool, caller: bool) -> None:
         """Looks for a peer that died, ended, gave up or is late; see ``Messenger.examine``."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from flagcx.schedule.model import Buffer
 from flagcx.transport.base import Call
 from flagcx.transport.shared_memory.arena import PIECE_NBYTES, PIECES, Arena
-from flagcx.transport.shared_memory.channel import RENDEZVOUS_NBYTES, Exchange, Receive, run_exchange
-from flagcx.transport.shared_memory.words import SIGNATURE_SHIFT, numbered
+from flagcx.transport.shared_memory.channel import RENDEZVOUS_NBYTES, Receive, Receiving, Sending
+from flagcx.transport.shared_memory.exchange import Exchange
+from flagcx.transport.shared_memory.words import SIGNATURE_SHIFT, number_of_header
 from flagcx.transport.steps import Part, StepParts, Steps
 
 
@@ -21,13 +23,15 @@ class ChannelSteps(Steps):
         arena: The shared memory.
         call: The call.
         signature: Its entry for the call log.
-        attach_nbytes: See ``channel.Exchange``.
+        attach_nbytes: See ``channel.Sending``.
     """
 
     def __init__(self, arena: Arena, call: Call, signature: int, attach_nbytes: int) -> None:
         self._attach_nbytes = attach_nbytes
         self._arena, self._signature = arena, signature
-        self._kind, self._kinds = signature >> SIGNATURE_SHIFT, (0,) * len(Buffer)
+        self._number = 0
+        self._places = Places(arena)
+        self._looks_up = False
         super().__init__(call, arena.scratch)
 
     def _messages(self, step: StepParts) -> Exchange:
@@ -39,7 +43,19 @@ class ChannelSteps(Steps):
             after = tuple(i for i, a in enumerate(receives) if self._overlap(a.part, part))
             staged = long or any(receives[i].staged for i in after)
             receives.append(Receive(peer, part, reduce, staged, sent_too and not long, after))
-        return Exchange(sends, tuple(receives), self._attach_nbytes)
+        return self._exchange_of(sends, receives)
+
+    def _exchange_of(self, sends: Sequence[tuple[int, Part]], receives: Sequence[Receive]) -> Exchange:
+        arena, lane, kind = self._arena, self._arena.steps, self._signature >> SIGNATURE_SHIFT
+        leaving = [
+            Sending(arena, lane, peer, part, self._dtype, kind, self._attach_nbytes) for peer, part in sends
+        ]
+        coming: list[Receiving] = []
+        for plan in receives:
+            before = [*(coming[i] for i in plan.after), *(leaving if plan.after_sends else ())]
+            coming.append(Receiving(arena, lane, plan, self._dtype, kind, self._ufunc, False, before))
+        self._looks_up = self._looks_up or any(message.in_place for message in leaving)
+        return Exchange(arena, leaving, coming)
 
     def _too_long_to_leave(self, sends: Sequence[tuple[int, Part]]) -> bool:
         """Whether the step's sends may have to wait for the peer to receive."""
@@ -51,11 +67,39 @@ class ChannelSteps(Steps):
                 return True
         return any(n > PIECES for n in pieces.values())
 
-    def _enter(self) -> None:
+    def _enter(self, sendbuf: np.ndarray | None, recvbuf: np.ndarray | None) -> None:
         signals = self._arena.signals
-        kind = numbered(self._kind, signals.sequence)
-        self._kinds = (kind,) * len(Buffer)
+        self._number = number_of_header(signals.sequence)
+        if self._looks_up:
+            self._places.look_up(sendbuf, recvbuf, self._scratch.memory)
         signals.enter(self._signature)
 
     def _exchange(self, messages: Exchange, arrays: Sequence[np.ndarray]) -> None:
-        run_exchange(self._arena, messages, arrays, self._kinds, self._ufunc)
+        messages.run(arrays, self._places.words, self._number)
+
+
+class Places:
+    """Where the arrays of a plan lie, looked up anew only where they are not those of the run before.
+
+    Args:
+        arena: The shared memory.
+
+    Attributes:
+        words: A location word for INPUT, OUTPUT and SCRATCH.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        self._heap = arena.heap
+        self._last: list[Callable[[], np.ndarray | None]] = [_nothing] * len(Buffer)
+        self.words = [0] * len(Buffer)
+
+    def look_up(self, *arrays: np.ndarray | None) -> None:
+        """Takes the arrays of a run, each None where the rank has none."""
+        for i, array in enumerate(arrays):
+            if array is not None and self._last[i]() is not array:
+                self._last[i] = weakref.ref(array)
+                self.words[i] = self._heap.place(array)
+
+
+def _nothing() -> None:
+    return None

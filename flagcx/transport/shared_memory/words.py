@@ -73,6 +73,11 @@ def numbered(kind: int, number: int) -> int:
     return kind ^ (number & SEQUENCE_MASK) << _NUMBER_SHIFT
 
 
+def number_of_header(number: int) -> int:
+    """What the number of a collective call adds to the headers of its messages, bit by bit (``^``)."""
+    return (number & SEQUENCE_MASK) << _NUMBER_SHIFT + _KIND_SHIFT
+
+
 def nbytes_of_header(header: int, kind: int) -> int | None:
     """The bytes of a message of this kind; None where the header is of a message of another kind."""
     nbytes = (header & ~IN_PLACE) ^ kind << _KIND_SHIFT

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
-from flagcx.topology import markup, nccl_xml, nvidia_smi
+from flagcx.topology import markup, nccl_xml, nvidia_smi, smi_text
 from flagcx.topology.topology import Topology
 
 
-def read(path: str | Path) -> Topology:
-    """Reads NCCL's topology XML, or the output of ``nvidia-smi topo -m``.
+def read(path: str | Path, *, sm: int | None = None) -> Topology:
+    """Reads NCCL's topology XML, or the output of ``nvidia-smi topo -m``, with or without text around it.
 
     Args:
         path: The file.
+        sm: Compute capability times ten of the GPUs, where the file does not name it.
 
     Raises:
         TopologyError: The file cannot be opened or is neither; names file, place and reason.
     """
     text = markup.read_text(path, "a topology (NCCL's XML, or the output of nvidia-smi topo -m)")
+    start = re.search(r"<\?xml|<!DOCTYPE|<system|<graphs", text)
+    if start or (text.lstrip().startswith("<") and not smi_text.has_table(text)):
+        return nccl_xml.parse(_alone(text), str(path), sm=sm)
+    return nvidia_smi.parse(text, str(path), sm=sm)
+
+
+def _alone(text: str) -> str:
+    """The XML of a text with a prompt or prose around it; lines keep their numbers."""
     if text.lstrip().startswith("<"):
-        return nccl_xml.parse(text, str(path))
-    return nvidia_smi.parse(text, str(path))
+        return text
+    start, end = re.search(r"<\?xml|<!DOCTYPE|<system|<graphs", text), text.rfind("</system>")
+    if start is None:
+        return text
+    return "\n" * text.count("\n", 0, start.start()) + text[start.start() : end + 9 if end > 0 else None]

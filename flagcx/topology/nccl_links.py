@@ -188,7 +188,7 @@ def add_fabric(machine: Builder, counts: Counts, sm: int | None) -> None:
     Args:
         machine: Has every other device.
         counts: The links.
-        sm: Compute capability times ten, where the file does not name it and it is known.
+        sm: Compute capability times ten of GPUs that do not name theirs, where it is known.
     """
     devices = machine.devices
     switches: dict[tuple[int, str], str] = {}
@@ -223,7 +223,7 @@ def _rate(gpu: Device, kind: LinkKind, sm: int | None) -> float | None:
     if kind is LinkKind.XGMI:
         return speeds.xgmi_gb_per_s(gpu.attribute("gpu.gcn"))
     text = gpu.attribute("gpu.sm")
-    return speeds.nvlink_gb_per_s(sm or speeds.whole(text))
+    return speeds.nvlink_gb_per_s(speeds.whole(text) or sm)
 
 
 def add_c2c(machine: Builder, elements: Sequence[tuple[str, Element]], cpus: Mapping[str, str]) -> None:

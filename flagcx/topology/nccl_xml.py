@@ -31,11 +31,12 @@ _CLASS = MappingProxyType({DeviceKind.GPU: "0x030200", DeviceKind.NIC: "0x020000
 _MOST_CPUS = 512
 
 
-def read(path: str | Path) -> Topology:
+def read(path: str | Path, *, sm: int | None = None) -> Topology:
     """Reads a topology file.
 
     Args:
         path: The file.
+        sm: Compute capability times ten of the GPUs, where the file does not name it.
 
     Returns:
         The machine. ``notes`` names facts that the file lacks, and the assumptions made for them.
@@ -43,22 +44,23 @@ def read(path: str | Path) -> Topology:
     Raises:
         TopologyError: The file cannot be read, or is not a topology; names file, line and reason.
     """
-    return parse(markup.read_text(path, _WHAT), str(path))
+    return parse(markup.read_text(path, _WHAT), str(path), sm=sm)
 
 
-def parse(text: str, source: str = "<text>") -> Topology:
+def parse(text: str, source: str = "<text>", *, sm: int | None = None) -> Topology:
     """Reads a topology from text; see ``read``.
 
     Args:
         text: The XML.
         source: Its name in messages.
+        sm: Compute capability times ten of the GPUs, where the text does not name it.
 
     Raises:
         TopologyError: It is not a topology.
     """
     root = markup.parse(text, source)
     _check_root(root)
-    return _Reader(source).read(root)
+    return _Reader(source, sm).read(root)
 
 
 def _check_root(root: Element) -> None:
@@ -79,9 +81,9 @@ def _check_root(root: Element) -> None:
 class _Reader(Builder):
     """Reads one file."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, sm: int | None) -> None:
         super().__init__()
-        self.source = source
+        self.source, self.sm = source, sm
         self.hosts: dict[str, int] = {}
         self.gpu_elements: list[tuple[str, Element]] = []
         self.static_gpus: list[str] = []
@@ -241,10 +243,11 @@ class _Reader(Builder):
         if gpus:
             places = {key: [renamed[id] for id in ids] for key, ids in self.found.items()}
             counts = nccl_links.read(self.devices, gpus, places, self.notes)
-            sm = None
+            sm = self.sm
         else:
             static = [self.devices[renamed[id]] for id in self.static_gpus]
             counts, sm = nccl_links.assume_nvswitch(static, self.notes)
+            sm = self.sm or sm
         split = len(self.links)
         nccl_links.add_fabric(self, counts, sm)
         cpus = {renamed[id]: renamed[cpu] for id, (cpu, _) in self.above.items()}

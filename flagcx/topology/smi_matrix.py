@@ -7,10 +7,13 @@ from dataclasses import dataclass, field
 from itertools import combinations
 
 from flagcx.errors import TopologyError
+from flagcx.topology import gpu_models, smi_text
+from flagcx.topology.smi_text import CELL, CUT, GPU, Row, Table
 
-_CELL = re.compile(r"X|NV\d{1,3}|PIX|PXB|PHB|NODE|SYS|SOC|N/A")
-_GPU = re.compile(r"GPU(\d{1,4})")
 _MAX_DEVICES = 128
+_COLUMNS = re.compile(
+    r"(?P<cpu>CPU\s*Affinity)|(?P<gpu>GPU\s*NUMA\s*ID)|(?P<numa>NUMA(\s*(Affinity|Nodes?))?)", re.I
+)
 
 
 @dataclass(slots=True)
@@ -22,66 +25,145 @@ class Matrix:
     affinity: dict[str, str] = field(default_factory=dict)  # CPU affinity by row
     numa: dict[str, str] = field(default_factory=dict)  # NUMA affinity by row
     legend: dict[str, str] = field(default_factory=dict)  # interface by NIC#
+    model: str = ""  # of the GPUs, where the text names one
+    notes: list[str] = field(default_factory=list)
 
     @property
     def gpus(self) -> list[str]:
         """The names that are GPUs."""
-        return [name for name in self.names if _GPU.fullmatch(name)]
+        return [name for name in self.names if GPU.fullmatch(name)]
 
 
 def parse_matrix(text: str, source: str = "<text>") -> Matrix:
-    """Reads the text.
+    """Reads the first table of ``nvidia-smi topo -m`` in a text.
 
     Raises:
-        TopologyError: Names line and reason.
+        TopologyError: There is none; names line and reason.
     """
-    lines = list(enumerate(re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines(), 1))
-    header = next((item for item in lines if _GPU.search(item[1]) and "X" not in item[1].split()), None)
-    if header is None:
-        raise TopologyError(
-            f"{source}: no line names GPU0, GPU1, ... as columns; expected the output of 'nvidia-smi topo -m'"
+    lines = smi_text.clean(text)
+    found: Matrix | None = None
+    wrong: TopologyError | None = None
+    others, p2p = 0, False
+    for table in smi_text.tables(lines):
+        if table.is_p2p:
+            p2p = True
+            continue
+        try:
+            matrix = _matrix(table, source)
+        except TopologyError as error:
+            wrong = wrong or error
+            continue
+        others += found is not None
+        found = found or matrix
+    if found is None:
+        raise wrong or _no_table(source, p2p)
+    found.legend = dict(re.findall(r"^\s*(NIC\d+):\s*(\S+)\s*$", "\n".join(lines), re.MULTILINE))
+    found.model = gpu_models.named_in("\n".join(lines))
+    if others:
+        found.notes.append(f"the text has {others + 1} matrices; the first is read")
+    return found
+
+
+def _no_table(source: str, p2p: bool) -> TopologyError:
+    if p2p:
+        return TopologyError(
+            f"{source}: the only table is that of 'nvidia-smi topo -p2p', which says what is allowed and not "
+            "how GPUs are joined; expected the output of 'nvidia-smi topo -m'"
         )
-    place = f"{source}, line {header[0]}"
-    names = re.split(r"\s*(?:CPU|NUMA) Affinity|\s*GPU NUMA ID", header[1])[0].split()
+    return TopologyError(
+        f"{source}: no line names GPU0, GPU1, ... as columns; expected the output of 'nvidia-smi topo -m'"
+    )
+
+
+def _matrix(table: Table, source: str) -> Matrix:
+    """The cells of one table.
+
+    Raises:
+        TopologyError: They are no matrix.
+    """
+    end = next((place for place, word in enumerate(table.header) if not any(map(str.isdigit, word))), None)
+    names = table.header[:end]
+    headings = _COLUMNS.finditer(" ".join(table.header[len(names) :]))
+    columns = [next(key for key, text in match.groupdict().items() if text) for match in headings]
     if len(set(names)) != len(names) or len(names) > _MAX_DEVICES:
         raise TopologyError(
-            f"{place}: {len(names)} columns of which some repeat, or over {_MAX_DEVICES} of them"
+            f"{source}, line {table.line}: {len(names)} columns of which some repeat, or over {_MAX_DEVICES} "
+            "of them"
         )
     matrix = Matrix(names, {})
-    for number, line in lines[header[0] :]:
-        words = line.split()
-        if words and words[0] == "Legend:":
-            break
-        if words:
-            _row(matrix, words, f"{source}, line {number}")
-    if missing := [name for name in names if (name, name) not in matrix.cells]:
-        raise TopologyError(
-            f"{source}: no row for {', '.join(missing[:8])}; is the text cut short? Expected a row "
-            "for each column"
-        )
-    matrix.legend = dict(re.findall(r"^\s*(NIC\d+):\s*(\S+)\s*$", text, re.MULTILINE))
+    for row in table.rows:
+        _row(matrix, row, columns or ["cpu", "numa", "gpu"], f"{source}, line {row.line}")
+    _fill(matrix, source)
     _check_symmetric(matrix, source)
     return matrix
 
 
-def _row(matrix: Matrix, words: list[str], place: str) -> None:
-    names = matrix.names
-    name, cells, further = words[0], words[1 : len(names) + 1], words[len(names) + 1 :]
+def _row(matrix: Matrix, row: Row, columns: list[str], place: str) -> None:
+    names, name = matrix.names, row.name
     if name not in names:
         raise TopologyError(f"{place}: a row called {name[:40]!r}, and there is no such column")
     if (name, name) in matrix.cells:
         raise TopologyError(f"{place}: a second row for {name}")
-    if len(cells) < len(names):
-        raise TopologyError(f"{place}: {len(cells)} cells for {name}; expected {len(names)}, one a column")
-    for column, cell in zip(names, cells, strict=True):
-        if not _CELL.fullmatch(cell):
+    cells, further = _cells(row.rest.replace(CUT, ""), len(names))
+    if CUT in row.rest and len(further.split()) < len(columns):
+        before, _, after = row.rest.rpartition(CUT)
+        apart = _cells(f"{before.replace(CUT, '')} {after}", len(names))
+        if apart[0] == cells and len(apart[1].split()) == len(columns):
+            further = apart[1]
+    for column, cell in zip(names, cells, strict=False):
+        if not CELL.fullmatch(cell):
             raise TopologyError(
                 f"{place}: {cell[:40]!r} from {name} to {column}; expected X, NV#, PIX, PXB, PHB, NODE or SYS"
             )
         matrix.cells[name, column] = "SYS" if cell == "SOC" else cell
-    for affinity, text in zip((matrix.affinity, matrix.numa), further, strict=False):
-        if re.fullmatch(r"[\d,-]+|N/A", text):
-            affinity[name] = text
+    if len(cells) < len(names):
+        raise TopologyError(f"{place}: {len(cells)} cells for {name}; expected {len(names)}, one a column")
+    by_column = {"cpu": matrix.affinity, "numa": matrix.numa}
+    for column, text in zip(columns, re.sub(r",\s+(?=\d)", ",", further).split(), strict=False):
+        if column in by_column and re.fullmatch(r"[\d,-]+|N/A", text):
+            by_column[column][name] = text
+
+
+def _cells(text: str, count: int) -> tuple[list[str], str]:
+    """So many cells from the left, which may stand without a space, and the text after them.
+
+    The last cell is the word that is none, where there is one.
+    """
+    cells: list[str] = []
+    position = 0
+    while len(cells) < count:
+        position += len(text[position:]) - len(text[position:].lstrip())
+        if position >= len(text):
+            break
+        match = CELL.match(text, position)
+        if match is None:
+            return [*cells, text[position:].split()[0]], ""
+        cells.append(match.group())
+        position = match.end()
+    return cells, text[position:]
+
+
+def _fill(matrix: Matrix, source: str) -> None:
+    """Fills rows of NICs that the text leaves out from their columns.
+
+    Raises:
+        TopologyError: The row of a GPU is missing.
+    """
+    missing = [name for name in matrix.names if (name, name) not in matrix.cells]
+    if lost := [name for name in missing if GPU.fullmatch(name)]:
+        raise TopologyError(
+            f"{source}: no row for {', '.join(lost[:8])}; is the text cut short? Expected a row "
+            "for each column"
+        )
+    for name in missing:
+        for other in matrix.names:
+            cell = "X" if other == name else matrix.cells.get((other, name), "N/A")
+            matrix.cells[name, other] = cell if other not in missing or other == name else "N/A"
+    if missing:
+        matrix.notes.append(
+            f"{len(missing)} NICs have no row; their columns are taken, and how they are joined to each "
+            "other is not known"
+        )
 
 
 def _check_symmetric(matrix: Matrix, source: str) -> None:

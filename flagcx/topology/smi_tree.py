@@ -8,11 +8,12 @@ rest.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import combinations
 
-from flagcx.topology import speeds
+from flagcx.topology import gpu_models, speeds
 from flagcx.topology.builder import UNBOUND_GB_PER_S, Builder
 from flagcx.topology.graph import DeviceKind, LinkKind, Port
 from flagcx.topology.smi_matrix import Matrix
@@ -21,7 +22,8 @@ from flagcx.topology.topology import Topology
 _LEVELS = ("PIX", "PXB", "PHB", "NODE")
 _MOST_LINKS = 18
 #: By the number of NVLinks of a GPU: its likely compute capability and PCIe GT/s.
-_BY_LINKS = {2: (75, 8.0), 4: (86, 16.0), 6: (70, 8.0), 12: (80, 16.0), 18: (90, 32.0)}
+_BY_LINKS = {2: (75, 8.0), 4: (86, 16.0), 6: (70, 8.0), 8: (90, 32.0), 12: (80, 16.0), 18: (90, 32.0)}
+_NEWER = "; those of B200, B300, GB200 and GB300 have 40.1: name the model (--gpu-model, --sm) if it is one"
 
 
 def build(matrix: Matrix, name: str, sm: int | None) -> Topology:
@@ -58,6 +60,8 @@ class _Tree(Builder):
             f"the text has no bandwidths; assumed {self.gt:g} GT/s PCIe with {speeds.DEFAULT_PCIE_WIDTH} "
             f"lanes and {speeds.DEFAULT_SOCKET_GB_PER_S:g} GB/s between NUMA nodes"
         ] += 1
+        for note in self.matrix.notes:
+            self.notes.add(note)
         order = sorted(self.devices.values(), key=lambda device: device.kind is not DeviceKind.GPU)
         self.devices = {device.id: device for device in order}
         self.links = [replace(link, assumed=True) for link in self.links]
@@ -74,13 +78,16 @@ class _Tree(Builder):
             total = max(_total(counts, gpu) for gpu in self.matrix.gpus)
             most = total if total <= _MOST_LINKS else max(counts.values())
             sm, self.gt = _BY_LINKS.get(most, (None, self.gt))
-            if self.sm is None:
+            if self.sm is None and self.matrix.model:
+                self.sm = gpu_models.MODELS[self.matrix.model]
+                self.notes.add(f"the text names {self.matrix.model}, which gives the NVLinks' speed")
+            elif self.sm is None:
                 self.sm = sm
                 rate = speeds.nvlink_gb_per_s(sm) or speeds.DEFAULT_NVLINK_GB_PER_S
-                self.notes[
-                    f"the text does not name the GPU; by its {most} NVLinks they are taken to have "
-                    f"{rate:g} GB/s each"
-                ] += 1
+                note = f"the text does not name the GPU; by its {most} NVLinks they are taken to have "
+                self.notes.add(f"{note}{rate:g} GB/s each" + (_NEWER if most == _MOST_LINKS else ""))
+        if self.sm is not None:
+            self.gt = speeds.pcie_gt_of(self.sm)
         return counts
 
     def fabric(self, counts: dict[tuple[str, str], int]) -> None:
@@ -126,15 +133,16 @@ class _Tree(Builder):
         return parts
 
     def same_numa(self, parts: list[list[str]]) -> list[list[str]]:
-        """Joins groups with the same NUMA (or CPU) affinity, unless a cell says that they are apart."""
+        """Joins groups of one NUMA (or CPU) affinity, or of none, unless a cell says that they are apart."""
         merged: list[list[str]] = []
-        for part in parts:
+        unknown = 0
+        for part in sorted(parts, key=lambda part: self.home(part) is None):
+            own = self.home(part)
             home = next(
                 (
                     other
                     for other in merged
-                    if self.home(other) is not None
-                    and self.home(other) == self.home(part)
+                    if (own is None or own == self.home(other))
                     and not any(self.matrix.cells[a, b] == "SYS" for a in part for b in other)
                 ),
                 None,
@@ -142,9 +150,16 @@ class _Tree(Builder):
             if home is None:
                 merged.append(list(part))
             else:
+                unknown += own is None
                 home.extend(part)
+        if unknown or not (self.matrix.affinity or self.matrix.numa):
+            self.notes.add(
+                "the text does not say which NUMA node each device is near; those that no SYS sets apart are "
+                "put below one"
+            )
         order = {name: position for position, name in enumerate(self.matrix.names)}
-        return [sorted(part, key=order.__getitem__) for part in merged]
+        merged = [sorted(part, key=order.__getitem__) for part in merged]
+        return sorted(merged, key=lambda part: order[part[0]])
 
     def home(self, part: list[str]) -> tuple[str, str] | None:
         for name in part:
@@ -156,7 +171,8 @@ class _Tree(Builder):
     def cpu(self, members: list[str], position: int) -> str:
         affinity, numa = self.home(members) or ("", "")
         used = {cpu.index for cpu in self.of(DeviceKind.CPU)}
-        number = int(numa) if numa.isdecimal() and len(numa) < 6 and int(numa) not in used else position
+        first = re.match(r"\d{1,5}(?!\d)", numa)
+        number = int(first[0]) if first and int(first[0]) not in used else position
         while number in used:
             number += 1
         mask = speeds.cpu_mask(affinity)

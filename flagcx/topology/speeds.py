@@ -60,6 +60,11 @@ def nvlink_gb_per_s(sm: int | None) -> float | None:
     return next((speed for least, speed in _NVLINK_BY_SM if sm >= least), None)
 
 
+def pcie_gt_of(sm: int) -> float:
+    """GT/s of the PCIe links of servers with GPUs of a compute capability (times ten)."""
+    return 8.0 if sm < 80 else 16.0 if sm < 90 else 32.0
+
+
 def may_have_nvlink(sm: int) -> bool:
     """Whether servers with several GPUs of a compute capability (times ten) as a rule have NVLinks."""
     return sm in (60, 70, 75, 80, 86, 90) or 100 <= sm < 110

@@ -7,15 +7,18 @@ import pytest
 from flagcx.errors import TopologyError
 from flagcx.topology import (
     DeviceKind,
+    gpu_models,
     matrix,
     nccl_xml,
     nvidia_smi,
     preset,
     preset_names,
+    read,
     render,
     smi_matrix,
 )
 from tests.topology.machines import FIXTURES, SHARED, shared_files
+from tests.topology.pastes import CHANGES, P2P, SOURCES
 
 TEXTS = sorted(FIXTURES.glob("*.txt"))
 PAIR = "GPU0 GPU1\nGPU0 X {}\nGPU1 {} X\n"
@@ -38,6 +41,76 @@ def cells_of(path):
 def test_the_built_machine_has_the_matrix_of_the_text(path):
     built = matrix(nvidia_smi.read(path))
     assert [list(row.values()) for row in built.values()] == cells_of(path)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_paste_says_what_the_text_says(change):
+    for text in SOURCES.values():
+        expected, found = smi_matrix.parse_matrix(text), smi_matrix.parse_matrix(CHANGES[change](text))
+        assert (found.names, found.cells) == (expected.names, expected.cells)
+        assert (found.affinity, found.numa) == (expected.affinity, expected.numa)
+        if "NIC Legend" in CHANGES[change](text):
+            assert found.legend["NIC8"] == "mlx5_bond_8"
+
+
+def test_files_of_pastes_are_read_as_matrices(tmp_path):
+    for change in ("HTML", "fenced", "byte order mark", "carriage returns"):
+        (tmp_path / "paste.txt").write_text(CHANGES[change](SOURCES["tabs"]), newline="")
+        assert len(read(tmp_path / "paste.txt").gpus) == 8
+    xml = (FIXTURES / "switched_4.xml").read_text()
+    (tmp_path / "xml.md").write_text(f"The dump:\n```xml\n{xml}\n```\nand GPU0 is slow.\n")
+    assert read(tmp_path / "xml.md") == nccl_xml.read(FIXTURES / "switched_4.xml")
+
+
+def test_numa_nodes_are_those_that_the_text_tells():
+    uniform = "GPU0 GPU1 GPU2 GPU3\n" + "".join(
+        f"GPU{a} " + " ".join("X" if a == b else "NV12" for b in range(4)) + "\n" for a in range(4)
+    )
+    machine = nvidia_smi.parse(uniform)
+    assert len(machine["numa_nodes"]) == 1
+    assert any("does not say which NUMA node" in note for note in machine.notes)
+    nics = (
+        "GPU0 GPU1 GPU2 GPU3 NIC0 NIC1\nGPU0 X NV12 NV12 NV12 PIX SYS\nGPU1 NV12 X NV12 NV12 NODE SYS\n"
+        "GPU2 NV12 NV12 X NV12 SYS NODE\nGPU3 NV12 NV12 NV12 X SYS PIX\n"
+    )
+    machine = nvidia_smi.parse(nics)
+    assert set(machine["numa_node"].values()) == {"cpu0", "cpu1"}
+    assert machine["numa_node"][0] == machine["numa_node"][1] != machine["numa_node"][2]
+    assert any("2 NICs have no row" in note for note in machine.notes)
+    assert matrix(machine)["GPU3"]["NIC1"] == "PIX" and matrix(machine)["NIC1"]["GPU0"] == "SYS"
+
+
+def test_lists_of_numa_nodes_begin_with_the_nearest():
+    machine = nvidia_smi.parse(SOURCES["tray"])
+    assert machine["numa_node"] == {0: "cpu0", 1: "cpu0", 2: "cpu1", 3: "cpu1"}
+    assert nvidia_smi.parse(SOURCES["workstation"])["numa_node"] == {
+        0: "cpu0",
+        1: "cpu0",
+        2: "cpu0",
+        3: "cpu1",
+    }
+
+
+def test_the_generation_is_given_or_named_or_guessed_and_said():
+    text = SOURCES["tray"]
+    guessed = nvidia_smi.parse(text)
+    assert guessed.link("gpu0", "nvswitch0").bandwidth_gb_per_s == pytest.approx(18 * 20.6)
+    assert any("B200, B300, GB200 and GB300 have 40.1: name the model" in note for note in guessed.notes)
+    named = nvidia_smi.parse("GPU 0: NVIDIA GB200 (UUID: GPU-1)\n" + text)
+    assert named.link("gpu0", "nvswitch0").bandwidth_gb_per_s == pytest.approx(18 * 40.1)
+    assert nvidia_smi.parse(text, sm=gpu_models.compute_capability("b300")) == nvidia_smi.parse(text, sm=103)
+    with pytest.raises(TopologyError, match="GPU model 'H900' is not known; known are P100"):
+        gpu_models.compute_capability("H900")
+
+
+def test_only_a_table_of_p2p_is_no_topology():
+    with pytest.raises(TopologyError, match="the only table is that of 'nvidia-smi topo -p2p'"):
+        nvidia_smi.parse(P2P)
+
+
+def test_further_matrices_are_told_of():
+    machine = nvidia_smi.parse(CHANGES["twice"](SOURCES["tabs"]))
+    assert any("the text has 2 matrices; the first is read" in note for note in machine.notes)
 
 
 def test_what_the_text_cannot_tell_is_said():

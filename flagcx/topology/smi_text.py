@@ -1,0 +1,184 @@
+"""Finds the tables of ``nvidia-smi topo`` in a text as people paste it.
+
+Around a table may be prompts, prose, code fences, quote marks, colours and other tables; its own lines may be
+indented, wrapped by a terminal (in the middle of a word too), double-spaced, or columns of Markdown.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+GPU = re.compile(r"GPU\d{1,4}")
+CELL = re.compile(r"NV\d{1,3}|NODE|N/A|PIX|PXB|PHB|SYS|SOC|X")
+#: The words of ``topo -p2p``, which says what is allowed and not what is there.
+P2P = frozenset(("OK", "CNS", "GNS", "TNS", "NS", "DR", "U"))
+_FURTHER = ("CPU", "NUMA", "Affinity", "GPU", "ID", "Node", "node", "Nodes")
+_NAME = re.compile(r"[A-Za-z][A-Za-z_.:+-]*\d[\w.:+-]*")
+_AFFINITY = re.compile(r"[\d,-]+|N/A")
+#: Stands where a terminal has wrapped a row, perhaps in the middle of a word.
+CUT = "\0"
+_MOST_LINES = 1000  # of one table
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b[@-_]")
+_QUOTE = re.compile(r"(?:\s*>)+ ?")
+_TAG = re.compile(r"</?[a-zA-Z][^<>]{0,80}>|`+")
+_DROPPED = {ord(mark): None for mark in "\ufeff\u200b\u200c\u200d\u2060\u00ad"}
+_AS_SPACE = {ord(mark): " " for mark in "|\u2502\u2503\u2551\u00a0\u2007\u202f\u3000\u2002\u2003\u2009"}
+
+
+@dataclass(slots=True)
+class Row:
+    """A logical line of a table: its first word, the rest, and the number of the line it begins in."""
+
+    name: str
+    rest: str
+    line: int
+    last: int = 0  # length of the last physical line that is part of it
+
+
+@dataclass(slots=True)
+class Table:
+    """A table: the words of its header, and its rows."""
+
+    header: list[str]
+    line: int
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def is_p2p(self) -> bool:
+        """Whether it is one of ``nvidia-smi topo -p2p``."""
+        return any(word in P2P for row in self.rows for word in row.rest.split())
+
+
+def clean(text: str) -> list[str]:
+    """The lines of a text without colours, quote marks, fences, tags and unusual spaces."""
+    text = _ESCAPES.sub("", html.unescape(text).replace(CUT, "")).translate(_DROPPED).translate(_AS_SPACE)
+    text = re.sub(r"(?<=Affinity)(?=NUMA|GPU)", " ", text)
+    lines = re.split(r"\r*\n|\r", text)
+    return [_TAG.sub("", _QUOTE.sub("", line, count=1) if _QUOTE.match(line) else line) for line in lines]
+
+
+def tables(lines: Sequence[str]) -> Iterator[Table]:
+    """The tables in cleaned lines, in order.
+
+    Yields:
+        A table for each header, even one with no rows.
+    """
+    position = 0
+    while position < len(lines):
+        if not _header(lines[position], broken=_is_full(lines, position)):
+            position += 1
+            continue
+        header, first = _whole_header(lines, position)
+        table = Table(header, position + 1)
+        position = _rows(lines, first, table)
+        yield table
+
+
+def _words(line: str) -> list[str]:
+    """The words of a header from the first GPU's on."""
+    words = line.split()
+    start = next((number for number, word in enumerate(words) if GPU.fullmatch(word)), len(words))
+    return words[start:]
+
+
+def _header(line: str, *, broken: bool = False) -> bool:
+    """Whether a line is a header: names of devices and headings, and no cell.
+
+    Args:
+        line: The line.
+        broken: Whether its last word may be cut in two by a terminal.
+    """
+    words = _words(line)
+    return bool(words) and all(map(_is_heading, words[:-1] if broken and len(words) > 1 else words))
+
+
+def _is_heading(word: str) -> bool:
+    return word in _FURTHER or (bool(_NAME.fullmatch(word)) and not CELL.fullmatch(word))
+
+
+def _is_full(lines: Sequence[str], position: int) -> bool:
+    """Whether a line is as long as those around it that a terminal may have wrapped."""
+    near = lines[position : position + 4]
+    return len(lines[position]) >= 40 and len(lines[position]) == max(map(len, near))
+
+
+def _begins_row(line: str, names: Sequence[str]) -> bool:
+    words = line.split(maxsplit=2)
+    if not words or (words[0] not in names and not _NAME.fullmatch(words[0])):
+        return False
+    return len(words) > 1 and bool(CELL.match(words[1]) or words[1] in P2P or words[0] in names)
+
+
+def _whole_header(lines: Sequence[str], start: int) -> tuple[list[str], int]:
+    """The words of a header that may be wrapped, and the number of the line after it."""
+    text, position = lines[start], start + 1
+    while position < len(lines):
+        line = lines[position]
+        if line.strip() and (_header(line) or _begins_row(line, _words(text))):
+            break
+        words = line.split()
+        whole = words[1:] if words and not _is_heading(words[0]) else words  # the first may be cut in two
+        if words and (
+            not all(map(_is_heading, whole)) or (len(whole) < len(words) and not _cut(text, words[0]))
+        ):
+            break
+        if words:
+            apart = _is_heading(text.split()[-1]) and _is_heading(words[0])
+            text += (" " if apart else "") + line
+        position += 1
+    return _words(text), position
+
+
+def _cut(text: str, rest: str) -> bool:
+    """Whether ``rest`` ends the last word of a header that a terminal has cut in two."""
+    words = text.split()
+    return bool(words) and _is_heading(words[-1] + rest)
+
+
+def _rows(lines: Sequence[str], position: int, table: Table) -> int:
+    """Collects the rows of a table; gives the number of the line after them."""
+    names = table.header
+    wanted = {name for name in names if _NAME.fullmatch(name)}
+    width = _width(lines, table.line - 1)
+    while position < len(lines):
+        line = lines[position]
+        words = line.split()
+        complete = wanted <= {row.name for row in table.rows}
+        if words and (words[0].startswith("Legend") or (_header(line) and not _begins_row(line, names))):
+            break
+        if complete and not words:
+            break
+        if _begins_row(line, names):
+            rest = line.lstrip()[len(words[0]) :]
+            table.rows.append(Row(words[0], rest, position + 1, len(line)))
+        elif words and table.rows and _continues(words):
+            row = table.rows[-1]
+            row.rest += (CUT if row.last == width else " ") + line
+            row.last = len(line)
+        elif words and complete:
+            break
+        position += 1
+    return position
+
+
+def _continues(words: Sequence[str]) -> bool:
+    """Whether a line holds nothing but the further cells of a row; its first may be cut in two."""
+    return all(CELL.match(word) or _AFFINITY.fullmatch(word) for word in words[1:]) and (
+        len(words[0]) <= 4 or bool(CELL.match(words[0]) or _AFFINITY.fullmatch(words[0]))
+    )
+
+
+def _width(lines: Sequence[str], start: int) -> int:
+    """The width at which a terminal has wrapped a table, if one has: that of its longest line."""
+    legend = (
+        position for position in range(start, len(lines)) if lines[position].lstrip().startswith("Legend")
+    )
+    return max(map(len, lines[start : min(next(legend, len(lines)), start + _MOST_LINES)]))
+
+
+def has_table(text: str) -> bool:
+    """Whether a text has a table with rows."""
+    return any(table.rows for table in tables(clean(text)))

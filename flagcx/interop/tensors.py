@@ -112,7 +112,7 @@ def are_adjacent(tensors: Sequence[Any]) -> bool:
 
 
 class Views:
-    """One-dimensional arrays over plain tensors of callers, or over a temporary one, the ``owner``."""
+    """Arrays over plain tensors of callers, or flat ones over a temporary tensor, the ``owner``."""
 
     def __init__(self) -> None:
         self._known: dict[tuple, Any] = {}
@@ -129,6 +129,15 @@ class Views:
             self._returns(key, found)
         return found
 
+    def shaped(self, tensor: Any) -> Any:
+        """A plain tensor as an array of its shape."""
+        key = tensor.data_ptr(), tensor.shape, tensor.dtype
+        found = self._known.get(key)
+        if found is None:
+            flat = self._make(key[0], tensor.numel(), NUMPY_DTYPES[tensor.dtype])
+            found = self._keep(key, flat.reshape(tuple(tensor.shape)))
+        return found
+
     def bytes(self, tensor: Any, count: int | None = None, owner: Any = None) -> Any:
         """The bytes of a tensor; those of ``count`` elements where that is given."""
         count = tensor.numel() if count is None else count
@@ -139,9 +148,12 @@ class Views:
         return self._made(key, _BYTES) if found is None else found
 
     def _made(self, key: tuple, dtype: np.dtype) -> Any:
+        return self._keep(key, self._make(key[0], key[1], dtype))
+
+    def _keep(self, key: tuple, made: Any) -> Any:
         if len(self._known) >= _MOST_VIEWS:
             self._known.clear()
-        made = self._known[key] = self._make(key[0], key[1], dtype)
+        self._known[key] = made
         return made
 
     def _make(self, address: int, count: int, dtype: np.dtype, owner: Any = None) -> Any:

@@ -36,7 +36,15 @@ if not _distributed.is_available():
 from flagcx.interop.enhance import enhance_process_group, register_backend, restore_process_group
 from flagcx.interop.hooks import ddp_hook
 from flagcx.interop.process_group import FlagcxProcessGroup
+from flagcx.interop.row_operators import allreduce_rmsnorm, register_operators
 
-__all__ = ["FlagcxProcessGroup", "ddp_hook", "enhance_process_group", "restore_process_group"]
+__all__ = [
+    "FlagcxProcessGroup",
+    "allreduce_rmsnorm",
+    "ddp_hook",
+    "enhance_process_group",
+    "restore_process_group",
+]
 
 register_backend()
+register_operators()

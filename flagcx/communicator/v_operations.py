@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from flagcx.arguments import check_counts
+from flagcx.arguments import check_counts, on_device
 from flagcx.communicator.caller import Caller
+from flagcx.communicator.counted import counted_alltoall
 from flagcx.communicator.operations import allgather, alltoall
 from flagcx.dtypes import Op
 from flagcx.errors import ArgumentError
@@ -131,8 +132,8 @@ def scatterv(
 def alltoallv(
     comm: Caller,
     x: Any,
-    send_counts: Sequence[int],
-    receive_counts: Sequence[int] | None = None,
+    send_counts: Any,
+    receive_counts: Any = None,
     *,
     out: Any = None,
     algorithm: str | None = None,
@@ -141,16 +142,34 @@ def alltoallv(
 ) -> Any:
     """Sends ``send_counts[q]`` elements to each rank q, and gets what every rank sends here.
 
+    The counts may lie on the GPU, as those of a mixture of experts do, where each token goes to the rank of
+    its expert: the host then neither knows them nor waits for them, and the call may be captured in a graph.
+
     Args:
-        x: Array of ``sum(send_counts)`` elements, blocks end to end.
-        send_counts: Elements for each rank.
-        receive_counts: Elements from each rank; asked for where not given.
-        out: Array of ``sum(receive_counts)`` elements.
+        x: Array of ``sum(send_counts)`` elements, blocks end to end; where the counts are on the GPU, of at
+            least as many.
+        send_counts: Elements for each rank: a list, or an array of ``size`` integers on the GPU.
+        receive_counts: Elements from each rank, of the same kind; asked for where not given.
+        out: Array of ``sum(receive_counts)`` elements. Where the counts are on the GPU it must be given, and
+            may have more, which are left as they are.
         algorithm: See ``Communicator``, likewise ``async_op`` and ``stream``.
 
     Returns:
         ``out``, or a new one-dimensional array; blocks in rank order.
+
+    Example:
+        >>> received = comm.alltoall(sent)                          # doctest: +SKIP
+        >>> comm.alltoallv(tokens, sent, received, out=here)        # doctest: +SKIP
+        >>> comm.alltoallv(answers, received, sent, out=tokens)     # doctest: +SKIP
     """
+    if on_device(send_counts):
+        if stream is not None:
+
+            def again(x: Any, sent: Any, received: Any, out: Any) -> Any:
+                return alltoallv(comm, x, sent, received, out=out, algorithm=algorithm, async_op=async_op)
+
+            return comm.run_on(stream, again, (x, send_counts, receive_counts, out))
+        return counted_alltoall(comm, x, send_counts, receive_counts, out, algorithm, async_op)
     sent = check_counts(send_counts, comm.size, "send_counts")
     if receive_counts is None:
         _refuse_to_ask(comm, "alltoallv", "receive_counts")

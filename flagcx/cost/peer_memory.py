@@ -32,7 +32,7 @@ from flagcx.algorithms import Algorithm
 from flagcx.algorithms.candidate import Candidate
 from flagcx.cost.model import Prediction
 from flagcx.errors import TopologyError
-from flagcx.kernels.peer import PEER_PACKETS
+from flagcx.kernels.peer import PEER_MEMORY, PEER_PACKETS
 from flagcx.transport.device import DeviceIdentity, most_on_one_gpu
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ class PeerCosts:
         algorithm = candidate.algorithm
         if algorithm == Algorithm.NATIVE:
             return self.nccl if size > 2 else self.nccl_pair
-        twice = algorithm == Algorithm.TWO_SHOT or collective == "broadcast"
+        twice = _is_twice(candidate, collective)
         if candidate.protocol == PEER_PACKETS:
             return self.packets_twice if twice else self.packets
         return self.chunks_twice if twice else self.chunks
@@ -197,17 +197,22 @@ def load_of(candidate: Candidate, collective: str, nbytes: int, size: int) -> Lo
         >>> load_of(Candidate("two_shot", 1, "peer_memory"), "allreduce", 1024, 4).pushed
         1536.0
     """
-    twice = candidate.algorithm == Algorithm.TWO_SHOT or collective == "broadcast"
-    steps = 0 if candidate == NATIVE else 2 if twice else 1
+    steps = 0 if candidate == NATIVE else 2 if _is_twice(candidate, collective) else 1
     return Load(
         steps, _pushed(candidate, collective, size) * nbytes, _touched(candidate, collective, size) * nbytes
     )
 
 
+def _is_twice(candidate: Candidate, collective: str) -> bool:
+    """Whether data makes two hops. In chunks a broadcast scatters first, and a reduction gathers last."""
+    parts = collective in ("broadcast", "reduce") and candidate.protocol == PEER_MEMORY
+    return parts or candidate.algorithm == Algorithm.TWO_SHOT
+
+
 def _pushed(candidate: Candidate, collective: str, n: int) -> float:
-    """Messages or blocks that the busiest of n ranks sends."""
-    if collective == "broadcast":
-        return 1.0 if candidate == NATIVE else (n - 1) / n
+    """Messages or blocks that the busiest of n ranks sends, or a root receives."""
+    if collective in ("broadcast", "reduce") and candidate.protocol != PEER_PACKETS:
+        return 1.0 if candidate == NATIVE else (n - 1) / n * (1 if collective == "broadcast" else 2)
     if candidate.algorithm == Algorithm.TWO_SHOT or (candidate == NATIVE and collective == "allreduce"):
         return 2 * (n - 1) / n
     return n - 1.0
@@ -220,10 +225,14 @@ def _touched(candidate: Candidate, collective: str, n: int) -> float:
     what is sent is read, goes through a buffer, and is written. Where there are blocks, each rank copies one.
     """
     packets = candidate.protocol == PEER_PACKETS
+    if collective in ("gather", "scatter"):
+        return 4 * (n - 1) + 2
+    if collective in ("broadcast", "reduce") and packets:
+        return 3 * n - 2
     if candidate == NATIVE:
-        copied = 0 if collective in ("allreduce", "broadcast") else 2 * n
+        copied = 0 if collective in ("allreduce", "broadcast", "reduce") else 2 * n
         return 4 * n * _pushed(candidate, collective, n) + copied
-    if collective == "broadcast":
+    if collective in ("broadcast", "reduce"):
         return 3 * n + 2
     if candidate.algorithm == Algorithm.TWO_SHOT:
         return 8 * n - 5 if packets else 5 * n + 1

@@ -44,15 +44,16 @@ _BARE_PACKS = 16384
 OFFSET_BITS = 44
 """An array's handle is the number of its segment plus one, times 2^44, plus its offset in the segment."""
 
-FORMS = ("one_shot", "two_shot", "reduce_scatter", "allgather", "alltoall", "broadcast")
+FORMS = ("one_shot", "two_shot", "reduce_scatter", "reduce", "allgather", "alltoall", "broadcast", "barrier")
 """The two algorithms of all-reduce, and the other collectives."""
 
-REDUCING = FORMS[:3]
-PACKET_FORMS = ("one_shot", "two_shot", "reduce_scatter", "allgather", "alltoall")
-"""The forms with a packet kernel. In a broadcast the root receives nothing, and packets rely on that."""
+REDUCING = FORMS[:4]
+CHUNK_FORMS = FORMS[:-1]
+"""The forms with a kernel that moves chunks. All have one that sends packets."""
 
-_FLIGHT = 8
-_POLLS = 1023
+_PAIR_CHANNELS = 32
+FLIGHT = 8
+POLLS = 1023
 _PAGE = 4096
 
 
@@ -139,11 +140,50 @@ class PeerLayout:
         """Most packs that a block can push to a peer as bare packets in one call."""
         return _BARE_PACKS // self.ranks
 
+    # Of ``flagcx_move``, whose channels of collectives come before those of sends and receives:
+
+    @property
+    def channels(self) -> int:
+        """Channels of each pair of ranks for collectives: all pairs of a rank have its blocks."""
+        return max(self.blocks // (self.ranks - 1), 1)
+
+    @property
+    def pair_channels(self) -> int:
+        """Channels of each pair of ranks for sends and receives."""
+        return min(self.blocks, _PAIR_CHANNELS)
+
+    @property
+    def boxes(self) -> int:
+        """Chunks under way in a channel; a power of 2, and more than ``lag``."""
+        return 4
+
+    @property
+    def box_packs(self) -> int:
+        """Most packs of 16 bytes of a chunk of a channel."""
+        return 4 * self.shape.work if self.one_gpu else 8 * self.shape.work
+
+    @property
+    def small_packs(self) -> int:
+        """Most packs of a message that go through one channel as packets."""
+        return 512
+
+    @property
+    def packs_each(self) -> int:
+        """Packs for which a message that goes as packets gets another channel."""
+        return 256
+
+    @property
+    def most_small(self) -> int:
+        """Most bytes of a message that goes as packets, which double them; beyond, chunks are faster."""
+        return (1 << 20) // (self.ranks - 1)
+
     @property
     def places(self) -> dict[str, int]:
         """Offset in bytes of each part, by its name in the kernels' source, and the size as ``NBYTES``."""
         flags = self.blocks * MOST_RANKS * 4
         boxes = self.blocks * self.shape.slots * self.ranks * self.most_chunk * 16
+        channels = self.channels + self.pair_channels
+        pairs = channels * MOST_RANKS
         sizes = {
             "AT_STATE": self.blocks * 32,
             "AT_FIRST": flags,
@@ -151,9 +191,16 @@ class PeerLayout:
             "AT_END": flags,
             "AT_HANDLES": self.blocks * MOST_RANKS * 32,
             "AT_PACKETS": self.blocks * 2 * self.ranks * MOST_PACKETS * 32,
+            "AT_PAIRS": pairs * 16,
+            "AT_BOXES_SENT": pairs * 4,
+            "AT_BOXES_TAKEN": pairs * 4,
+            "AT_CALLS_TAKEN": pairs * 4,
+            "AT_SIZES": pairs * 2 * 16,
+            "AT_PAIR_PACKETS": channels * 2 * self.ranks * self.small_packs * 32,
             "AT_BARE": self.blocks * 2 * self.ranks * self.most_bare * 16,
             "AT_INBOX": boxes,
             "AT_OUTBOX": boxes,
+            "AT_PAIR_BOXES": channels * self.boxes * self.ranks * self.box_packs * 16,
         }
         places, at = {}, 0
         for name, nbytes in sizes.items():
@@ -219,10 +266,11 @@ class PeerKernel:
         shape = self.layout.shape
         values = {
             "RANKS": self.layout.ranks, "MOST_RANKS": MOST_RANKS, "SLOTS": shape.slots, "LAG": shape.lag,
-            "WORK": shape.work, "RESIDENT": shape.resident, "FLIGHT": _FLIGHT, "POLLS": _POLLS,
+            "WORK": shape.work, "RESIDENT": shape.resident, "FLIGHT": FLIGHT, "POLLS": POLLS,
             "MOST_CHUNK": self.layout.most_chunk, "MOST_PACKETS": MOST_PACKETS,
             "PACKET_THREADS": PACKET_THREADS, "OFFSET_BITS": OFFSET_BITS,
-            "PULLS": int(self.layout.one_gpu), "BARE": int(self.bare), "MOST_BARE": self.layout.most_bare,
+            "PACKETS_ONLY": int(self.packets), "PULLS": int(self.layout.one_gpu),
+            "BARE": int(self.bare), "MOST_BARE": self.layout.most_bare,
             "OTHER_NAN": _OTHER_NANS.get(self.dtype.name, "0u"),
             "FORM": self.form.upper(), **{form.upper(): i for i, form in enumerate(FORMS)},
             **{name: f"{at}ull" for name, at in self.layout.places.items()}, **changed,

@@ -104,7 +104,7 @@ FLAGCX_DEVICE void store_own_pack(uint4* at, uint4 v) { __stcs(at, v); }
 """
 """Threads, flags and memory of the GPU. ``SCOPE`` is "gpu" where all ranks share one GPU, else "sys"."""
 
-COMMON = r"""
+ARGS = r"""
 struct Args {
   u64 peer[MOST_RANKS];  // address of each rank's memory in this process
   u64 sendbuf, recvbuf;
@@ -120,6 +120,9 @@ struct Args {
   int rank, root, finish;
   int pull;  // whether arrays that all ranks see are read in place between GPUs too
 };
+"""
+
+WAITS = r"""
 // The progress of a block of threads over all launches.
 struct State { u32 chunks, calls, packets, bare, dead, slot, pulls, unused; };
 
@@ -185,6 +188,38 @@ FLAGCX_DEVICE void tell_all(const Args& a, u64 kind, u32 value, int lane) {
   }
 }
 
+// A pack with flags travels as two packets of {4 bytes, flag, 4 bytes, flag}, which lie ``apart``.
+FLAGCX_DEVICE void store_flagged(uint4* to, int apart, uint4 v, u32 flag) {
+  store_packet(to, uint4{v.x, flag, v.y, flag});
+  store_packet(to + apart, uint4{v.z, flag, v.w, flag});
+}
+// Reads one; returns whether all of it has arrived.
+FLAGCX_DEVICE bool see_flagged(const uint4* from, int apart, u32 flag, uint4* v) {
+  const uint4 x = load_packet(from), y = load_packet(from + apart);
+  *v = uint4{x.x, x.z, y.x, y.z};
+  return x.y == flag && x.w == flag && y.y == flag && y.w == flag;
+}
+
+// The chunks that each warp has finished in two stages, and whether a wait of any warp has failed.
+#define WARPS (WORK / WARP)
+struct Progress { u32 chunks[2][WARPS]; u32 failed; };
+FLAGCX_DEVICE void arrive(Progress* progress, int stage, u32 chunks, bool ok, int t) {
+  join_warp();
+  if (t % WARP != 0) return;
+  if (!ok) store_shared(&progress->failed, 1u);
+  store_shared(&progress->chunks[stage][t / WARP], chunks);
+}
+FLAGCX_DEVICE u32 progress_of(const Progress* progress, int stage, int lane) {
+  u32 least = ~0u;
+  for (int w = lane; w < WARPS; w += WARP) {
+    const u32 chunks = load_shared(&progress->chunks[stage][w]);
+    least = chunks < least ? chunks : least;
+  }
+  return least_of_warp(least);
+}
+"""
+
+RUNS = r"""
 // A run of elements in a caller's array, of any alignment and count.
 struct Run { T* at; i64 count; };
 FLAGCX_DEVICE bool whole(const Run& run, i64 stop) {
@@ -213,13 +248,30 @@ FLAGCX_DEVICE Run part_run(const Args& a, u64 array, int rank) {
   const i64 most = a.part * N, left = a.count - rank * most;
   return Run{(T*)array + rank * most, left < 0 ? 0 : left > most ? most : left};
 }
+// Whether each rank processes a part of the message; else all of the message or of a block. In chunks a
+// broadcast scatters the parts first, and a reduction gathers them last.
+#define PARTS (FORM == TWO_SHOT || (!PACKETS_ONLY && (FORM == BROADCAST || FORM == REDUCE)))
+// Whether this rank has something for a peer, and whether it gets something from a peer.
+FLAGCX_DEVICE bool sends_to(const Args& a, int peer) {
+  (void)peer;
+  if (FORM == BROADCAST) return a.rank == a.root;
+  if (FORM == REDUCE) return peer == a.root;
+  return FORM != BARRIER;
+}
+FLAGCX_DEVICE bool takes_from(const Args& a, int peer) {
+  (void)peer;
+  if (FORM == BROADCAST) return peer == a.root;
+  if (FORM == REDUCE) return a.rank == a.root;
+  return FORM != BARRIER;
+}
 // What this rank sends to a peer first; for its own rank, what it contributes itself.
 FLAGCX_DEVICE Run send_run(const Args& a, int peer) {
-#if FORM == TWO_SHOT
+#if FORM == BROADCAST
+  if (a.rank != a.root) return Run{(T*)a.recvbuf, 0};
+  return PARTS ? part_run(a, a.recvbuf, peer) : Run{(T*)a.recvbuf, a.count};
+#elif PARTS
   return part_run(a, a.sendbuf, peer);
-#elif FORM == BROADCAST
-  return a.rank == a.root ? part_run(a, a.recvbuf, peer) : Run{(T*)a.recvbuf, 0};
-#elif FORM == ONE_SHOT || FORM == ALLGATHER
+#elif FORM == ONE_SHOT || FORM == ALLGATHER || FORM == REDUCE || FORM == BARRIER
   (void)peer;
   return Run{(T*)a.sendbuf, a.count};
 #else
@@ -228,9 +280,9 @@ FLAGCX_DEVICE Run send_run(const Args& a, int peer) {
 }
 // Where this rank puts what came from a peer; for its own rank, what it combines.
 FLAGCX_DEVICE Run recv_run(const Args& a, int peer) {
-#if FORM == TWO_SHOT || FORM == BROADCAST
+#if PARTS
   return part_run(a, a.recvbuf, peer);
-#elif FORM == ONE_SHOT || FORM == REDUCE_SCATTER
+#elif FORM != ALLGATHER && FORM != ALLTOALL
   (void)peer;
   return Run{(T*)a.recvbuf, a.count};
 #else
@@ -240,12 +292,13 @@ FLAGCX_DEVICE Run recv_run(const Args& a, int peer) {
 // After a wait that timed out, a replayed graph cannot raise an error: its results are overwritten with NaN.
 FLAGCX_DEVICE void poison(const Args& a) {
   const bool blocks = FORM == ALLGATHER || FORM == ALLTOALL;
-  u8* const at = (u8*)(FORM == BROADCAST && a.rank == a.root ? 0 : a.recvbuf);
+  const bool none = (FORM == BROADCAST && a.rank == a.root) || (FORM == REDUCE && a.rank != a.root);
+  u8* const at = (u8*)(none ? 0 : a.recvbuf);
   const i64 nbytes = at ? a.count * (blocks ? RANKS : 1) * (i64)sizeof(T) : 0;
   const i64 threads = (i64)grid_size() * block_size();
   for (i64 i = (i64)block_index() * block_size() + thread_index(); i < nbytes; i += threads) at[i] = 0xff;
 }
-#if FORM == ONE_SHOT || FORM == TWO_SHOT || FORM == REDUCE_SCATTER
+#if FORM == ONE_SHOT || FORM == TWO_SHOT || FORM == REDUCE_SCATTER || FORM == REDUCE
 #define REDUCES 1
 FLAGCX_DEVICE void widen_pack(A* sum, uint4 v) {
   Pack x;
@@ -269,3 +322,5 @@ FLAGCX_DEVICE uint4 narrow_pack(const A* sum, const Args& a) {
 #define REDUCES 0
 #endif
 """
+
+COMMON = ARGS + WAITS + RUNS

@@ -6,9 +6,9 @@ Block b of threads communicates only with block b of every peer, chunk after chu
    Before that, p's second flag must say that p has emptied the slot.
 2. combine: once the peers' first flags have arrived, the chunks of ranks 0 to n - 1 are combined in that
    order and put into recvbuf, and for two-shot into outboxes; then the second flag is sent.
-3. collect (two-shot and broadcast): once the peers' second flags have arrived, their parts are copied from
-   the outbox into recvbuf. The outbox needs no flag of its own: a peer's first flag of chunk g + SLOTS
-   follows its third stage of chunk g.
+3. collect (two-shot, broadcast, and the root of a reduction): once the peers' second flags have arrived,
+   their parts are copied from the outbox into recvbuf. The outbox needs no flag of its own: a peer's first
+   flag of chunk g + SLOTS follows its third stage of chunk g.
 
 Stage 2 lags LAG chunks behind stage 1, and stage 3 as many behind stage 2, so that other chunks hide the
 latency of a flag; 2 LAG + 1 slots are enough for that. Data is pushed, and a rank polls flags in its own
@@ -25,8 +25,7 @@ from flagcx.kernels.peer_in_place import IN_PLACE
 
 _STAGES = r"""
 const int OTHERS = RANKS - 1;
-const int WARPS = WORK / WARP;
-#if FORM == TWO_SHOT || FORM == BROADCAST
+#if PARTS
 #define COLLECTS 1
 #else
 #define COLLECTS 0
@@ -41,7 +40,7 @@ FLAGCX_DEVICE uint4* box_of(const Args& a, int rank, u64 kind, u32 box, int from
 
 #if COLLECTS
 // On one GPU the peers read a part from its owner's outbox; on several the owner writes it to every peer's.
-const int RECIPIENTS = PULLS ? 2 : RANKS;
+#define RECIPIENTS (PULLS ? 2 : RANKS)
 FLAGCX_DEVICE uint4* outbox_for(const Args& a, int rank, u32 box) {
   return box_of(a, PULLS ? a.rank : rank, AT_OUTBOX, box, a.rank);
 }
@@ -174,9 +173,19 @@ FLAGCX_DEVICE void combine_packs(const Args& a, u32 box, i64 first, int i, const
   const uint4* const boxes = box_of(a, a.rank, AT_INBOX, box, 0) + i;
   uint4 made[U];
   sum_packs<U>(a, [&](int q) { return q == a.rank ? own : boxes + q * MOST_CHUNK; }, made);
+#if FORM == REDUCE
+  const bool at_root = a.rank == a.root;
+  uint4* const to = at_root ? (uint4*)recv_run(a, a.rank).at + first + i : outbox_for(a, a.root, box) + i;
+#pragma unroll
+  for (int u = 0; u < U; u++) {
+    if (at_root) store_own_pack(to + u * WORK, made[u]);
+    else store_pack(to + u * WORK, made[u]);
+  }
+#else
   uint4* const to = (uint4*)recv_run(a, a.rank).at + first + i;
 #pragma unroll
   for (int u = 0; u < U; u++) store_own_pack(to + u * WORK, made[u]);
+#endif
 #if FORM == TWO_SHOT
 #pragma unroll
   for (int k = 1; k < RECIPIENTS; k++) {
@@ -198,6 +207,12 @@ FLAGCX_DEVICE void sum_elements(const Args& a, int t, u32 box, i64 first, int le
       else combine_pack(sum, v);
     }
     const uint4 made = narrow_pack(sum, a);
+#if FORM == REDUCE
+    if (a.rank != a.root) {
+      store_pack(outbox_for(a, a.root, box) + i, made);
+      continue;
+    }
+#endif
     store_elements(to, first + i, made);
 #if FORM == TWO_SHOT
     for (int k = 1; k < RECIPIENTS; k++) {
@@ -255,22 +270,6 @@ FLAGCX_DEVICE void combine_chunk(const Args& a, int t, u32 box, i64 first, int l
 }
 #endif
 
-// The chunks that each warp has finished in stages 1 and 2, and whether a wait of any warp has failed.
-struct Progress { u32 chunks[2][WARPS]; u32 failed; };
-FLAGCX_DEVICE void arrive(Progress* progress, int stage, u32 chunks, bool ok, int t) {
-  join_warp();
-  if (t % WARP != 0) return;
-  if (!ok) store_shared(&progress->failed, 1u);
-  store_shared(&progress->chunks[stage][t / WARP], chunks);
-}
-FLAGCX_DEVICE u32 progress_of(const Progress* progress, int stage, int lane) {
-  u32 least = ~0u;
-  for (int w = lane; w < WARPS; w += WARP) {
-    const u32 chunks = load_shared(&progress->chunks[stage][w]);
-    least = chunks < least ? chunks : least;
-  }
-  return least_of_warp(least);
-}
 // The warp that sends flags: one fence serves all chunks that are finished by then. After a warp has failed,
 // it sends no further flag.
 FLAGCX_DEVICE void send_flags(const Args& a, Progress* progress, u32 base, int lane) {
@@ -316,8 +315,9 @@ FLAGCX_DEVICE void work(const Args& a, Progress* progress, u32 base, u32 box, in
     first -= LAG * stride;
     if (collects && i >= 2 * LAG) {
       ok = ok && await_all(a, AT_SECOND, base + i + 1 - 2 * LAG, lane);
-      const bool wanted = !(FORM == BROADCAST && a.rank == a.root) && first < a.part;
-      if (ok && wanted) unpack(a, t, AT_OUTBOX, box + i - 2 * LAG, first, length_of(a, first));
+      const bool wanted = FORM == REDUCE ? a.rank == a.root : !(FORM == BROADCAST && a.rank == a.root);
+      if (ok && wanted && first < a.part)
+        unpack(a, t, AT_OUTBOX, box + i - 2 * LAG, first, length_of(a, first));
     }
 #endif
   }

@@ -44,21 +44,17 @@ FLAGCX_DEVICE void send_pack(uint4* to, uint4 v, u32 flag) {
   (void)flag;
   store_packet(to, v);
 #else
-  store_packet(to, uint4{v.x, flag, v.y, flag});
-  store_packet(to + MOST_PACKETS, uint4{v.z, flag, v.w, flag});
+  store_flagged(to, MOST_PACKETS, v, flag);
 #endif
 }
 // Reads a slot; returns whether all of the packet has arrived.
 FLAGCX_DEVICE bool see_pack(const uint4* from, u32 flag, uint4* v) {
-  const uint4 x = load_packet(from);
 #if BARE
   (void)flag;
-  *v = x;
+  const uint4 x = *v = load_packet(from);
   return x.x != ~0u && x.y != ~0u && x.z != ~0u && x.w != ~0u;
 #else
-  const uint4 y = load_packet(from + MOST_PACKETS);
-  *v = uint4{x.x, x.z, y.x, y.z};
-  return x.y == flag && x.w == flag && y.y == flag && y.w == flag;
+  return see_flagged(from, MOST_PACKETS, flag, v);
 #endif
 }
 FLAGCX_DEVICE uint4 load_run(const Run& run, i64 pack) {
@@ -71,7 +67,8 @@ FLAGCX_DEVICE void store_run(const Run& run, i64 pack, uint4 v) {
 }
 const int GROUP = RANKS < 8 ? RANKS : 8;  // ranks whose packets are polled together
 
-// Waits for the packs at j in the slots of ranks first to first + GROUP, except this rank's own.
+// Waits for the packs at j in the slots of ranks first to first + GROUP, except this rank's own. A rank that
+// has nothing for a peer sends it the first pack all the same.
 FLAGCX_DEVICE bool take_packets(const Args& a, u32 flag, u32 j, int first, uint4* v) {
   uint4* const from = packets_of(a, a.rank, flag & 1, 0) + j;
   Wait wait = {0, 0};
@@ -79,7 +76,7 @@ FLAGCX_DEVICE bool take_packets(const Args& a, u32 flag, u32 j, int first, uint4
     int missing = -1;
 #pragma unroll
     for (int g = 0; g < GROUP; g++)
-      if (first + g < RANKS && first + g != a.rank)
+      if (first + g < RANKS && first + g != a.rank && (j == 0 || takes_from(a, first + g)))
         if (!see_pack(from + (u64)(first + g) * SLOT_PACKS, flag, v + g)) missing = first + g;
     if (missing < 0) break;
     if (!keep_waiting(a, wait, missing)) return false;
@@ -87,7 +84,7 @@ FLAGCX_DEVICE bool take_packets(const Args& a, u32 flag, u32 j, int first, uint4
 #if BARE
 #pragma unroll
   for (int g = 0; g < GROUP; g++)
-    if (first + g < RANKS && first + g != a.rank)
+    if (first + g < RANKS && first + g != a.rank && (j == 0 || takes_from(a, first + g)))
       store_pack(from + (u64)(first + g) * SLOT_PACKS, uint4{~0u, ~0u, ~0u, ~0u});
 #endif
   return true;
@@ -100,7 +97,7 @@ FLAGCX_DEVICE bool take_packets(const Args& a, u32 flag, u32 j, int first, uint4
 _KERNEL = r"""
 // All packs for the peers are loaded before the first packet is sent; the first ones before the kernel has
 // read the number of the call.
-#define SAME_TO_ALL (FORM == ONE_SHOT || FORM == ALLGATHER)
+#define SAME_TO_ALL (FORM != TWO_SHOT && FORM != REDUCE_SCATTER && FORM != ALLTOALL)
 const int OUTGOING = SAME_TO_ALL ? 1 : RANKS - 1;
 FLAGCX_DEVICE void load_outgoing(const Args& a, i64 pack, uint4* v) {
 #pragma unroll
@@ -108,8 +105,11 @@ FLAGCX_DEVICE void load_outgoing(const Args& a, i64 pack, uint4* v) {
 }
 FLAGCX_DEVICE void push_outgoing(const Args& a, u32 flag, u32 j, const uint4* v) {
 #pragma unroll
-  for (int k = 1; k < RANKS; k++)
-    send_pack(packets_of(a, peer_after(a, k), flag & 1, a.rank) + j, v[OUTGOING == 1 ? 0 : k - 1], flag);
+  for (int k = 1; k < RANKS; k++) {
+    const int p = peer_after(a, k);
+    if (j == 0 || sends_to(a, p))
+      send_pack(packets_of(a, p, flag & 1, a.rank) + j, v[OUTGOING == 1 ? 0 : k - 1], flag);
+  }
 }
 // Waits for the packs at j in all slots and stores them to their places in recvbuf.
 FLAGCX_DEVICE bool collect_pack(const Args& a, u32 flag, u32 j, i64 pack) {
@@ -119,7 +119,8 @@ FLAGCX_DEVICE bool collect_pack(const Args& a, u32 flag, u32 j, i64 pack) {
     if (!take_packets(a, flag, j, first, v)) return false;
 #pragma unroll
     for (int g = 0; g < GROUP; g++)
-      if (first + g < RANKS && first + g != a.rank) store_run(recv_run(a, first + g), pack, v[g]);
+      if (first + g < RANKS && first + g != a.rank && takes_from(a, first + g))
+        store_run(recv_run(a, first + g), pack, v[g]);
   }
   return true;
 }
@@ -135,10 +136,12 @@ FLAGCX_DEVICE bool finish_pack(const Args& a, u32 flag, u32 j, i64 pack) {
     for (int g = 0; g < GROUP; g++)
       if (first + g < RANKS) {
         if (first + g == a.rank) v[g] = own;
+        if (!takes_from(a, first + g)) continue;
         if (first + g == 0) widen_pack(sum, v[g]);
         else combine_pack(sum, v[g]);
       }
   }
+  if (FORM == REDUCE && a.rank != a.root) return true;
   uint4 made = narrow_pack(sum, a);
 #if FORM == TWO_SHOT
   made = without_mark(made);
@@ -152,7 +155,7 @@ FLAGCX_DEVICE bool finish_pack(const Args& a, u32 flag, u32 j, i64 pack) {
 #else
 FLAGCX_DEVICE bool finish_pack(const Args& a, u32 flag, u32 j, i64 pack) {
   const Run from = send_run(a, a.rank), to = recv_run(a, a.rank);
-  if (from.at != to.at) store_run(to, pack, load_run(from, pack));
+  if (FORM != BARRIER && FORM != BROADCAST && from.at != to.at) store_run(to, pack, load_run(from, pack));
   return collect_pack(a, flag, j, pack);
 }
 #endif

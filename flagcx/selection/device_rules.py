@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 DIRECT_ALGORITHMS = (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT, Algorithm.DIRECT)
 """The algorithms that a protocol for the peers' memory may carry out, in place of NCCL; also those in which a
 rank adds up all contributions to an element and rounds once."""
+_CARRIED = (*DIRECT_ALGORITHMS, Algorithm.DISSEMINATION)
+"""The algorithms in whose place a protocol may come; a dissemination carries nothing, in whatever steps."""
 RING_NBYTES = 10_000_000
 """Longer messages go round a ring, where neither a measurement nor a model knows better."""
 _PIECE_NBYTES = 4 << 20
@@ -36,7 +38,7 @@ _MOST_DIRECT = 16
 _WORDS = {
     "": "NCCL's own",
     PEER_PACKETS: "one kernel pushes packets to all peers",
-    PEER_MEMORY: "one kernel moves chunks through the peers' memory",
+    PEER_MEMORY: "one kernel moves the data through the peers' memory",
 }
 
 
@@ -106,14 +108,18 @@ class DeviceRules(Rules):
         return self._known[1]
 
     def _capabilities(self, request: Request) -> Capabilities:
-        collective, nbytes, _, _, dtype, op = request
+        collective, nbytes, _, uneven, dtype, op = request
         assert dtype is not None
+        if uneven:  # Of an alltoall each rank knows its own blocks alone, and the largest counts as empty.
+            nbytes = max(nbytes, 1)
         peers = frozenset(
             Candidate(algorithm, 1, protocol)
-            for algorithm in DIRECT_ALGORITHMS
+            for algorithm in _CARRIED
             for protocol in self._transport.protocols(collective, algorithm, nbytes, dtype, op)
         )
         reduces = COLLECTIVES[collective].reduces
+        if uneven:  # One kernel moves such blocks, and none adds them up.
+            peers = frozenset(one for one in peers if one.protocol == PEER_MEMORY and not reduces)
         return Capabilities(
             native_form(collective, dtype, op, self._transport.nccl_version) is not None,
             peers,
@@ -151,7 +157,7 @@ class DeviceRules(Rules):
         yield from plain
         yield from split_messages(request.collective, request.size)
         for one in plain:
-            if one.label in DIRECT_ALGORITHMS and one.pieces == 1:
+            if one.label in _CARRIED and one.pieces == 1:
                 for protocol in (PEER_MEMORY, PEER_PACKETS):
                     yield Candidate(one.algorithm, 1, protocol)
 
@@ -206,8 +212,8 @@ def choose_on_device(request: Request, possible: Capabilities | None = None) -> 
         'ring'
     """
     possible = possible or Capabilities()
-    collective, nbytes, size, uneven, *_ = request
-    if possible.peers and not uneven:
+    collective, nbytes, size, *_ = request
+    if possible.peers:
         (time_us, best), *others = possible.fastest(request)
         reason = f"{_WORDS[best.protocol]}; by the model of peer memory about {time_us:.3g} us"
         if others:
@@ -235,10 +241,9 @@ def choose_named_on_device(algorithm: str, request: Request, possible: Capabilit
         >>> choose_named_on_device("one_shot", request, Capabilities(peers=peers)).protocol
         'peer_packets'
     """
-    if not request.uneven:
-        for _, one in possible.fastest(request):
-            if one.algorithm == algorithm and one.protocol:
-                return one.at(request.nbytes, f"named by the caller; {_WORDS[one.protocol]}")
+    for _, one in possible.fastest(request):
+        if one.algorithm == algorithm and one.protocol:
+            return one.at(request.nbytes, f"named by the caller; {_WORDS[one.protocol]}")
     return named(algorithm, request, pieces_on_device)
 
 
@@ -273,12 +278,10 @@ def obstacle_on_device(candidate: Candidate, request: Request, possible: Capabil
     if label == Algorithm.NATIVE:
         return "" if possible.native and not protocol else "NCCL's own does not do this call"
     obstacle = why_not(candidate, request)
-    if protocol and label not in DIRECT_ALGORITHMS:
-        obstacle = f"{protocol} carries {', '.join(map(str, DIRECT_ALGORITHMS))} alone"
+    if protocol and label not in _CARRIED:
+        obstacle = f"{protocol} carries {', '.join(map(str, _CARRIED))} alone"
     elif protocol and Candidate(label, 1, protocol) not in possible.peers:
         obstacle = f"the transport has no {protocol} for {label} of this call"
-    elif protocol and request.uneven:
-        obstacle = f"{protocol} needs blocks of one size"
     elif not obstacle and possible.narrow and label not in DIRECT_ALGORITHMS:
         obstacle = f"{label} would round 8-bit sums at every hop"
     return obstacle

@@ -35,7 +35,12 @@ FORMS = (
     ("allgather", "direct", PEER_MEMORY),
     ("alltoall", "direct", PEER_PACKETS),
     ("alltoall", "direct", PEER_MEMORY),
+    ("broadcast", "direct", PEER_PACKETS),
     ("broadcast", "direct", PEER_MEMORY),
+    ("reduce", "direct", PEER_PACKETS),
+    ("reduce", "direct", PEER_MEMORY),
+    ("gather", "direct", PEER_MEMORY),
+    ("scatter", "direct", PEER_MEMORY),
 )
 REDUCTIONS = ("sum", "prod", "min", "max", "avg")
 
@@ -85,7 +90,9 @@ def one_call(
     ]
     want = oracle.expected(form[0], comm.rank, comm.size, root, inputs, OPS[op], dtype)
     given = None if inputs[comm.rank] is None else placed(cupy, inputs[comm.rank], offset)
-    result = placed(cupy, np.zeros_like(want), (offset + comm.rank) % 3 if offset else 0)
+    result = None
+    if want is not None:
+        result = placed(cupy, np.zeros_like(want), (offset + comm.rank) % 3 if offset else 0)
     if form[0] == "broadcast" and given is not None:
         result = given
     plan_of(comm, peers, form, count, dtype, reduction).run(given, result)

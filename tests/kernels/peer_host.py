@@ -15,11 +15,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from flagcx.dtypes import DTYPES, OPS, dtype_of
 from flagcx.kernels.peer import MOST_RANKS, OFFSET_BITS, PeerArgs, PeerKernel, PeerLayout
+from flagcx.kernels.peer_move import MoveKernel
+from flagcx.transport.peer_memory.grids import parts_of
 
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 WARP, WORK = 4, 8
@@ -113,7 +116,7 @@ struct World {
   std::vector<std::unique_ptr<Fiber>> fibers; std::vector<std::vector<char>> stacks;
 };
 static World* world;
-struct Params { char bytes[1024]; };  // no kernel has a larger argument
+struct Params { char bytes[2048]; };  // no kernel has a larger argument
 
 extern "C" {
 int host_thread() { return world->self->thread; }
@@ -251,6 +254,16 @@ class Made:
         return WORK if self.packets else WORK + WARP
 
 
+@dataclass(frozen=True)
+class Launch:
+    """A launch of one rank; without a kernel the rank stays away."""
+
+    kernel: Any
+    args: ctypes.Structure
+    grid: int
+    threads: int
+
+
 @dataclass
 class Host:
     """Ranks whose memory goes on from call to call."""
@@ -293,19 +306,28 @@ class Host:
     def run(self, calls: list, seed: int = 0, limit: int = 1 << 24) -> bool:
         """Lets all ranks make all calls, one behind the other. Returns whether they came to an end."""
         self._table = np.array([[m.ctypes.data for m in s] for s in self.segments] or [0], np.uint64)
-        jobs = (_Job * (self.ranks * len(calls)))()
-        kept = []
         self._compile(calls)
-        for c, call in enumerate(calls):
-            kernel = self._kernel(call)
-            for r in range(self.ranks):
-                args = self._args(call, r)
-                kept.append(args)
-                address = 0 if r in call.absent else ctypes.cast(kernel, ctypes.c_void_p).value
-                at, nbytes = ctypes.cast(ctypes.pointer(args), ctypes.c_void_p), ctypes.sizeof(args)
-                jobs[r * len(calls) + c] = _Job(address, at, nbytes, call.grid, call.threads)
+        made = []
+        for r in range(self.ranks):
+            made.append([])
+            for call in calls:
+                here = None if r in call.absent else self._kernel(call)
+                made[-1].append(Launch(here, self._args(call, r), call.grid, call.threads))
+        return self.launch(made, seed, limit)
+
+    def launch(self, made: list[list[Launch]], seed: int = 0, limit: int = 1 << 24) -> bool:
+        """Lets each rank make its launches, one behind the other. Returns whether they came to an end."""
+        most = max(map(len, made))
+        jobs, kept = (_Job * (self.ranks * most))(), []
+        for r, launches in enumerate(made):
+            for i, one in enumerate(launches):
+                if one.kernel is not None:
+                    kept.append(one.args)
+                    at = ctypes.cast(ctypes.pointer(one.args), ctypes.c_void_p)
+                    address = ctypes.cast(one.kernel, ctypes.c_void_p).value
+                    jobs[r * most + i] = _Job(address, at, ctypes.sizeof(one.args), one.grid, one.threads)
         fibers = _fibers()
-        return bool(fibers(self.ranks, len(calls), jobs, ctypes.c_uint64(seed), ctypes.c_uint64(limit)))
+        return bool(fibers(self.ranks, most, jobs, ctypes.c_uint64(seed), ctypes.c_uint64(limit)))
 
     def _compile(self, calls: list[Made]) -> None:
         """Compiles the kernels of all calls, two at a time."""
@@ -331,9 +353,7 @@ class Host:
         args.segments, args.control = self._table.ctypes.data, self.words[rank].ctypes.data
         args.limit_ns, args.count, args.rank, args.root = self.limit_ns, call.count, rank, call.root
         some = next(a for a in (*call.given, *call.result) if a is not None)
-        packs = -(-call.count // (16 // some.itemsize))
-        shared = call.form in ("two_shot", "broadcast")
-        args.part = -(-packs // self.ranks) if shared else packs
+        args.part = parts_of(call.form, call.count, some.itemsize, self.ranks, call.packets)
         args.chunk, args.pull = call.chunk, call.pull
         args.steps = -(-args.part // (call.grid * call.chunk))
         args.finish, args.factor = (2, float(self.ranks)) if call.op == "avg" else (0, 1.0)
@@ -375,5 +395,16 @@ def _kernel(
     kernel = PeerKernel(form, packets, element, OPS[op] if op else None, layout, bare)
     source = _HEAD + kernel.source(_INTRINSICS, **CONSTANTS)
     name = f"{form}_{packets}_{dtype}_{op}_{layout.ranks}_{layout.one_gpu}_{bare}.so"
+    library = compile_library(source, directory / name, ctypes.RTLD_LOCAL, "-fvisibility=hidden")
+    return getattr(library, kernel.name)
+
+
+@cache
+def move_kernel(directory: Path, layout: PeerLayout, **changed: int):
+    """``flagcx_move``, with constants that are replaced."""
+    _fibers()
+    kernel = MoveKernel(layout)
+    source = _HEAD + kernel.source(_INTRINSICS, **CONSTANTS, **changed)
+    name = f"move_{layout.ranks}_{layout.one_gpu}_{'_'.join(map(str, changed.values()))}.so"
     library = compile_library(source, directory / name, ctypes.RTLD_LOCAL, "-fvisibility=hidden")
     return getattr(library, kernel.name)

@@ -126,15 +126,15 @@ def test_what_was_measured_goes_before_all():
             Candidate("ring", 1, "peer_memory"),
             PEERS,
             False,
-            "carries one_shot, two_shot, direct alone",
+            "carries one_shot, two_shot, direct, dissemination alone",
         ),
         (Candidate("hierarchical"), NATIVE, False, "not used for 6 ranks"),
         (Candidate("bruck"), NATIVE, True, "needs blocks of one size"),
         (
-            Candidate("direct", 1, "peer_memory"),
+            Candidate("direct", 1, "peer_packets"),
             Capabilities(peers=frozenset({Candidate("direct", 1, "peer_memory")})),
             True,
-            "peer_memory needs blocks of one size",
+            "the transport has no peer_packets for direct of this call",
         ),
         (Candidate("two_shot", piece_nbytes=1024), NATIVE, False, "not pipelined"),
         (

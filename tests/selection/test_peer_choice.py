@@ -36,7 +36,7 @@ from flagcx.transport.peer_memory.grids import most_blocks
 from flagcx.transport.peer_memory.resource import protocols_in
 
 PACKETS, CHUNKS = PEER_PACKETS, PEER_MEMORY
-SHOTS = ("one_shot", "two_shot", "direct")
+SHOTS = ("one_shot", "two_shot", "direct", "dissemination")
 FEW = 1.05
 """How much slower than the best way the chosen one may be."""
 
@@ -44,7 +44,7 @@ FEW = 1.05
 def _possible(collective, nbytes, size, one_gpu=False, dtype="float32", links=None):
     """As the executor makes it where nothing else runs on the GPUs, each an H200."""
     kind = dtype_of(dtype)
-    op = OPS["sum"] if collective in ("allreduce", "reduce_scatter") else None
+    op = OPS["sum"] if collective in ("allreduce", "reduce_scatter", "reduce") else None
     layout = PeerLayout(size, most_blocks(132, size if one_gpu else 1, 0), one_gpu)
     peers = frozenset(
         Candidate(name, 1, protocol)
@@ -197,11 +197,21 @@ def test_integers_leave_packets_sooner_than_floating_point_numbers():
     assert last("int32") < last("float32")
 
 
-@pytest.mark.parametrize("collective", ["allgather", "reduce_scatter", "alltoall", "broadcast"])
+@pytest.mark.parametrize("collective", ["allgather", "reduce_scatter", "alltoall", "broadcast", "reduce"])
 def test_other_collectives(collective):
-    assert _choose(collective, 16 << 20, 4) == ("direct", CHUNKS)
-    kind = CHUNKS if collective == "broadcast" else PACKETS
-    assert _choose(collective, 4096, 4)[1] in (kind, "")
+    if collective != "reduce":  # more goes to its root than in NCCL's ring
+        assert _choose(collective, 16 << 20, 4) == ("direct", CHUNKS)
+    assert _choose(collective, 4096, 4) == ("direct", PACKETS)
+
+
+@pytest.mark.parametrize("collective", ["gather", "scatter"])
+def test_blocks_that_go_to_or_from_one_rank(collective):
+    for nbytes in (4096, 16 << 20):
+        assert _choose(collective, nbytes, 4) == ("direct", CHUNKS)
+
+
+def test_a_barrier_goes_in_packets():
+    assert _choose("barrier", 0, 4, dtype="uint8") == ("dissemination", PACKETS)
 
 
 def test_without_nccl_and_without_peers():
@@ -210,11 +220,11 @@ def test_without_nccl_and_without_peers():
     assert choose_on_device(Request("allreduce", 4096, 4), Capabilities(True)).algorithm == "native"
 
 
-def test_blocks_of_different_sizes_do_not_go_through_it():
+def test_blocks_of_different_sizes_go_through_it_even_if_no_rank_knows_the_largest():
     possible = Capabilities(True, frozenset({Candidate("direct", 1, CHUNKS)}))
-    assert choose_on_device(Request("allgather", 4096, 4, True), possible).protocol == ""
-    assert choose_named_on_device("direct", Request("allgather", 4096, 4, True), possible).protocol == ""
-    assert choose_named_on_device("direct", Request("allgather", 4096, 4), possible).protocol == CHUNKS
+    for nbytes in (0, 4096, 64 << 20):
+        assert choose_on_device(Request("alltoall", nbytes, 4, True), possible).protocol == CHUNKS
+    assert choose_named_on_device("direct", Request("allgather", 4096, 4, True), possible).protocol == CHUNKS
 
 
 def test_the_reason_names_the_time_and_the_next_way():

@@ -38,12 +38,12 @@ COUNTS = (1, 5, 1003, 4096, 1_000_003, 50_000_000)
 
 @pytest.mark.parametrize("one_gpu", [True, False])
 @pytest.mark.parametrize("ranks", [2, 3, 8, 16])
-@pytest.mark.parametrize("form", ["one_shot", "two_shot", "broadcast", "alltoall"])
+@pytest.mark.parametrize("form", ["one_shot", "two_shot", "broadcast", "reduce", "alltoall"])
 def test_a_launch_covers_the_message_within_its_memory(form, ranks, one_gpu):
     layout = PeerLayout(ranks, 12, one_gpu)
     for count in COUNTS:
         for itemsize in (1, 4, 16):
-            part = parts_of(form, count, itemsize, ranks)
+            part = parts_of(form, count, itemsize, ranks, packets=False)
             grid = chunk_grid(form, count, itemsize, layout)
             assert 1 <= grid.blocks <= layout.blocks and grid.chunk <= layout.most_chunk
             assert grid.blocks * grid.chunk * grid.steps >= part == grid.part
@@ -51,11 +51,12 @@ def test_a_launch_covers_the_message_within_its_memory(form, ranks, one_gpu):
             for bare in (False, True):
                 most = most_packets(form, layout, bare)
                 packets = packet_grid(form, count, itemsize, layout, bare)
+                all_of_it = parts_of(form, count, itemsize, ranks, packets=True)
                 if packets is None:
-                    assert form == "broadcast" or part > layout.blocks * most
+                    assert all_of_it > layout.blocks * most
                     continue
                 assert packets.chunk <= most and packets.blocks <= layout.blocks
-                assert (packets.blocks - 1) * packets.chunk < part <= packets.blocks * packets.chunk
+                assert (packets.blocks - 1) * packets.chunk < all_of_it <= packets.blocks * packets.chunk
                 assert packets.threads % 32 == 0
 
 
@@ -78,7 +79,9 @@ def test_what_has_a_form():
     assert form_of("allreduce", "two_shot") == "two_shot"
     assert form_of("allreduce", "ring") is None
     assert form_of("reduce_scatter", "direct") == "reduce_scatter"
-    assert form_of("gather", "direct") is None
+    assert form_of("gather", "direct") == "gather"
+    assert form_of("gather", "binomial") is None
+    assert form_of("barrier", "dissemination") == "barrier"
 
 
 class Memory:

@@ -40,6 +40,7 @@ from flagcx.schedule.lower import levels
 from flagcx.transport.average import averaging
 from flagcx.transport.base import Call, DeviceTransport, Plan, TransportContext
 from flagcx.transport.device import DeviceIdentity, address, check_devices, identify_device, prepare_sharing
+from flagcx.transport.device_messages import Message, ToSelf, Transfer
 from flagcx.transport.nccl.average import AveragedPlan, adds_once
 from flagcx.transport.nccl.binding import (
     NcclCommunicator,
@@ -107,6 +108,7 @@ class NcclTransport(DeviceTransport):
         self._kernels = FusedKernels(cupy, self.device)
         self._order = StreamOrder(cupy, self.device, self.rank)
         self.peers, self.no_peers = connect(cupy, store, self.identities, self._order, config)
+        self._to_self = ToSelf(cupy, self._order)
         self._scratch = Scratch(cupy)
         self._side = cupy.cuda.Stream(non_blocking=True, priority=URGENT)
         self._plans: weakref.WeakSet[SchedulePlan] = weakref.WeakSet()
@@ -258,13 +260,17 @@ class NcclTransport(DeviceTransport):
 
     def transfer(self, sends: Sequence[tuple[Any, int]], receives: Sequence[tuple[Any, int]]) -> None:
         """Sends arrays to ranks and receives arrays from ranks, all at once."""
-        messages = [(True, 0, address(a, self._order), a.nbytes, peer) for a, peer in sends]
-        messages += [(False, 0, address(a, self._order), a.nbytes, peer) for a, peer in receives]
-        sized = [m for m in messages if m[3]]
-        stream = self._order.enter(f"send and receive of {sum(m[3] for m in messages)} bytes")
-        if sized:
+        order, peers = self._order, self.peers
+        messages = [Message(True, address(a, order), a.nbytes, peer) for a, peer in sends]
+        messages += [Message(False, address(a, order), a.nbytes, peer) for a, peer in receives]
+        self._to_self.check(messages)
+        stream = order.enter(Transfer(messages))
+        others = self._to_self.settle(messages, stream)
+        if peers is not None:
+            peers.transfer(others, stream)
+        elif sized := [(m.sends, 0, m.at, m.nbytes, m.peer) for m in others if m.nbytes]:
             self._guarded(lambda: self._communicator.group(sized, (0, 0, 0, 0), stream.ptr))
-        self._order.leave(stream)
+        order.leave(stream)
 
     def take(self, array: Any, what: str, writable: bool) -> Any:
         """Takes a caller's array as a CuPy array, without a copy."""
@@ -373,6 +379,7 @@ class NcclTransport(DeviceTransport):
             for plan in self._plans:
                 plan.close()
             self._scratch.close()
+            self._to_self.close()
             if self.peers is not None:
                 self.peers.close(together=self._order.failure is None)
             # A remaining reference to the transport keeps no stream alive.

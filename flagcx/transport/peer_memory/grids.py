@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flagcx.kernels.peer import MOST_PACKETS, PACKET_FORMS, PACKET_THREADS, WARP, PeerLayout
+from flagcx.kernels.peer import MOST_PACKETS, PACKET_THREADS, WARP, PeerLayout
 
 _MOST_BLOCKS = 128
 _PACK_NBYTES = 16
@@ -72,22 +72,21 @@ def blocks_beside(layout: PeerLayout) -> int:
     return max(layout.blocks // 3 if layout.one_gpu else layout.blocks * 3 // 8, 1)
 
 
-def parts_of(form: str, count: int, itemsize: int, ranks: int) -> int:
+def parts_of(form: str, count: int, itemsize: int, ranks: int, packets: bool) -> int:
     """Packs that one rank processes: a part of the message, or the whole message or block."""
-    packs = -(-count // (_PACK_NBYTES // itemsize))
-    return -(-packs // ranks) if form in ("two_shot", "broadcast") else packs
+    packs = 1 if form == "barrier" else -(-count // (_PACK_NBYTES // itemsize))
+    parts = ("two_shot",) if packets else ("two_shot", "broadcast", "reduce")
+    return -(-packs // ranks) if form in parts else packs
 
 
 def packet_grid(
     form: str, count: int, itemsize: int, layout: PeerLayout, bare: bool = False, blocks: int = 0
 ) -> Grid | None:
-    """The grid of ``flagcx_packets``; None if there are no packets for the form, or the message is too large.
+    """The grid of ``flagcx_packets``; None if the message is too large.
 
     ``count`` is in elements of the message, or of a block; ``blocks`` overrides the rule if not 0.
     """
-    if form not in PACKET_FORMS:
-        return None
-    part = parts_of(form, count, itemsize, layout.ranks)
+    part = parts_of(form, count, itemsize, layout.ranks, packets=True)
     wanted = blocks or _packet_blocks(form, part)
     chunk = -(-part // max(1, min(wanted, layout.blocks)))
     if part == 0:
@@ -118,7 +117,7 @@ def chunk_grid(
     form: str, count: int, itemsize: int, layout: PeerLayout, blocks: int = 0, chunk: int = 0
 ) -> Grid:
     """The grid of ``flagcx_exchange``; ``blocks`` and ``chunk`` override the rule if not 0."""
-    part = parts_of(form, count, itemsize, layout.ranks)
+    part = parts_of(form, count, itemsize, layout.ranks, packets=False)
     if part == 0:
         return EMPTY
     most = min(blocks or layout.blocks, layout.blocks)

@@ -6,7 +6,6 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
-from flagcx.kernels.peer import PeerArgs
 from flagcx.transport.base import Call
 from flagcx.transport.device import address, check_alignment
 from flagcx.transport.peer_memory.grids import Grid
@@ -18,11 +17,11 @@ class PeerPlan:
 
     Args:
         call: The call.
-        kernel: "bare packets", "flagged packets" or "chunks", for people.
+        kernel: "bare packets", "flagged packets", "chunks" or "blocks", for people.
         launch: The driver's ``launchKernel``.
         function: The compiled kernel.
         grid: The shape of the launch; without blocks where there is nothing to do.
-        args: The kernel's argument, without the arrays.
+        args: The kernel's argument, a ``PeerArgs`` or ``MoveArgs``, without the arrays.
         order: The communicator's order.
         check: Raises an error if a wait on the GPU has timed out.
         handle_of: (address, bytes) -> the peers' handle of an array; 0 if they do not see it.
@@ -41,7 +40,7 @@ class PeerPlan:
         launch: Any,
         function: Any,
         grid: Grid,
-        args: PeerArgs,
+        args: Any,
         order: StreamOrder,
         check: Callable[[], None],
         handle_of: Callable[[int, int], int],

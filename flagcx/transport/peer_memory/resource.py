@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any
 
 from flagcx.bootstrap.store import Store
 from flagcx.config import Config
 from flagcx.dtypes import OPS, DType, ReduceOp
-from flagcx.errors import ArgumentError, CommunicationError, PeerTimeoutError
+from flagcx.errors import ArgumentError, CommunicationError, MismatchError, PeerTimeoutError
 from flagcx.kernels.compile import load_kernel
 from flagcx.kernels.fuse import Finish
 from flagcx.kernels.peer import (
@@ -22,11 +23,22 @@ from flagcx.kernels.peer import (
     has_peer_kernel,
     may_be_bare,
 )
+from flagcx.kernels.peer_move import TOO_MANY, WRONG_SIZE, Job, MoveArgs, MoveKernel
 from flagcx.kernels.rows import RowKernel
 from flagcx.kernels.source import base_name
 from flagcx.transport.base import Call
 from flagcx.transport.device import DeviceIdentity
+from flagcx.transport.device_messages import Message
 from flagcx.transport.peer_memory.grids import Grid, blocks_beside, chunk_grid, packet_grid
+from flagcx.transport.peer_memory.moves import (
+    ALWAYS_MOVED,
+    CountedPlan,
+    counted_on_gpu,
+    is_moved,
+    jobs_of,
+    move_grid,
+    rounds_of,
+)
 from flagcx.transport.peer_memory.plans import PeerPlan
 from flagcx.transport.peer_memory.region import PeerRegion, Unavailable
 from flagcx.transport.peer_memory.rows import PeerRows, row_grid
@@ -34,7 +46,7 @@ from flagcx.transport.peer_memory.segments import Segments
 from flagcx.transport.rows import RowLaunch, Rows, RowShape
 from flagcx.transport.stream_order import StreamOrder
 
-_DIRECT = "direct"
+_DIRECT, _DISSEMINATION = "direct", "dissemination"
 # Bytes that a rank may push as packets to all peers together in one hop; beyond, chunks are faster.
 _FLAGGED_NBYTES = 1 << 20
 _BARE_NBYTES = 16 << 20
@@ -100,13 +112,14 @@ class PeerMemory:
         self._launch = cupy.cuda.driver.launchKernel
         self.segments = Segments(cupy, store, limit_s, region.table)
         self.rank, self.size = region.rank, region.size
+        self._move: Any = None
         self._closed = False
 
     def carries(self, call: Call) -> bool:
         """Whether there is a kernel for the call's protocol, algorithm, dtype and operation."""
         form = form_of(call.schedule.collective, call.schedule.algorithm)
         fits = form is not None and has_peer_kernel(form, call.dtype, call.op)
-        return fits and call.protocol in PROTOCOLS and isinstance(call.counts, int)
+        return fits and call.protocol in PROTOCOLS and (isinstance(call.counts, int) or is_moved(call))
 
     def beside(self, plan: PeerPlan) -> PeerPlan:
         """A plan of the same call to run while a computation does too, to which it leaves most of the GPU.
@@ -114,9 +127,15 @@ class PeerMemory:
         It has fewer blocks, and reads arrays in place where all ranks see them.
         """
         most = blocks_beside(self.layout)
-        return self.compile(plan.call, most, pull=True) if plan.grid.blocks > most else plan
+        if plan.grid.blocks <= most or is_moved(plan.call):
+            return plan
+        roomy = self.compile(plan.call, most, pull=True)
+        assert isinstance(roomy, PeerPlan)
+        return roomy
 
-    def compile(self, call: Call, blocks: int = 0, chunk: int = 0, pull: bool = False) -> PeerPlan:
+    def compile(
+        self, call: Call, blocks: int = 0, chunk: int = 0, pull: bool = False
+    ) -> PeerPlan | CountedPlan:
         """Compiles a call that this ``carries``; a message that is too large for packets moves in chunks.
 
         Args:
@@ -131,6 +150,8 @@ class PeerMemory:
         form = form_of(call.schedule.collective, call.schedule.algorithm)
         if form is None or not self.carries(call):
             raise ArgumentError(f"peer memory does not carry {call.describe()}; leave its protocol empty")
+        if is_moved(call):
+            return self._compile_moved(call)
         assert isinstance(call.counts, int)
         count, itemsize, layout = call.counts, call.dtype.numpy.itemsize, self.layout
         bare = may_be_bare(form, call.dtype)
@@ -189,19 +210,68 @@ class PeerMemory:
             args.finish, args.factor = int(Finish.DIVIDE), float(self.size)
         return args
 
+    def _compile_moved(self, call: Call) -> PeerPlan | CountedPlan:
+        """Compiles a call that moves blocks of any size."""
+        jobs, on_gpu = jobs_of(call), counted_on_gpu(call)
+        args, grid = self._move_args(jobs, self.layout.channels, on_gpu)
+        args.itemsize = call.dtype.numpy.itemsize
+        plan = PeerPlan(
+            call, "blocks", self._launch, self._mover(), grid, args, self._order, self.check,
+            self.segments.handle_of, 0,
+        )  # fmt: skip
+        return CountedPlan(plan) if on_gpu else plan
+
+    def _mover(self) -> Any:
+        if self._move is None:
+            kernel = MoveKernel(self.layout)
+            self._move = load_kernel(self._cupy, self._region.device, kernel.source(), kernel.name)
+        return self._move
+
+    def _move_args(self, jobs: Sequence[Job], most: int, on_gpu: bool = False) -> tuple[MoveArgs, Grid]:
+        args = MoveArgs()
+        for q, at in enumerate(self._region.at):
+            args.peer[q] = at
+        args.control, args.limit_ns, args.rank = self._region.control_at, self._limit_ns, self.rank
+        grid, args.spread = move_grid(self.layout, jobs, most, on_gpu)
+        args.most, args.jobs = most, len(jobs)
+        for i, job in enumerate(jobs):
+            args.job[i] = job
+        return args, grid
+
+    def transfer(self, messages: Sequence[Message], stream: Any) -> None:
+        """Enqueues sends and receives, all at once, on a stream that the communicator's order has entered."""
+        self.check()
+        for jobs in rounds_of(self.rank, self.size, messages):
+            args, grid = self._move_args(jobs, self.layout.pair_channels)
+            args.first = self.layout.channels
+            pointers = (ctypes.c_void_p * 1)(ctypes.addressof(args))
+            at = ctypes.addressof(pointers)
+            self._launch(self._mover().ptr, grid.blocks, 1, 1, grid.threads, 1, 1, 0, stream.ptr, at, 0)
+
     def check(self) -> None:
-        """Raises an error if a wait of a kernel has timed out."""
+        """Raises an error if a kernel has found one: a wait has timed out, or a message has a wrong size."""
         if self._region.control[1]:
             error = self.fault()
             if error is not None:
                 raise error
 
     def fault(self) -> CommunicationError | None:
-        """The error of a wait of a kernel that has timed out, or None."""
+        """The error that a kernel has found, or None."""
         control = self._region.control
         if not control[1]:
             return None
         peer = int(control[2])
+        if control[1] == WRONG_SIZE:
+            return MismatchError(
+                f"rank {self.rank}: a message of rank {peer} has another size than this rank expects, in or "
+                f"before {self._order.what} (seen on the GPU); both ranks must give the same count and dtype",
+                peer=peer,
+            )
+        if control[1] == TOO_MANY:
+            return CommunicationError(
+                f"rank {self.rank}: counts on the GPU are negative, or more than the arrays hold, in "
+                f"or before {self._order.what}; sum(send_counts) must fit x, and sum(receive_counts) out"
+            )
         return PeerTimeoutError(
             f"rank {self.rank}: rank {peer} did not come to {self._order.what} within "
             f"{self._limit_ns / 1e9:g} s (seen on the GPU); every rank must make the same calls, and "
@@ -243,8 +313,12 @@ def protocols_in(
         ['peer_memory']
     """
     form = form_of(collective, algorithm)
+    if form == "barrier":
+        return frozenset((PEER_PACKETS,))
     if form is None or nbytes == 0 or not has_peer_kernel(form, dtype, op):
         return frozenset()
+    if form in ALWAYS_MOVED:
+        return frozenset((PEER_MEMORY,))
     bare = may_be_bare(form, dtype)
     hops, messages = (2, 2 / layout.ranks) if form == "two_shot" else (1, 1)
     pays = messages * (layout.ranks - 1) * nbytes <= (_BARE_NBYTES if bare else _FLAGGED_NBYTES) * hops
@@ -257,8 +331,9 @@ def form_of(collective: str, algorithm: str) -> str | None:
     """The kernels' form for a collective and algorithm, or None."""
     if collective == "allreduce":
         return algorithm if algorithm in ("one_shot", "two_shot") else None
-    known = collective in ("reduce_scatter", "allgather", "alltoall", "broadcast")
-    return collective if known and algorithm == _DIRECT else None
+    if collective == "barrier":  # It carries nothing, so the kernel may tell all ranks at once.
+        return collective if algorithm == _DISSEMINATION else None
+    return collective if algorithm == _DIRECT else None
 
 
 def _reduction(form: str, op: ReduceOp | None, dtype: DType) -> ReduceOp | None:

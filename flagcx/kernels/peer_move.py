@@ -1,0 +1,383 @@
+"""The kernel that moves blocks of any size: each rank a number of bytes of its own to and from each other.
+
+A launch is a list of jobs. A job is at most one message to a rank, and at most one message from a rank; where
+it has both, they go in step. Gather, scatter and all collectives whose blocks differ in size are n - 1 jobs
+with both, to the k-th rank after this one and from the k-th before it; sends and receives are jobs of one.
+
+A message goes over some of the *channels* of its pair of ranks. Its size, which sender and receiver know,
+decides over how many, and whether it goes
+
+* in *packets* with flags (see ``flagcx.kernels.peer_packets``), where it is small: two halves of a slot
+  alternate, and the sender waits before its call k until the receiver has come to its call k - 1, so that it
+  has read those of call k - 2; or
+* in *chunks*: the sender fills the boxes of the channel one after the other, in the receiver's memory, a flag
+  follows each, and another comes back when the box is empty.
+
+With each message goes its size, so that a receiver that expects another one says so.
+
+Each channel of each pair counts its own calls and chunks, so the ranks of a pair need no third one, and a
+block of threads may have any number of channels, one after the other: as each begins with the lowest, the
+lowest channel that is not done can always go on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+from flagcx.kernels.peer import FLIGHT, MOST_RANKS, POLLS, PeerLayout
+from flagcx.kernels.peer_bytes import BYTES
+from flagcx.kernels.peer_cuda import INTRINSICS, WAITS
+from flagcx.kernels.source import CONVERSIONS, DEVICE_FUNCTION
+
+MOST_JOBS = 2 * MOST_RANKS
+WRONG_SIZE, TOO_MANY = 2, 3
+"""What the kernel tells the host, besides 1 for a wait that timed out: a message has another size than is
+expected; the counts that lie on the GPU are negative, or more than the arrays have."""
+
+
+class Job(ctypes.Structure):
+    """A message to a rank and one from a rank; ``Job`` in the source. -1 bytes: there is none."""
+
+    _fields_ = (
+        ("start", ctypes.c_uint64),
+        ("stop", ctypes.c_uint64),
+        ("sends", ctypes.c_int64),
+        ("takes", ctypes.c_int64),
+        ("target", ctypes.c_int32),
+        ("source", ctypes.c_int32),
+    )
+
+
+class MoveArgs(ctypes.Structure):
+    """The only argument of the kernel; ``Args`` in its source."""
+
+    _fields_ = (
+        ("peer", ctypes.c_uint64 * MOST_RANKS),
+        ("sendbuf", ctypes.c_uint64),
+        ("recvbuf", ctypes.c_uint64),
+        ("control", ctypes.c_uint64),
+        ("limit_ns", ctypes.c_uint64),
+        ("sent_counts", ctypes.c_uint64),
+        ("taken_counts", ctypes.c_uint64),
+        ("sendbuf_nbytes", ctypes.c_int64),
+        ("recvbuf_nbytes", ctypes.c_int64),
+        ("itemsize", ctypes.c_int32),
+        ("rank", ctypes.c_int32),
+        ("jobs", ctypes.c_int32),
+        ("spread", ctypes.c_int32),
+        ("first", ctypes.c_int32),
+        ("most", ctypes.c_int32),
+        ("job", Job * MOST_JOBS),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class MoveKernel:
+    """The kernel for a memory.
+
+    Attributes:
+        layout: The memory.
+    """
+
+    layout: PeerLayout
+
+    @property
+    def name(self) -> str:
+        """The kernel's name in its source."""
+        return "flagcx_move"
+
+    def source(self, intrinsics: str = INTRINSICS, **changed: int) -> str:
+        """The whole CUDA source; see ``PeerKernel.source``."""
+        layout, shape = self.layout, self.layout.shape
+        values = {
+            "RANKS": layout.ranks, "MOST_RANKS": MOST_RANKS, "MOST_JOBS": MOST_JOBS, "WORK": shape.work,
+            "RESIDENT": shape.resident, "LAG": shape.lag, "FLIGHT": FLIGHT, "POLLS": POLLS,
+            "BOXES": layout.boxes, "BOX_PACKS": layout.box_packs, "SMALL_PACKS": layout.small_packs,
+            "PACKS_EACH": layout.packs_each, "MOST_SMALL": layout.most_small,
+            "WRONG_SIZE": WRONG_SIZE, "TOO_MANY": TOO_MANY,
+            **{name: f"{at}ull" for name, at in layout.places.items()}, **changed,
+        }  # fmt: skip
+        head = (DEVICE_FUNCTION if intrinsics is INTRINSICS else "") + CONVERSIONS
+        head += f'#define SCOPE "{"gpu" if layout.one_gpu else "sys"}"\n'
+        head += "".join(f"#define {name} {value}\n" for name, value in values.items())
+        return head + intrinsics + _ARGS + WAITS + BYTES + _PLACES + _CHANNEL + _KERNEL
+
+
+_ARGS = r"""
+struct Job {
+  u64 from, to;      // in sendbuf and in recvbuf, in bytes
+  i64 sends, takes;  // bytes; -1 where there is no message
+  int target, source;
+};
+struct Args {
+  u64 peer[MOST_RANKS];  // address of each rank's memory in this process
+  u64 sendbuf, recvbuf;
+  u64 control;  // words of the host: stop, what went wrong, for which peer
+  u64 limit_ns;
+  u64 sent_counts, taken_counts;  // elements to and from each rank, where the counts lie on the GPU; else 0
+  i64 sendbuf_nbytes, recvbuf_nbytes;
+  int itemsize, rank;
+  int jobs;    // how many there are
+  int spread;  // blocks of threads of a job
+  int first;   // the first channel of those of this kind of call, and how many a message may have
+  int most;
+  Job job[MOST_JOBS];
+};
+"""
+
+_PLACES = r"""
+// What one channel from this rank to a peer, and the one back, have counted over all launches.
+struct Pair { u32 sent, sent_calls, taken, taken_calls; };
+
+FLAGCX_DEVICE u64 place_of(const Args& a, int channel, int peer) {
+  return (u64)(a.first + channel) * MOST_RANKS + peer;
+}
+FLAGCX_DEVICE Pair* pair_of(const Args& a, int channel, int peer) {
+  return (Pair*)(memory_of(a, a.rank) + AT_PAIRS) + place_of(a, channel, peer);
+}
+// In the memory of ``rank``, of a channel between it and ``peer``:
+FLAGCX_DEVICE u32* word_of(const Args& a, int rank, u64 kind, int channel, int peer) {
+  return (u32*)(memory_of(a, rank) + kind) + place_of(a, channel, peer);
+}
+FLAGCX_DEVICE uint4* size_of(const Args& a, int rank, int channel, u32 call, int peer) {
+  return (uint4*)(memory_of(a, rank) + AT_SIZES) + place_of(a, channel, peer) * 2 + (call & 1);
+}
+FLAGCX_DEVICE uint4* packets_of(const Args& a, int rank, int channel, u32 call, int peer) {
+  const u64 slot = ((u64)(a.first + channel) * 2 + (call & 1)) * RANKS + peer;
+  return (uint4*)(memory_of(a, rank) + AT_PAIR_PACKETS) + slot * (2 * SMALL_PACKS);
+}
+FLAGCX_DEVICE uint4* box_of(const Args& a, int rank, int channel, u32 chunk, int peer) {
+  const u64 slot = ((u64)(a.first + channel) * BOXES + chunk % BOXES) * RANKS + peer;
+  return (uint4*)(memory_of(a, rank) + AT_PAIR_BOXES) + slot * BOX_PACKS;
+}
+// The flag of a call: never that of memory that was not written, which is 0.
+FLAGCX_DEVICE u32 flag_of(u32 call) { return call ? call : 0x80000000u; }
+
+// How a message is cut: the same for its sender and its receiver.
+struct Cut {
+  i64 packs;
+  int channels;
+  int each;   // packs of a channel, or of a chunk
+  u32 steps;  // chunks of each channel; 0 for packets
+};
+FLAGCX_DEVICE i64 over(i64 x, i64 y) { return (x + y - 1) / y; }
+FLAGCX_DEVICE i64 lesser(i64 x, i64 y) { return x < y ? x : y; }
+FLAGCX_DEVICE Cut cut_of(const Args& a, i64 nbytes) {
+  Cut cut = {over(nbytes, 16), 0, 0, 0};
+  if (nbytes < 0) return cut;
+  if (nbytes == 0) {
+    cut.channels = 1;
+  } else if (nbytes <= MOST_SMALL && cut.packs <= (i64)a.most * SMALL_PACKS) {
+    cut.channels = (int)lesser(over(cut.packs, PACKS_EACH), a.most);
+    cut.each = (int)over(cut.packs, cut.channels);
+  } else {
+    cut.each = (int)lesser(over(cut.packs, (i64)a.most * 4 * WORK) * WORK, BOX_PACKS);
+    cut.channels = (int)lesser(over(cut.packs, cut.each), a.most);
+    cut.steps = (u32)over(cut.packs, (i64)cut.channels * cut.each);
+  }
+  return cut;
+}
+
+// Ends all waits of this rank, and tells the host why.
+FLAGCX_DEVICE void give_up(const Args& a, u32 why, int peer) {
+  u32* const control = (u32*)a.control;
+  store_host(control + 2, (u32)peer);
+  release_to_host();
+  store_host(control + 1, why);
+  store_flag(&((State*)(memory_of(a, a.rank) + AT_STATE))->dead, 1u);
+}
+// By one warp.
+FLAGCX_DEVICE bool await_word(const Args& a, const u32* word, u32 want, int peer) {
+  return all_of_warp(await(a, word, want, peer));
+}
+"""
+
+_CHANNEL = r"""
+// A job's message to a rank and the one from a rank, as far as one channel carries them.
+struct Way {
+  int channel;
+  bool sends, takes;
+  Cut out, in;
+  Bytes from, to;
+  Pair gone, come;  // before this call
+};
+FLAGCX_DEVICE i64 first_of(const Cut& cut, int channel, u32 step) {
+  return ((i64)step * cut.channels + channel) * cut.each;
+}
+FLAGCX_DEVICE int length_of(const Cut& cut, i64 first) {
+  return (int)(cut.packs - first < cut.each ? (cut.packs - first < 0 ? 0 : cut.packs - first) : cut.each);
+}
+FLAGCX_DEVICE void work(const Args& a, const Job& job, const Way& w, Progress* progress, int t) {
+  const int c = w.channel;
+  const u32 gone = w.gone.sent_calls + 1, come = w.come.taken_calls + 1;
+  const u32 out = w.sends ? w.out.steps : 0, in = w.takes ? w.in.steps : 0, lag = out && in ? LAG : 0;
+  bool ok = true;
+  if (w.sends && out == 0) {
+    ok = await_word(a, word_of(a, a.rank, AT_CALLS_TAKEN, c, job.target), gone - 2, job.target);
+    const i64 first = first_of(w.out, c, 0);
+    const int length = ok ? length_of(w.out, first) : 0;
+    uint4* const slot = packets_of(a, job.target, c, gone, a.rank);
+    for (int i = t; i < length; i += WORK)
+      store_flagged(slot + i, SMALL_PACKS, load_pack(w.from, first + i), flag_of(gone));
+  }
+  for (u32 i = 0; i < out || (in && i < in + lag); i++) {
+    if (i < out) {
+      const u32* const emptied = word_of(a, a.rank, AT_BOXES_TAKEN, c, job.target);
+      ok = ok && await_word(a, emptied, w.gone.sent + i + 1 - BOXES, job.target);
+      const i64 first = first_of(w.out, c, i);
+      uint4* const box = box_of(a, job.target, c, w.gone.sent + i, a.rank);
+      if (ok) fill_box(w.from, first, length_of(w.out, first), box, t);
+      arrive(progress, 0, i + 1, ok, t);
+    }
+    if (i >= lag && i - lag < in) {
+      const u32 j = i - lag;
+      const u32* const filled = word_of(a, a.rank, AT_BOXES_SENT, c, job.source);
+      ok = ok && await_word(a, filled, w.come.taken + j + 1, job.source);
+      const i64 first = first_of(w.in, c, j);
+      const uint4* const box = box_of(a, a.rank, c, w.come.taken + j, job.source);
+      if (ok) empty_box(w.to, first, length_of(w.in, first), box, t);
+      arrive(progress, 1, j + 1, ok, t);
+    }
+  }
+  if (w.takes && in == 0) {
+    const i64 first = first_of(w.in, c, 0);
+    const int length = ok ? length_of(w.in, first) : 0;
+    const uint4* const slot = packets_of(a, a.rank, c, come, job.source);
+    Wait wait = {0, 0};
+    for (int i = t; ok && i < length; i += WORK) {
+      uint4 v;
+      while (!see_flagged(slot + i, SMALL_PACKS, flag_of(come), &v))
+        if (!(ok = keep_waiting(a, wait, job.source))) break;
+      if (ok) save_pack(w.to, first + i, v);
+    }
+  }
+}
+// The warp that sends flags and sizes, and looks whether the size that comes is the one expected.
+FLAGCX_DEVICE void guide(const Args& a, const Job& job, const Way& w, Progress* progress, int lane) {
+  const int c = w.channel;
+  const u32 gone = w.gone.sent_calls + 1, come = w.come.taken_calls + 1;
+  const u32 out = w.sends ? w.out.steps : 0, in = w.takes ? w.in.steps : 0;
+  if (w.takes && lane == 0) store_flag(word_of(a, job.source, AT_CALLS_TAKEN, c, a.rank), come - 1);
+  if (w.sends) {
+    const u32* const taken = word_of(a, a.rank, AT_CALLS_TAKEN, c, job.target);
+    const u32 flag = flag_of(gone);
+    if (await_word(a, taken, gone - 2, job.target) && lane == 0) {
+      const u64 n = (u64)job.sends;
+      store_packet(size_of(a, job.target, c, gone, a.rank), uint4{(u32)n, flag, (u32)(n >> 32), flag});
+    }
+  }
+  u32 sent[2] = {0, 0};
+  bool due = w.takes;
+  Wait wait = {0, 0};
+  while (due || sent[0] < out || sent[1] < in) {
+    if (due) {
+      const uint4 x = load_packet(size_of(a, a.rank, c, come, job.source));
+      if (all_of_warp(x.y == flag_of(come) && x.w == flag_of(come))) {
+        due = false;
+        if (lane == 0 && (i64)((u64)x.z << 32 | x.x) != job.takes) give_up(a, WRONG_SIZE, job.source);
+      } else if (!all_of_warp(keep_waiting(a, wait, job.source))) {
+        due = false;
+      }
+    }
+    if (out == 0 && in == 0) continue;
+    const u32 done[2] = {progress_of(progress, 0, lane), progress_of(progress, 1, lane)};
+    if (done[0] == sent[0] && done[1] == sent[1]) continue;
+    if (load_shared(&progress->failed) == 0) {
+      release();
+      if (lane == 0 && done[0] != sent[0])
+        store_flag(word_of(a, job.target, AT_BOXES_SENT, c, a.rank), w.gone.sent + done[0]);
+      if (lane == 0 && done[1] != sent[1])
+        store_flag(word_of(a, job.source, AT_BOXES_TAKEN, c, a.rank), w.come.taken + done[1]);
+    }
+    sent[0] = done[0];
+    sent[1] = done[1];
+  }
+}
+"""
+
+_KERNEL = r"""
+// The elements that go to, or come from, the ranks before ``rank``, and that one's; by counts on the GPU.
+FLAGCX_DEVICE bool place_by(u64 counts_at, int rank, int itemsize, i64 nbytes, u64* at, i64* bytes) {
+  const i64* const counts = (const i64*)counts_at;
+  i64 before = 0, all = 0;
+  bool fit = true;
+  for (int q = 0; q < RANKS; q++) {
+    const i64 n = counts[q];
+    fit = fit && n >= 0 && n <= nbytes / itemsize;
+    if (q < rank) before += n;
+    all += n;
+  }
+  *at = (u64)(before * itemsize);
+  *bytes = counts[rank] * itemsize;
+  return fit && all * itemsize <= nbytes;
+}
+FLAGCX_DEVICE bool job_of(const Args& a, int number, Job* job) {
+  *job = a.job[number];
+  if (a.sent_counts == 0) return true;
+  const bool sent = place_by(
+      a.sent_counts, job->target, a.itemsize, a.sendbuf_nbytes, &job->from, &job->sends);
+  return sent && place_by(
+      a.taken_counts, job->source, a.itemsize, a.recvbuf_nbytes, &job->to, &job->takes);
+}
+FLAGCX_DEVICE void copy_own(const Bytes& from, const Bytes& to, int part, int parts, int t) {
+  if (from.at == to.at) return;
+  const i64 packs = over(lesser(from.count, to.count), 16);
+  for (i64 i = (i64)part * WORK + t; i < packs; i += (i64)parts * WORK) save_pack(to, i, load_pack(from, i));
+}
+// After a wait that timed out: see ``poison`` of the other kernels.
+FLAGCX_DEVICE void spoil(const Bytes& to, int part, int parts, int t) {
+  for (i64 i = (i64)part * WORK + t; i < over(to.count, 16); i += (i64)parts * WORK)
+    save_pack(to, i, uint4{~0u, ~0u, ~0u, ~0u});
+}
+FLAGCX_KERNEL(WORK + WARP, RESIDENT) flagcx_move(FLAGCX_PARAMETER Args a) {
+  FLAGCX_SHARED(Progress, progress, 1);
+  FLAGCX_SHARED(Job, shared, 1);
+  FLAGCX_SHARED(u32, fits, 1);
+  const int t = thread_index(), lane = t % WARP, part = block_index() % a.spread;
+  const u32 dead = ((State*)(memory_of(a, a.rank) + AT_STATE))->dead;
+  for (int number = block_index() / a.spread; number < a.jobs; number += grid_size() / a.spread) {
+    if (t == 0) {
+      fits[0] = job_of(a, number, shared);
+      if (!fits[0] && !dead) give_up(a, TOO_MANY, a.rank);
+    }
+    join_block();
+    const Job job = shared[0];
+    const bool fit = fits[0] != 0;
+    Way w;
+    w.from = Bytes{(u8*)a.sendbuf + job.from, job.sends};
+    w.to = Bytes{(u8*)a.recvbuf + job.to, job.takes};
+    if (dead && fit && t < WORK) spoil(w.to, part, a.spread, t);
+    if (!dead && fit && job.target == a.rank && job.source == a.rank) {
+      if (t < WORK) copy_own(w.from, w.to, part, a.spread, t);
+    } else if (!dead && fit) {
+      w.out = cut_of(a, job.sends);
+      w.in = cut_of(a, job.takes);
+      const int channels = w.out.channels > w.in.channels ? w.out.channels : w.in.channels;
+      for (int c = part; c < channels; c += a.spread) {
+        w.channel = c;
+        w.sends = c < w.out.channels;
+        w.takes = c < w.in.channels;
+        Pair* const gone = pair_of(a, c, w.sends ? job.target : a.rank);
+        Pair* const come = pair_of(a, c, w.takes ? job.source : a.rank);
+        w.gone = *gone;
+        w.come = *come;
+        if (t < (int)(sizeof(Progress) / 4)) ((u32*)progress)[t] = 0;
+        join_block();
+        if (t < WORK) work(a, job, w, progress, t);
+        else guide(a, job, w, progress, lane);
+        join_block();
+        if (t == 0 && w.sends) {
+          gone->sent = w.gone.sent + w.out.steps;
+          gone->sent_calls = w.gone.sent_calls + 1;
+        }
+        if (t == 0 && w.takes) {
+          come->taken = w.come.taken + w.in.steps;
+          come->taken_calls = w.come.taken_calls + 1;
+        }
+      }
+    }
+    join_block();
+  }
+}
+"""

@@ -144,6 +144,25 @@ def prepare_sharing(cupy: Any, device: int, identities: Sequence[DeviceIdentity]
     set_default("NCCL_MAX_CTAS", str(max(1, processors // (2 * crowd))))
 
 
+def surroundings_of(
+    cupy: Any, device: int, identities: Sequence[DeviceIdentity], nccl_version: int
+) -> dict[str, dict[str, object]]:
+    """What measured times depend on: ``machine`` (GPUs, and ranks on each) and ``versions``."""
+    users, runtime = _users(identities), cupy.cuda.runtime
+    name = runtime.getDeviceProperties(device)["name"]
+    machine: dict[str, object] = {
+        "gpu": name.decode() if isinstance(name, bytes) else str(name),
+        "gpus": len(users),
+        "ranks_on_a_gpu": most_on_one_gpu(identities),
+    }
+    versions: dict[str, object] = {
+        "nccl": str(nccl_version),
+        "cupy": str(cupy.__version__),
+        "driver": str(runtime.driverGetVersion()),
+    }
+    return {"machine": machine, "versions": versions}
+
+
 def _users(identities: Sequence[DeviceIdentity]) -> dict[tuple[str, str], list[int]]:
     """The ranks of each GPU."""
     users = defaultdict(list)

@@ -15,7 +15,6 @@ import logging
 import math
 import os
 import weakref
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -39,7 +38,14 @@ from flagcx.kernels.views import device_array, device_result, empty
 from flagcx.schedule.lower import levels
 from flagcx.transport.average import averaging
 from flagcx.transport.base import Call, DeviceTransport, Plan, TransportContext
-from flagcx.transport.device import DeviceIdentity, address, check_devices, identify_device, prepare_sharing
+from flagcx.transport.device import (
+    DeviceIdentity,
+    address,
+    check_devices,
+    identify_device,
+    prepare_sharing,
+    surroundings_of,
+)
 from flagcx.transport.device_messages import Message, ToSelf, Transfer
 from flagcx.transport.nccl.average import AveragedPlan, adds_once
 from flagcx.transport.nccl.binding import (
@@ -138,20 +144,7 @@ class NcclTransport(DeviceTransport):
 
     def surroundings(self) -> dict[str, dict[str, object]]:
         """What measured times depend on: ``machine`` (GPUs, and ranks on each) and ``versions``."""
-        users = Counter((identity.host, identity.uuid) for identity in self.identities)
-        runtime = self._cupy.cuda.runtime
-        name = runtime.getDeviceProperties(self.device)["name"]
-        machine: dict[str, object] = {
-            "gpu": name.decode() if isinstance(name, bytes) else str(name),
-            "gpus": len(users),
-            "ranks_on_a_gpu": max(users.values()),
-        }
-        versions: dict[str, object] = {
-            "nccl": str(self.nccl_version),
-            "cupy": str(self._cupy.__version__),
-            "driver": str(runtime.driverGetVersion()),
-        }
-        return {"machine": machine, "versions": versions}
+        return surroundings_of(self._cupy, self.device, self.identities, self.nccl_version)
 
     def compile(self, call: Call) -> Plan:
         """Compiles ``call``; a schedule that is not aligned is lowered to levels, so each step is one group.

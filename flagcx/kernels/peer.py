@@ -145,7 +145,7 @@ class PeerLayout:
     @property
     def channels(self) -> int:
         """Channels of each pair of ranks for collectives: all pairs of a rank have its blocks."""
-        return max(self.blocks // (self.ranks - 1), 1)
+        return max(self.blocks // max(self.ranks - 1, 1), 1)
 
     @property
     def pair_channels(self) -> int:
@@ -175,7 +175,7 @@ class PeerLayout:
     @property
     def most_small(self) -> int:
         """Most bytes of a message that goes as packets, which double them; beyond, chunks are faster."""
-        return (1 << 20) // (self.ranks - 1)
+        return (1 << 20) // max(self.ranks - 1, 1)
 
     @property
     def places(self) -> dict[str, int]:

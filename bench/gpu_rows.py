@@ -128,13 +128,13 @@ def measure(shapes: list[tuple[int, int]], algorithm: str | None, out: str, run:
             for name, call in setting.ways(compiled).items():
                 setting.refill()
                 made = call()
+                ran = comm.profiler.records()[-1].operation
                 if made is not None:
                     far = (made.float() - setting.want).abs() / (1 + setting.want.abs())
                     row[f"{name}: error"] = round(max(comm.allgather_object(far.max().item())), 5)
                 times = _replays(comm, cupy, stream, theirs, call, setting.refill)
                 row[name] = round(max(comm.allgather_object(statistics.median(times))), 2)
-            record = comm.profiler.records()[-1].operation
-            row |= {"algorithm": record.algorithm, "protocol": record.protocol}
+            row |= {"algorithm": ran.algorithm, "protocol": ran.protocol}
             row["fused / all-reduce"] = round(row["fused"] / row["all-reduce"], 3)
             found.append(row)
             if comm.rank == 0:

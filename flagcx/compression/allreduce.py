@@ -188,15 +188,20 @@ class CompressedPlan:
         slot.place = self._place
         x = sendbuf.reshape(-1)
         y = x if recvbuf is sendbuf else recvbuf.reshape(-1)
+        given, result = x, y
         if self._wide:
-            wide = self._peers.scratch.get("wide", x.size, np.float32, x)
-            wide[...] = x
-            slot.begin(wide, self._shape)
-            self._reduce.run(wide, wide)
-            y[...] = wide
-        else:
-            slot.begin(x, self._shape)
-            self._reduce.run(x, y)
+            given = result = self._peers.scratch.get("wide", x.size, np.float32, x)
+            given[...] = x
+        slot.begin(given, self._shape)
+        try:
+            self._reduce.run(given, result)
+            if self._wide:
+                y[...] = result
+                slot.look(y)
+        except BaseException:
+            slot.undo()
+            raise
+        slot.end(y, self._reduce.waits)
         self.sent_nbytes = self._peers.sent_nbytes - before
 
     def explain(self) -> Decision:

@@ -249,6 +249,7 @@ class AutoReduce(CodecReduce[Auto]):
 
     def run(self, sendbuf: Any, recvbuf: Any) -> None:
         decision = self.settle(sendbuf.dtype.itemsize)
+        self.waits = True
         chosen = decision.chosen
         residual = self._slot.residual
         if decision.sparse_below and residual is None:
@@ -263,8 +264,11 @@ class AutoReduce(CodecReduce[Auto]):
             codec = Sparse() if chosen == Sparse.name else self._codecs[chosen]
             reduce = self._reduces[chosen] = self._make(codec)
         reduce.run(sendbuf, recvbuf)
+        self.waits = reduce.waits
 
     def _run_dense(self, sendbuf: Any, recvbuf: Any) -> None:
         source = self._slot.total(sendbuf, self._peers.scratch, self._peers.size)
         self._peers.allreduce(source, recvbuf, self._op)
         self._slot.sent_all()
+        self.waits = not self._peers.on_device
+        self._slot.look(recvbuf)

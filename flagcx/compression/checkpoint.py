@@ -16,7 +16,8 @@ from flagcx.compression.regions import Regions
 from flagcx.errors import ArgumentError
 
 State = dict[str, Any]
-VERSION = 1
+VERSION = 2
+_ENTRIES = "entries"
 
 
 def save_memory(memory: Mapping[str, Any]) -> State:
@@ -62,13 +63,90 @@ def under(name: str, state: Mapping[str, Any]) -> State:
     return {f"{name}.{key}": value for key, value in state.items()}
 
 
-def check_entry(state: Mapping[str, Any], name: str, expected: Any, what: str) -> None:
-    """Raises ArgumentError where an entry is missing, or not what is expected."""
+def listed(state: State) -> State:
+    """The state with a list of its entries, so that ``check_complete`` finds those that get lost."""
+    return state | {_ENTRIES: " ".join(state)}
+
+
+def check_complete(state: Mapping[str, Any], what: str) -> None:
+    """Raises ArgumentError where it is no state of this version, or lacks an entry that it had."""
+    if not isinstance(state, Mapping):
+        raise ArgumentError(
+            f"a {type(state).__name__} is no state of a {what}; give the mapping that state_dict() gave"
+        )
+    check_entry(state, "version", VERSION, what)
+    lost = [name for name in str(_entry(state, _ENTRIES, what)).split() if name not in state]
+    if lost:
+        more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+        raise ArgumentError(
+            f"the state of a {what} has lost the entries {', '.join(lost[:3])}{more}; give all that "
+            f"state_dict() gave"
+        )
+
+
+def _entry(state: Mapping[str, Any], name: str, what: str) -> Any:
     if name not in state:
         raise ArgumentError(
             f"this is no state of a {what}: it has no entry {name!r}; give what state_dict() gave"
         )
-    found = state[name]
+    return state[name]
+
+
+def read_slot(state: Mapping[str, Any], needs: Mapping[str, bool], where: str) -> State:
+    """The entries of one slot, checked: numbers and shapes as such, arrays as copies.
+
+    Args:
+        state: What the slot's ``state_dict`` gave.
+        needs: For "residual" and "velocity" whether the slot has one.
+        where: Names the slot in errors.
+
+    Raises:
+        ArgumentError: An entry is missing, or is not of its kind.
+    """
+    read: State = {}
+    for name in ("key", "shapes", "shape"):
+        if name in state or name == "key":
+            read[name] = _literal(str(_entry(state, name, where)), name, where)
+    for name in ("step", "rank", "ranks"):
+        read[name] = int(_entry(state, name, where))
+    for name, value in state.items():
+        if name not in read:
+            is_array = name in needs or name == "bounds" or name.startswith("factors.")
+            read[name] = np.array(value) if is_array else value
+    for name, needed in needs.items():
+        if (name in read) != needed:
+            has, this = ("a", "none") if name in read else ("no", "one")
+            raise ArgumentError(f"the state of {where} has {has} {name}, and this Feedback keeps {this}")
+    for name, value in read.items():
+        if name in needs or name.startswith("factors."):
+            _check_numbers(value, name, 1 if name in needs else 2, where)
+    return read
+
+
+def _literal(text: str, name: str, where: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        raise ArgumentError(
+            f"the entry {name!r} of {where} is {text!r}, which is not what was saved"
+        ) from None
+
+
+def _check_numbers(array: np.ndarray, name: str, dimensions: int, where: str) -> None:
+    kinds = (np.float32, np.float64) if name == "velocity" else (np.float32,)
+    said = f"the entry {name!r} of {where}"
+    if array.dtype not in kinds or array.ndim != dimensions:
+        raise ArgumentError(
+            f"{said} is of {array.dtype} with {array.ndim} dimensions; expected "
+            f"{' or '.join(kind.__name__ for kind in kinds)} with {dimensions}"
+        )
+    if not np.isfinite(array).all():
+        raise ArgumentError(f"{said} has infinity or NaN, of which no slot would recover; load another state")
+
+
+def check_entry(state: Mapping[str, Any], name: str, expected: Any, what: str) -> None:
+    """Raises ArgumentError where an entry is missing, or not what is expected."""
+    found = _entry(state, name, what)
     found = found if isinstance(found, str) else np.asarray(found).item()
     if found != expected:
         raise ArgumentError(

@@ -17,7 +17,6 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from flagcx.arguments import on_device
-from flagcx.compression.device import clear_on_device
 from flagcx.errors import ArrayError
 from flagcx.kernels.cuda import is_capturing
 
@@ -156,17 +155,10 @@ def is_finite(x: Any) -> bool:
     """Whether an array has neither an infinite number nor NaN. On a GPU the host waits for the answer."""
     xp = namespace(x)
     with np.errstate(all="ignore"):
-        if xp is np and np.isfinite(x.sum()):  # one pass; a sum that overflows is looked at more closely
+        wide = np.float32 if x.dtype.itemsize < 4 else None
+        if xp is np and np.isfinite(x.sum(dtype=wide)):  # one pass; after an overflow there is another
             return True
         return bool(xp.isfinite(x).all())
-
-
-def clear_nonfinite(x: Any) -> None:
-    """Writes 0 where an array is infinite or NaN. On a GPU nothing waits, and a graph may capture it."""
-    if on_device(x):
-        clear_on_device(x)
-    elif not is_finite(x):
-        x[~np.isfinite(x)] = 0
 
 
 def captures(array: Any) -> bool:

@@ -11,8 +11,11 @@ import numpy as np
 from flagcx.kernels.compile import compile_kernel
 from flagcx.kernels.compress import DECODE, ENCODE, REDUCE, THREADS, WARP, compress_source
 from flagcx.kernels.cuda import load_cupy
+from flagcx.kernels.settle import SETTLE, settle_source
+from flagcx.kernels.settle import THREADS as SETTLE_THREADS
 
 _MOST_BLOCKS = 4096
+_SETTLE_BLOCKS = 1024
 _BLOCKS_BESIDE = 4
 """Blocks for each multiprocessor beside a computation: on two H200 a step of both then took 25.8 ms, with
 4,096 blocks in all 32.6, with two for each multiprocessor 30.6 (int8, 6 GiB of gradients)."""
@@ -47,12 +50,12 @@ class StripeKernels:
     ) -> None:
         """Codes the numbers ``x`` into ``wire`` (uint8), all stripes but ``own``.
 
-        A residual is added to the numbers, and then holds the coding error of the sum.
+        A residual (``Carried``) as it was before is added to the numbers; now it is the coding error of the
+        sum.
         """
         if x.size:
-            at = 0 if residual is None else residual
             numbers = map(np.int64, (x.size, width, stride, stripes, own))
-            self._encode(self._grid(width, stripes), (THREADS,), (x, at, wire, *numbers))
+            self._encode(self._grid(width, stripes), (THREADS,), (x, *_both(residual), wire, *numbers))
 
     def reduce(
         self, arrived: Any, x: Any, residual: Any, wire: Any, stride: int, ranks: tuple[int, int], factor: Any
@@ -62,24 +65,35 @@ class StripeKernels:
         Args:
             arrived: The coded stripes of the other ranks, each at the place of its rank (uint8).
             x: This rank's numbers.
-            residual: Is added to them, and then holds the coding error of the sum; None for none.
+            residual: Is added to them as it was before; now it is the coding error of the sum. None for none.
             wire: The coded sum (uint8).
             stride: Bytes of a coded stripe.
             ranks: This rank, and the number of ranks.
             factor: Scales the sum (float32).
         """
         if x.size:
-            at = 0 if residual is None else residual
             numbers = (*map(np.int64, (x.size, stride)), *map(np.int32, ranks), factor)
-            self._reduce(self._grid(x.size, 1), (THREADS,), (arrived, x, at, wire, *numbers))
+            arrays = arrived, x, *_both(residual), wire
+            self._reduce(self._grid(x.size, 1), (THREADS,), (*arrays, *numbers))
 
     def decode(
-        self, wire: Any, out: Any, width: int, stride: int, stripes: int = 1, add: bool = False
+        self,
+        wire: Any,
+        out: Any,
+        width: int,
+        stride: int,
+        stripes: int = 1,
+        add: bool = False,
+        spoilt: Any = None,
     ) -> None:
-        """Decodes stripes into ``out``, or adds them to it."""
+        """Decodes stripes into ``out``, or adds them to it.
+
+        ``spoilt`` (one int32) becomes 1 where that has an infinite number or NaN.
+        """
         if out.size:
-            numbers = map(np.int64, (out.size, width, stride, stripes))
-            self._decode(self._grid(width, stripes), (THREADS,), (wire, out, *numbers, np.int32(add)))
+            numbers = *map(np.int64, (out.size, width, stride, stripes)), np.int32(add)
+            flag = 0 if spoilt is None else spoilt
+            self._decode(self._grid(width, stripes), (THREADS,), (wire, out, flag, *numbers))
 
     def _grid(self, width: int, stripes: int) -> tuple[int]:
         warps = -(-width // self._block) * stripes
@@ -96,12 +110,30 @@ def _made(name: str, block: int, device: int) -> StripeKernels:
     return StripeKernels(name, block)
 
 
-def clear_on_device(x: Any) -> None:
-    """Writes 0 where an array on the current GPU is infinite or NaN, without memory of its own."""
-    _clearing()(x, x)
+def _both(residual: Any) -> tuple[Any, Any]:
+    return (0, 0) if residual is None else (residual.before, residual.now)
+
+
+def look_on_device(x: Any, spoilt: Any) -> None:
+    """Makes ``spoilt`` (one int32) 1 where an array on the current GPU is infinite or NaN."""
+    _looking()(x, spoilt)
 
 
 @lru_cache(maxsize=1)
-def _clearing() -> Any:
-    cupy, body = load_cupy(), "y = isfinite(x) ? x : (T)0"
-    return cupy.ElementwiseKernel("T x", "T y", body, "flagcx_clear_nonfinite")
+def _looking() -> Any:
+    cupy, body = load_cupy(), "if (!isfinite((double)x)) spoilt[0] = 1"
+    return cupy.ElementwiseKernel("T x", "raw int32 spoilt", body, "flagcx_look")
+
+
+def settle_on_device(now: Any, before: Any, spoilt: Any, same: bool) -> None:
+    """Copies ``before`` to ``now`` if ``spoilt`` (one int32) is not 0; else the other way if ``same``."""
+    words = now.nbytes // 4
+    if words:
+        grid = (min(-(-words // SETTLE_THREADS), _SETTLE_BLOCKS),)
+        kernel = _settling(load_cupy().cuda.runtime.getDevice())
+        kernel(grid, (SETTLE_THREADS,), (now, before, np.int64(words), spoilt, np.int32(same)))
+
+
+@lru_cache(maxsize=64)
+def _settling(device: int) -> Any:
+    return compile_kernel(load_cupy(), settle_source(), SETTLE)

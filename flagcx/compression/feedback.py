@@ -17,13 +17,21 @@ clipping: Lin et al., "Deep Gradient Compression" (2018), sections 3.1 to 3.3.
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 from flagcx.compression.catalogue import codec_of
-from flagcx.compression.checkpoint import VERSION, check_entry, nested, text_of, under
-from flagcx.compression.slot import Slot
+from flagcx.compression.checkpoint import (
+    VERSION,
+    check_complete,
+    check_entry,
+    listed,
+    nested,
+    read_slot,
+    text_of,
+    under,
+)
+from flagcx.compression.slot import Slot, end_step
 from flagcx.errors import ArgumentError
 
 
@@ -99,6 +107,27 @@ class Feedback:
         for slot in self._slots.values():
             slot.reset()
 
+    def undo(self) -> None:
+        """Takes the last call of each array back, for a step that the training does not use.
+
+        The memory of an array whose result has infinity or NaN is as before the call anyway; that of the
+        others is so after this. ``GradientSynchronizer`` and DDP's hook do it themselves. Call it on all
+        ranks, after a step in which all arrays were given.
+
+        Example:
+            >>> if not all(np.isfinite(g).all() for g in gradients.values()):          # doctest: +SKIP
+            ...     feedback.undo()
+        """
+        for slot in self._slots.values():
+            slot.undo()
+
+    def end_step(self, undo: bool = False) -> None:
+        """Ends a step, and takes it back if one of its arrays had infinity or NaN, or if ``undo``.
+
+        On a GPU the host does not wait. All ranks must call it.
+        """
+        end_step(self._slots.values(), undo)
+
     def state_dict(self) -> dict[str, Any]:
         """What this rank remembers, for a checkpoint: NumPy arrays, numbers and text, by name.
 
@@ -106,17 +135,21 @@ class Feedback:
         one that went through.
 
         Raises:
-            ArgumentError: A slot has a key that is no text, number, None or tuple of them.
+            ArgumentError: A slot has a key that is no text, number, None or tuple of them, or is in use.
 
         Example:
             >>> np.savez(f"feedback{comm.rank}.npz", **feedback.state_dict())          # doctest: +SKIP
             >>> feedback.load_state_dict(np.load(f"feedback{comm.rank}.npz"))          # doctest: +SKIP
         """
-        state: dict[str, Any] = {"version": VERSION, "codec": repr(self.codec)}
+        state: dict[str, Any] = {"version": VERSION} | self._settings()
         slots = [slot for slot in self._slots.values() if slot.step]
         for number, slot in enumerate(slots):
             state |= {f"{number}.key": text_of(slot.key)} | under(str(number), slot.state_dict())
-        return state
+        return listed(state)
+
+    def _settings(self) -> dict[str, Any]:
+        """What a state must have in common with the ``Feedback`` that takes it over."""
+        return {"codec": repr(self.codec)} | {name: repr(value) for name, value in self._options.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over what ``state_dict`` gave, on all ranks; what is remembered so far is forgotten.
@@ -129,20 +162,24 @@ class Feedback:
                 ``weights_only=False``, give it back.
 
         Raises:
-            ArgumentError: It is the state of another codec, or none at all.
+            ArgumentError: It is the state of another codec or of other settings, lacks an entry, or is none
+                at all. Then what is remembered stays.
         """
-        check_entry(state, "version", VERSION, "Feedback")
-        check_entry(state, "codec", repr(self.codec), "Feedback")
-        self.reset()
-        number = 0
+        check_complete(state, "Feedback")
+        for name, value in self._settings().items():
+            check_entry(state, name, value, "Feedback")
+        keeps = self._options["residual"] and not self.codec.lossless
+        needs = {"residual": bool(keeps), "velocity": bool(self.momentum)}
+        loaded, number = [], 0
         while f"{number}.key" in state:
-            saved = nested(state, str(number))
-            shapes = ast.literal_eval(str(saved["shapes"])) if "shapes" in saved else None
-            key = ast.literal_eval(str(saved["key"]))
+            loaded.append(read_slot(nested(state, str(number)), needs, f"slot number {number}"))
+            number += 1
+        self.reset()
+        for saved in loaded:
+            key, shapes = saved["key"], saved.get("shapes")
             if key in self._slots and self._slots[key].shapes != shapes:
                 self.drop(key)
             self.slot(key, shapes).load_state_dict(saved)
-            number += 1
 
     def __repr__(self) -> str:
         return f"Feedback({self.codec!r}, {len(self._slots)} slots)"

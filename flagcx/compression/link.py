@@ -127,6 +127,7 @@ def _measured(codec: Any, device: bool, ranks: int, feedback: bool, count: int) 
     def call() -> None:
         slot.begin(x)
         reduce.run(x, out)
+        slot.end(out, reduce.waits)
         if finish is not None:
             finish()
 
@@ -137,12 +138,13 @@ class Unsent:
     """Rank 0 of some ranks between which nothing is sent; see ``Peers``. What takes time is its own work."""
 
     def __init__(self, size: int, on_device: bool) -> None:
-        self.rank, self.size, self.on_device = 0, size, on_device
+        self.rank, self.size, self.on_device, self.beside = 0, size, on_device, False
         self.scratch = Scratch()
         self._filled: set[tuple[str, int]] = set()
 
     def alltoall(self, sendbuf: Any, recvbuf: Any) -> None:
-        self._fill("alltoall", recvbuf, sendbuf)
+        # The stripe of rank 1 in place of each: the last may be shorter, and this rank's own is not coded.
+        self._fill("alltoall", recvbuf.reshape(self.size, -1), sendbuf.reshape(self.size, -1)[1])
 
     def allgather(self, sendbuf: Any, recvbuf: Any) -> None:
         self._fill("allgather", recvbuf.reshape(self.size, -1), sendbuf)

@@ -162,7 +162,13 @@ class CodecReduce(Generic[CodecT]):
         count: Elements.
         op: The sum, the average, or a scaled sum.
         slot: Memory between calls.
+
+    Attributes:
+        waits: Whether the host may wait for a GPU after ``run``. Otherwise the slot's flag says there, then,
+            whether the step was spoilt.
     """
+
+    waits: bool = True
 
     def __init__(self, peers: Peers, codec: CodecT, count: int, op: ReduceOp, slot: Slot) -> None:
         self._peers, self._codec, self._slot = peers, codec, slot
@@ -170,5 +176,5 @@ class CodecReduce(Generic[CodecT]):
         self._factor = 1 / peers.size if op.average else 1.0 if op.scale is None else op.scale
 
     def run(self, sendbuf: Any, recvbuf: Any) -> None:
-        """Runs the all-reduce once."""
+        """Runs the all-reduce once, between ``begin`` and ``end`` of the slot."""
         raise NotImplementedError

@@ -5,7 +5,7 @@
     P = M Q  -> all-reduce P -> orthogonalise P -> Q = M' P -> all-reduce Q -> M is about P Q'
 
 Q is kept for the next step, so that the steps together find the directions that matter. The difference
-between M and the product goes into the residual. Vectors travel dense, in one message with P.
+between the rank's own M and P (P' M) goes into its residual. Vectors travel dense, in one message with P.
 
 Results that must have the same bits on all ranks are computed by single products and sums in a fixed order:
 matrix libraries may add in another order on another processor.
@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from flagcx.compression.codec import Payload, check_floats, is_finite, namespace
+from flagcx.compression.codec import Payload, check_floats, namespace
 from flagcx.compression.peers import CodecReduce, Peers
 from flagcx.compression.slot import Slot
 from flagcx.dtypes import ReduceOp
@@ -141,8 +141,8 @@ def find_matrices(count: int, shapes: Sequence[tuple[int, ...]] | None, rank: in
 class PowerReduce(CodecReduce[PowerSGD]):
     """The all-reduce of an array's matrices by two dense ones of their factors.
 
-    A matrix with infinity or NaN on any rank comes out as such on all; what the ranks have of it that is
-    finite stays in their residuals, and the next step begins with the factors of the step before.
+    A matrix with infinity or NaN on any rank comes out as such on all, and so does one whose factors are out
+    of range; the next step then begins with the residual and the factors of the step before.
     """
 
     def __init__(self, peers: Peers, codec: PowerSGD, count: int, op: ReduceOp, slot: Slot) -> None:
@@ -170,16 +170,13 @@ class PowerReduce(CodecReduce[PowerSGD]):
         if factors is None:
             factors = [first_factors(x, self._codec, i) for i, x in enumerate(matrices)]
         left, vectors = self._left(kept, matrices, factors)
-        right = self._right(matrices, left)
-        good = [is_finite(p) and is_finite(q) for p, q in zip(left, right, strict=True)]
-        self._write(recvbuf, left, right, vectors, good)
+        own = [p @ x for p, x in zip(left, matrices, strict=True)]
+        right = self._summed("right", own, own[0]) if own else []
+        if slot.residual is not None:
+            self._keep_lost(matrices, left, own, kept)
+        self._write(recvbuf, left, right, vectors)
         if slot.lasting:
-            new = zip(factors, right, good, strict=True)
-            slot.memory["factors"] = [revived(q, self._codec, slot.step) if ok else old for old, q, ok in new]
-        if all(good):
-            slot.heal_velocity()
-        else:
-            slot.heal()
+            slot.memory["factors"] = [revived(q, self._codec, slot.step) for q in right]
 
     def _left(self, kept: Any, matrices: list[Any], factors: list[Any]) -> tuple[list[Any], list[Any]]:
         """P' of every matrix, orthogonal and the same on all ranks; and the sums of the vectors."""
@@ -191,10 +188,19 @@ class PowerReduce(CodecReduce[PowerSGD]):
             orthogonalise(p)
         return left, vectors
 
-    def _right(self, matrices: list[Any], left: list[Any]) -> list[Any]:
-        """Q' of every matrix: the sum over the ranks."""
-        parts = [p @ x for p, x in zip(left, matrices, strict=True)]
-        return self._summed("right", parts, parts[0]) if parts else []
+    def _keep_lost(self, matrices: list[Any], left: list[Any], own: list[Any], kept: Any) -> None:
+        """Subtracts from the residual what the rank has contributed to the sum: P times its own part of Q'.
+
+        The published algorithm subtracts the mean instead. All residuals together are the same, and so are
+        the results; but by the mean, what is large on one rank alone stays in the residuals of all for ever,
+        and small numbers beside it are rounded off.
+        """
+        for matrix, p, q in zip(matrices, left, own, strict=True):
+            step = max(_TILE // matrix.shape[1], 1) if namespace(matrix) is np else len(matrix)
+            for row in range(0, len(matrix), step):
+                matrix[row : row + step] -= p[:, row : row + step].T @ q
+        for part in self._layout.vectors:
+            kept[part] = 0
 
     def _summed(self, name: str, parts: list[Any], like: Any) -> list[Any]:
         """Sums of arrays over the ranks, made in one all-reduce."""
@@ -208,18 +214,11 @@ class PowerReduce(CodecReduce[PowerSGD]):
             self._peers.allreduce(flat, flat)
         return views
 
-    def _write(
-        self, recvbuf: Any, left: list[Any], right: list[Any], vectors: list[Any], good: list[bool]
-    ) -> None:
-        residual, share = self._slot.residual, np.float32(1 / self._peers.size)
-        for (start, m, n), p, q, ok in zip(self._layout.matrices, left, right, good, strict=True):
-            part = slice(start, start + m * n)
-            lost = residual if ok else None
-            product(p, q, recvbuf[part].reshape(m, n), self._factor, lost, start, share)
+    def _write(self, recvbuf: Any, left: list[Any], right: list[Any], vectors: list[Any]) -> None:
+        for (start, m, n), p, q in zip(self._layout.matrices, left, right, strict=True):
+            product(p, q, recvbuf[start : start + m * n].reshape(m, n), self._factor)
         for part, summed in zip(self._layout.vectors, vectors, strict=True):
             recvbuf[part] = summed if self._factor == 1 else summed * self._factor
-            if residual is not None:
-                residual[part] = 0
 
 
 def first_factors(matrix: Any, codec: PowerSGD, number: int) -> Any:
@@ -231,8 +230,14 @@ def first_factors(matrix: Any, codec: PowerSGD, number: int) -> Any:
 
 
 def revived(factors: Any, codec: PowerSGD, step: int) -> Any:
-    """A copy of Q' whose rows of zeros are random again: they would stay zero for ever."""
-    factors = factors.copy()
+    """A copy of Q' for the next step.
+
+    Rows of zeros are random again: they would stay zero for ever. All others are multiplied by powers of two,
+    so that their products stay in range after a step with large numbers; the length of a row does not matter.
+    """
+    xp = namespace(factors)
+    exponents = xp.frexp(abs(factors).max(axis=1, keepdims=True))[1]
+    factors = xp.ldexp(factors, -exponents)
     dead = ~(factors != 0).any(axis=1)
     if bool(dead.any()):
         drawn = np.random.default_rng([codec.seed, step]).standard_normal(factors.shape, np.float32)
@@ -257,13 +262,8 @@ def orthogonalise(rows: Any) -> None:
     rows[...] = wide
 
 
-def product(
-    p: Any, q: Any, out: Any, factor: Any = 1, residual: Any = None, start: int = 0, share: Any = 1
-) -> None:
-    """Writes ``factor`` P Q' into ``out`` (rows, columns), row by row and term by term.
-
-    If there is a residual, ``share`` P Q' is subtracted from it, from element ``start`` on.
-    """
+def product(p: Any, q: Any, out: Any, factor: Any = 1) -> None:
+    """Writes ``factor`` P Q' into ``out`` (rows, columns), row by row and term by term."""
     xp, columns = namespace(out), out.shape[1]
     step = max(_TILE // columns, 1) if xp is np else len(out)
     term = xp.empty((min(step, len(out)), columns), np.float32)
@@ -274,9 +274,5 @@ def product(
         for k in range(1, len(p)):
             xp.multiply(p[k, row : row + step, None], q[k], out=part)
             tile += part
-        if residual is not None:
-            begin = start + row * columns
-            xp.multiply(tile, share, out=part)
-            residual[begin : begin + tile.size] -= part.reshape(-1)
         if factor != 1:
             tile *= factor

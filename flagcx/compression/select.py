@@ -70,7 +70,7 @@ def density_of(x: Any, seed: int, size: int = _LEAST_SAMPLE) -> float:
     return int((found != 0).sum()) / found.size
 
 
-def select(x: Any, threshold: int, scratch: Scratch, add: Any = None) -> Any:
+def select(x: Any, threshold: int, scratch: Scratch, add: Any = None, out: Any = None) -> Any:
     """The places of all numbers whose magnitude reaches a threshold, in order.
 
     Args:
@@ -78,6 +78,7 @@ def select(x: Any, threshold: int, scratch: Scratch, add: Any = None) -> Any:
         threshold: Bits of a magnitude, at least 1.
         scratch: For intermediate results.
         add: Array that is added to ``x`` first, in the same pass.
+        out: Array for that sum.
 
     Returns:
         Indices: int32 where they fit, else int64.
@@ -87,7 +88,7 @@ def select(x: Any, threshold: int, scratch: Scratch, add: Any = None) -> Any:
     index = np.int32 if x.size < 1 << 31 else np.int64
     if on_device(x):
         if add is not None:
-            x += add
+            x = namespace(x).add(x, add, out=out)
         return namespace(x).flatnonzero(magnitudes(x) >= kind(threshold)).astype(index)
     found = []
     bits = scratch.get(f"bits {x.dtype.itemsize}", _TILE, kind, x)
@@ -95,7 +96,7 @@ def select(x: Any, threshold: int, scratch: Scratch, add: Any = None) -> Any:
     for start in range(0, x.size, _TILE):
         tile = x[start : start + _TILE]
         if add is not None:
-            tile += add[start : start + _TILE]
+            tile = np.add(tile, add[start : start + _TILE], out=out[start : start + _TILE])
         np.bitwise_and(tile.view(kind), kind(mask), out=bits[: tile.size])
         np.greater_equal(bits[: tile.size], kind(threshold), out=flags[: tile.size])
         places = np.flatnonzero(flags[: tile.size])

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import ast
 import math
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
 
 from flagcx.arguments import on_device
+from flagcx.compression.carried import Carried
 from flagcx.compression.checkpoint import load_memory, on_host, save_memory
-from flagcx.compression.codec import Scratch, captures, clear_nonfinite, namespace
+from flagcx.compression.codec import FixedRate, Scratch, captures, is_finite, namespace
+from flagcx.compression.device import look_on_device
+from flagcx.compression.regions import Regions
 from flagcx.errors import ArgumentError
 
 
@@ -32,12 +35,17 @@ class Ranks(Protocol):
 class Slot:
     """The memory of one array's compressed all-reduces; ``Feedback`` makes one for each array.
 
+    A step whose result has infinity or NaN, or that ends with an error, leaves it as it was before: residual
+    and momentum are kept twice, and each step reads the one copy and writes the other.
+
     Attributes:
         codec: The codec.
         shapes: Shapes of the parameters that lie end to end in the array; None for that of the array itself.
         residual: The part of this rank's gradients that is not sent yet (float32, one dimension), or None.
         velocity: The momentum of this rank's gradients, or None.
-        step: Calls so far; the same on every rank.
+        carried, momenta: The residual and the velocity, now and before the step; or None.
+        step: Calls so far that left something; the same on every rank. Where the host does not wait for a
+            GPU to see whether they did, all calls.
         shape: The shape of the caller's arrays, if it matters to the codec.
         place: The rank, and the number of ranks, of the calls.
         memory: State of the codec's all-reduce, by name.
@@ -46,6 +54,10 @@ class Slot:
         plans: The plans of calls with this slot.
         lasting: Whether the slot belongs to one array. Otherwise all arrays of one length share it, and it
             keeps nothing that depends on an array's content.
+        flag: One int32 on the GPU, not 0 if the last step there was spoilt; None without a GPU.
+        spoilt: Whether the host knows that the last step was.
+        fresh: Whether it was used since the last ``end_step``.
+        runs: Whether a call is under way.
     """
 
     def __init__(
@@ -61,6 +73,7 @@ class Slot:
         self.codec, self.key, self.lasting = codec, key, lasting
         self.shapes = None if shapes is None else tuple(tuple(shape) for shape in shapes)
         self._momentum, self._keeps, self._clip = momentum, residual, clip
+        self._remembers = lasting and bool(residual or momentum or not isinstance(codec, FixedRate))
         self.plans: dict[tuple, Any] = {}
         self.reset()
 
@@ -73,10 +86,14 @@ class Slot:
 
     def reset(self) -> None:
         """Clears the memory, as at the start of a training. Call it on all ranks."""
-        self.residual: Any = None
-        self.velocity: Any = None
+        self.carried: Carried | None = None
+        self.momenta: Carried | None = None
+        self._loaded: dict[str, np.ndarray] = {}
         self.step = 0
         self.memory: dict[str, Any] = {}
+        self.flag: Any = None
+        self.spoilt = self.fresh = self.runs = self._captured = False
+        self._saved: tuple[int, dict[str, Any]] | None = None
         self.place, self.resumes = (0, 1), False
         self._count: int | None = None
         self.shape: tuple[int, ...] | None = None
@@ -94,7 +111,7 @@ class Slot:
             )
 
     def begin(self, x: Any, shape: tuple[int, ...] | None = None) -> None:
-        """Counts a call with ``x``; the first call allocates the residual and the velocity.
+        """Begins a call with ``x``; the first call allocates the residual and the velocity.
 
         Args:
             x: The array, in one dimension.
@@ -128,7 +145,71 @@ class Slot:
             )
         elif self.shape != shape and self.shapes is None:
             raise self._other_shape(shape)
+        self._turn(x)
         self.step += 1
+
+    def _turn(self, x: Any) -> None:
+        """Saves what the step may have to leave as it is, and zeros the flag."""
+        if not self._remembers:
+            return
+        memory = {k: replace(v) if isinstance(v, Regions) else v for k, v in self.memory.items()}
+        self._saved, self.spoilt, self.fresh, self.runs = (self.step, memory), False, True, True
+        for carried in self._all_carried():
+            if not self._captured:
+                carried.turn()
+        if self.flag is not None:
+            self.flag.fill(0)
+            self._captured = self._captured or captures(x)
+
+    def end(self, y: Any, waits: bool = True) -> None:
+        """Ends a call: if its result has an infinite number or NaN, as on all ranks then, it is taken back.
+
+        Args:
+            y: The result as the caller gets it.
+            waits: Whether the host may wait for a GPU. Otherwise the flag must say already what was found.
+        """
+        self.runs = False
+        if not self._remembers:
+            return
+        if not waits:
+            self.settle(self.flag)
+        elif not is_finite(y):
+            self.undo()
+            self.spoilt = True
+
+    def look(self, y: Any) -> None:
+        """Sets the flag on the GPU if ``y`` has an infinite number or NaN."""
+        if self.flag is not None:
+            look_on_device(y, self.flag)
+
+    def settle(self, flag: Any) -> None:
+        """Takes the step back on the GPU if a flag there is not 0."""
+        for carried in self._all_carried():
+            carried.settle(flag, self._captured)
+
+    def undo(self) -> None:
+        """Takes the last call back, once: residual, momentum, factors and step are as before it.
+
+        On a GPU it does nothing to a slot that a graph was captured with. Call it on all ranks.
+        """
+        self.runs = False
+        if self._saved is None:
+            return
+        (self.step, self.memory), self._saved = self._saved, None
+        for carried in self._all_carried():
+            if not self._captured:
+                carried.turn()
+
+    def _all_carried(self) -> list[Carried]:
+        return [carried for carried in (self.carried, self.momenta) if carried is not None]
+
+    @property
+    def residual(self) -> Any:
+        return None if self.carried is None else self.carried.now
+
+    @property
+    def velocity(self) -> Any:
+        return None if self.momenta is None else self.momenta.now
 
     def _other_shape(self, shape: tuple[int, ...] | None) -> ArgumentError:
         return ArgumentError(
@@ -167,19 +248,19 @@ class Slot:
                 clipped = scratch.get(f"clipped {x.dtype.itemsize}", x.size, x.dtype, x)
                 namespace(x).multiply(x, x.dtype.type(limit / norm), out=clipped)
                 x = clipped
-        if self.velocity is None:
+        if self.momenta is None:
             return x
-        self.velocity *= self.velocity.dtype.type(self._momentum)
-        self.velocity += x
-        return self.velocity
+        before, velocity = self.momenta.before, self.momenta.now
+        namespace(x).multiply(before, before.dtype.type(self._momentum), out=velocity)
+        velocity += x
+        return velocity
 
     def total(self, x: Any, scratch: Scratch, ranks: int) -> Any:
         """This step's contribution with the residual, which then holds it; see ``source``."""
         source = self.source(x, scratch, ranks)
-        if self.residual is None:
+        if self.carried is None:
             return source
-        self.residual += source
-        return self.residual
+        return namespace(x).add(self.carried.before, source, out=self.carried.now)
 
     def ahead(self, kept: Any, scratch: Scratch) -> Any:
         """What is kept, with all that momentum would still add to it: m + m^2 + ... of the velocity.
@@ -194,28 +275,31 @@ class Slot:
 
     def state_dict(self) -> dict[str, Any]:
         """What the slot remembers; see ``Feedback.state_dict``."""
+        if self.runs:
+            raise ArgumentError(
+                f"the slot {self.key!r} is asked for its state while a call with it is under way; wait for "
+                f"the work of that call before"
+            )
         state: dict[str, Any] = {"step": self.step, "rank": self.place[0], "ranks": self.place[1]}
         for name, shape in (("shapes", self.shapes), ("shape", self.shape)):
             if shape is not None:
                 state[name] = repr(shape)
-        for name, array in (("residual", self.residual), ("velocity", self.velocity)):
-            if array is not None:
-                state[name] = on_host(array)
-        return state | save_memory(self.memory)
+        for name, carried in (("residual", self.carried), ("velocity", self.momenta)):
+            if carried is not None:  # a graph that was captured and has not run yet has written nothing
+                state[name] = on_host(carried.before if self._captured else carried.now)
+        return state | {name: array.copy() for name, array in self._loaded.items()} | save_memory(self.memory)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over what ``state_dict`` gave. The first call moves it to where the arrays are."""
+        """Takes over a state that ``read_slot`` has read. The first call moves it to where the arrays are."""
         self.reset()
-        self.step, self.place = int(state["step"]), (int(state["rank"]), int(state["ranks"]))
-        self.residual, self.velocity = (
-            np.array(state[name]) if name in state else None for name in ("residual", "velocity")
-        )
-        self.shape = ast.literal_eval(str(state["shape"])) if "shape" in state else None
+        self.step, self.place = state["step"], (state["rank"], state["ranks"])
+        self._loaded = {name: state[name] for name in ("residual", "velocity") if name in state}
+        self.shape = state.get("shape")
         self.memory, self.resumes = load_memory(state), True
 
     def drop_own(self) -> None:
-        """Drops what the memory has of one rank alone."""
-        self.residual = self.velocity = None
+        """Drops what was loaded of one rank alone."""
+        self._loaded.clear()
         self.memory.pop("threshold", None)
 
     def drop_common(self) -> None:
@@ -230,23 +314,26 @@ class Slot:
             ArgumentError: What was loaded is of another length.
         """
         xp = namespace(x)
-        for name, kept, dtype in (
-            ("residual", keeps, np.dtype(np.float32)),
-            ("velocity", bool(self._momentum), x.dtype),
-        ):
-            loaded = getattr(self, name) if kept else None
-            if loaded is not None and loaded.size != x.size:
+        for name, array in self._loaded.items():
+            dtype = x.dtype if name == "velocity" else array.dtype
+            if array.size != x.size or array.dtype != dtype:
                 raise ArgumentError(
-                    f"the slot {self.key!r} has loaded the {name} of an array of {loaded.size} elements, and "
-                    f"got one of {x.size}"
+                    f"the slot {self.key!r} has loaded the {name} of an array of {array.size} elements of "
+                    f"{array.dtype}, and got one of {x.size} of {x.dtype}"
                 )
-            made = (
-                xp.asarray(loaded, dtype) if loaded is not None else xp.zeros(x.size, dtype) if kept else None
-            )
-            setattr(self, name, made)
+
+        def made(name: str, dtype: Any) -> Carried:
+            loaded = self._loaded.get(name)
+            now = xp.zeros(x.size, dtype) if loaded is None else xp.asarray(loaded, dtype)
+            return Carried(now, xp.empty_like(now))
+
+        self.carried = made("residual", np.dtype(np.float32)) if keeps else None
+        self.momenta = made("velocity", x.dtype) if self._momentum else None
         if "factors" in self.memory:
             self.memory["factors"] = [xp.asarray(factors) for factors in self.memory["factors"]]
-        self.resumes = False
+        if on_device(x) and self._all_carried():
+            self.flag = xp.zeros(1, np.int32)
+        self._loaded, self.resumes = {}, False
 
     def sent(self, indices: Any) -> None:
         """Clears the elements that were sent, in the residual and in the momentum that led to it."""
@@ -258,18 +345,6 @@ class Slot:
         """Clears the residual, since all of it was sent. Momentum goes on: none of it was late."""
         if self.residual is not None:
             self.residual[...] = 0
-        self.heal_velocity()
-
-    def heal(self) -> None:
-        """Clears what is infinite or NaN after a step that had such numbers: they would stay for ever."""
-        if self.residual is not None:
-            clear_nonfinite(self.residual)
-        self.heal_velocity()
-
-    def heal_velocity(self) -> None:
-        """Does so in the momentum alone."""
-        if self.velocity is not None:
-            clear_nonfinite(self.velocity)
 
     @property
     def keeps(self) -> bool:
@@ -279,6 +354,28 @@ class Slot:
     def __repr__(self) -> str:
         count = "nothing yet" if self._count is None else f"{self._count} elements"
         return f"<flagcx.compression.Slot {self.key!r} of {self.codec}, {count}, {self.step} steps>"
+
+
+def end_step(slots: Iterable[Slot], undo: bool = False) -> None:
+    """Ends a step of a training: where one slot was spoilt, all that it used are as before it.
+
+    On a GPU nothing waits.
+
+    Args:
+        slots: All slots of the training; those that were not used since the last end are left alone.
+        undo: Whether the step is taken back in any case.
+    """
+    used = [slot for slot in slots if slot.fresh]
+    flags = [slot.flag for slot in used if slot.flag is not None]
+    if undo or any(slot.spoilt for slot in used):
+        for slot in used:
+            slot.undo()
+    elif len(flags) > 1 and not captures(flags[0]):
+        flag = namespace(flags[0]).concatenate(flags).max(keepdims=True)
+        for slot in used:
+            slot.settle(flag)
+    for slot in used:
+        slot.fresh = False
 
 
 def _short(shapes: Sequence[tuple[int, ...]]) -> str:

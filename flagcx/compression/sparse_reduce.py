@@ -27,15 +27,17 @@ class TopKReduce(CodecReduce[TopK]):
     def run(self, sendbuf: Any, recvbuf: Any) -> None:
         slot, peers = self._slot, self._peers
         source = slot.source(sendbuf, peers.scratch, peers.size)
-        kept = source if slot.residual is None else slot.residual
-        whole, add = kept, None if slot.residual is None else source
+        kept, whole, add = source, source, None
+        if slot.carried is not None:
+            kept, whole, add = slot.carried.now, slot.carried.before, source
         if slot.velocity is not None:
             if add is not None:
-                kept += add
+                namespace(kept).add(whole, add, out=kept)
             whole, add = slot.ahead(kept, peers.scratch), None
         last = slot.memory.get("threshold") if slot.lasting else None
         step = slot.step if slot.lasting else self._codec.warmup_steps + 1
-        indices, slot.memory["threshold"] = self._codec.find(whole, peers.scratch, step, last, add)
+        indices, slot.memory["threshold"] = self._codec.find(whole, peers.scratch, step, last, add, kept)
+        whole = whole if add is None else kept
         regions = slot.memory.setdefault("regions", Regions())
         keep = round(self._codec.keep * self._codec.count(kept.size, step)) or None
         values = whole[indices]  # with all that is infinite or NaN
@@ -48,8 +50,6 @@ class TopKReduce(CodecReduce[TopK]):
             return
         if remembers:
             slot.sent(self._common(indices, total.indices, kept))
-            if not is_finite(values):
-                slot.heal()
         _scatter(recvbuf, total.indices, total.values, np.float32(self._factor))
 
     def _common(self, own: Any, summed: Any, like: Any) -> Any:
@@ -81,8 +81,6 @@ class RandomKReduce(CodecReduce[RandomK]):
         spoilt[...] = xp.where(finite, np.float32(0), np.float32(np.nan))
         peers.allreduce(message, message)
         slot.sent(indices)
-        if xp is not np or not finite:
-            slot.heal()
         values *= spoilt + np.float32(self._factor)
         _scatter(recvbuf, indices, values)
 
@@ -107,7 +105,6 @@ class SparseReduce(CodecReduce[Sparse]):
             if op.average:
                 sums /= source.dtype.type(peers.size)
             _scatter(recvbuf, total.indices, sums)
-        slot.heal_velocity()
 
 
 def _scatter(out: Any, indices: Any, values: Any, factor: Any = 1) -> None:

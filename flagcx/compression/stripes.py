@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flagcx.compression.codec import FixedRate, clear_nonfinite, namespace
+from flagcx.compression.codec import FixedRate, namespace
 from flagcx.compression.device import StripeKernels
 
 if TYPE_CHECKING:
+    from flagcx.compression.carried import Carried
     from flagcx.compression.peers import Peers
 
 
@@ -38,7 +39,8 @@ class Piece:
 class LoopedStripes:
     """The arithmetic on one stripe after the other, by the codec's own functions.
 
-    Arrays of numbers are those of the whole message; coded arrays are of uint8.
+    Arrays of numbers are those of the whole message; coded arrays are of uint8. The residual is read as it
+    was before the step, and written as it is now.
 
     Args:
         codec: The codec.
@@ -49,8 +51,8 @@ class LoopedStripes:
     def __init__(self, codec: FixedRate, peers: Peers, factor: np.float32) -> None:
         self._codec, self._peers, self._factor = codec, peers, factor
 
-    def encode(self, piece: Piece, source: Any, residual: Any, coded: Any) -> None:
-        """Codes the other ranks' stripes, with the residual if any, which then holds the coding error."""
+    def encode(self, piece: Piece, source: Any, residual: Carried | None, coded: Any) -> None:
+        """Codes the other ranks' stripes, with the residual if any, which is then the coding error."""
         codec, scratch = self._codec, self._peers.scratch
         for q, wire in enumerate(self._blocks(piece, coded)):
             part = piece.stripe(q)
@@ -60,14 +62,14 @@ class LoopedStripes:
             if residual is None:
                 codec.encode_into(numbers, wire, scratch)
                 continue
-            kept = residual[part]
-            kept += numbers
+            kept = residual.now[part]
+            namespace(kept).add(residual.before[part], numbers, out=kept)
             codec.encode_into(kept, wire, scratch)
             decoded = scratch.get("decoded", piece.width, np.float32, source)[: kept.size]
             codec.decode_into(wire, decoded, scratch)
             _keep_lost(kept, decoded, kept)
 
-    def reduce(self, piece: Piece, arrived: Any, source: Any, residual: Any, reduced: Any) -> None:
+    def reduce(self, piece: Piece, arrived: Any, source: Any, residual: Carried | None, reduced: Any) -> None:
         """Adds up this rank's stripe in the order of ranks, and codes the sum."""
         codec, scratch, own = self._codec, self._peers.scratch, piece.stripe(self._peers.rank)
         total = scratch.get("total", piece.width, np.float32, source)[: own.stop - own.start]
@@ -77,9 +79,9 @@ class LoopedStripes:
             if q != self._peers.rank:
                 codec.decode_into(wire, total, scratch, add=q > 0)
                 continue
+            mine, add = source[own], namespace(total).add
             if residual is not None:
-                residual[own] += source[own]
-            mine = (source if residual is None else residual)[own]
+                mine = add(residual.before[own], mine, out=residual.now[own])
             if q:
                 total += mine
             else:
@@ -90,9 +92,9 @@ class LoopedStripes:
         if residual is not None:
             decoded = scratch.get("decoded", piece.width, np.float32, source)[: total.size]
             codec.decode_into(reduced, decoded, scratch)
-            _keep_lost(total, decoded, residual[own], self._factor)
+            _keep_lost(total, decoded, residual.now[own], self._factor)
 
-    def decode(self, piece: Piece, gathered: Any, recvbuf: Any) -> None:
+    def decode(self, piece: Piece, gathered: Any, recvbuf: Any, spoilt: Any = None) -> None:
         """Decodes all stripes."""
         for q, wire in enumerate(self._blocks(piece, gathered)):
             numbers = recvbuf[piece.stripe(q)]
@@ -105,37 +107,38 @@ class LoopedStripes:
 
 
 def _keep_lost(coded: Any, decoded: Any, lost: Any, factor: Any = 1) -> None:
-    """Writes the coding error of numbers, over a factor; 0 where that is infinite or NaN."""
-    xp = namespace(coded)
+    """Writes the coding error of numbers, over a factor; of numbers times 0 there is none."""
+    if factor == 0:
+        lost[...] = 0
+        return
     with np.errstate(all="ignore"):
-        xp.subtract(coded, decoded, out=lost)
+        namespace(coded).subtract(coded, decoded, out=lost)
         if factor != 1:
             lost /= factor
-    clear_nonfinite(lost)
 
 
 class FusedStripes:
-    """The same arithmetic with one kernel for all stripes of a piece."""
+    """The same arithmetic with one kernel for all stripes of a piece; the last one flags a spoilt step."""
 
     def __init__(self, codec: FixedRate, kernels: StripeKernels, peers: Peers, factor: np.float32) -> None:
         self._codec, self._kernels, self._peers, self._factor = codec, kernels, peers, factor
 
-    def encode(self, piece: Piece, source: Any, residual: Any, coded: Any) -> None:
+    def encode(self, piece: Piece, source: Any, residual: Carried | None, coded: Any) -> None:
         part, peers = slice(piece.start, piece.stop), self._peers
-        kept = None if residual is None else residual[part]
+        kept = None if residual is None else residual.part(part)
         stride = self._codec.wire_nbytes(piece.width)
         self._kernels.encode(source[part], kept, coded, piece.width, stride, peers.size, peers.rank)
 
-    def reduce(self, piece: Piece, arrived: Any, source: Any, residual: Any, reduced: Any) -> None:
+    def reduce(self, piece: Piece, arrived: Any, source: Any, residual: Carried | None, reduced: Any) -> None:
         own, peers = piece.stripe(self._peers.rank), self._peers
-        kept = None if residual is None else residual[own]
+        kept = None if residual is None else residual.part(own)
         stride, ranks = self._codec.wire_nbytes(piece.width), (peers.rank, peers.size)
         self._kernels.reduce(arrived, source[own], kept, reduced, stride, ranks, self._factor)
 
-    def decode(self, piece: Piece, gathered: Any, recvbuf: Any) -> None:
+    def decode(self, piece: Piece, gathered: Any, recvbuf: Any, spoilt: Any = None) -> None:
         stride = self._codec.wire_nbytes(piece.width)
         part = recvbuf[piece.start : piece.stop]
-        self._kernels.decode(gathered, part, piece.width, stride, self._peers.size)
+        self._kernels.decode(gathered, part, piece.width, stride, self._peers.size, spoilt=spoilt)
 
 
 Stripes = LoopedStripes | FusedStripes

@@ -96,9 +96,15 @@ class TopK(_Selecting):
         return self.find(flat, Scratch(), step=self.warmup_steps + 1)[0]
 
     def find(
-        self, x: Any, scratch: Scratch, step: int, threshold: int | None = None, add: Any = None
+        self,
+        x: Any,
+        scratch: Scratch,
+        step: int,
+        threshold: int | None = None,
+        add: Any = None,
+        out: Any = None,
     ) -> tuple[Any, int | None]:
-        """Finds the elements of ``x`` to send in a step, after ``add`` is added to it.
+        """Finds the elements of ``x`` to send in a step, or of ``x + add``, which is written into ``out``.
 
         Returns:
             Indices in order, and the threshold if the next step may use it again.
@@ -111,7 +117,8 @@ class TopK(_Selecting):
         used_again = threshold is not None
         if threshold is None:
             threshold = estimate_threshold(x, density, step, add)
-        indices = select(x, threshold, scratch, add)
+        indices = select(x, threshold, scratch, add, out)
+        x = x if add is None else out
         if used_again and len(indices) < TOO_FEW * k:
             threshold = estimate_threshold(x, density, step)
             indices = select(x, threshold, scratch)

@@ -11,7 +11,8 @@ same bits. Long messages go in pieces: on a host, while one is sent, the next is
 decoded; on a GPU they save memory, and each takes three kernels and two collectives.
 
 With a residual (error feedback) each rank adds the coding error of this gradient to its next one, and the
-owner of a stripe the coding error of the sum.
+owner of a stripe the coding error of the sum. Infinity or NaN on any rank, and sums that overflow, decode to
+NaN on all ranks, which then leave the residual as it was; on a GPU the last kernel flags it.
 
 Source: ZeRO++ (Wang et al. 2023, section 3.3) for the two steps; Tang et al., "DoubleSqueeze" (2019), for
 feedback of both errors.
@@ -29,7 +30,7 @@ import numpy as np
 from flagcx.compression.codec import FixedRate
 from flagcx.compression.peers import CodecReduce, Peers
 from flagcx.compression.slot import Slot
-from flagcx.compression.stripes import Piece, Stripes, stripes_of
+from flagcx.compression.stripes import LoopedStripes, Piece, Stripes, stripes_of
 from flagcx.dtypes import ReduceOp
 
 PIECE_NBYTES = 4 << 20
@@ -58,7 +59,8 @@ class TwoStep(CodecReduce[FixedRate]):
 
     def run(self, sendbuf: Any, recvbuf: Any) -> None:
         source = self._slot.source(sendbuf, self._peers.scratch, self._peers.size)
-        residual = self._slot.residual
+        residual = self._slot.carried
+        self.waits = isinstance(self._stripes, LoopedStripes)
         if self._stages == 1:
             for turn in range(len(self._pieces)):
                 self._run_piece(turn, source, residual, recvbuf)
@@ -70,7 +72,6 @@ class TwoStep(CodecReduce[FixedRate]):
                 finally:
                     for call in pending:
                         _end(call)
-        self._slot.heal_velocity()  # the residual holds no coding error that is infinite or NaN
 
     def _run_piece(self, turn: int, source: Any, residual: Any, recvbuf: Any) -> None:
         piece, stripes = self._pieces[turn], self._stripes
@@ -80,7 +81,7 @@ class TwoStep(CodecReduce[FixedRate]):
         reduced, gathered = self._allgather_buffers(turn, source)
         stripes.reduce(piece, arrived, source, residual, reduced)
         self._peers.allgather(reduced, gathered)
-        stripes.decode(piece, gathered, recvbuf)
+        stripes.decode(piece, gathered, recvbuf, self._slot.flag)
 
     def _run_pieces(self, source: Any, residual: Any, recvbuf: Any, pending: list[Future]) -> None:
         """Works on three pieces at a time; ``pending`` has all calls that may be under way."""

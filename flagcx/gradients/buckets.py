@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -12,6 +13,7 @@ from flagcx.executor.host import Executor
 from flagcx.executor.staging import Staged, stage
 from flagcx.executor.work import Work
 from flagcx.fusion.fuse import HostPacker, Packing
+from flagcx.kernels.pack import ALIGNMENT
 from flagcx.transport.base import Plan
 
 if TYPE_CHECKING:
@@ -170,6 +172,20 @@ class Bucket:
         self.left, self.work, self._put_off = len(self.members), None, ()
 
 
+def with_gaps(shapes: Sequence[tuple[int, ...]], itemsize: int) -> list[tuple[int, ...]]:
+    """The shapes of arrays in a message of a GPU, and those of the gaps after them.
+
+    Example:
+        >>> with_gaps([(3, 5), (8,)], 4)
+        [(3, 5), (1,), (8,)]
+    """
+    found: list[tuple[int, ...]] = []
+    for shape in shapes:
+        gap = -math.prod(shape) * itemsize % ALIGNMENT // itemsize
+        found += [shape, (gap,)] if gap else [shape]
+    return found
+
+
 def make_bucket(
     comm: Communicator,
     executor: Executor,
@@ -202,6 +218,7 @@ def make_bucket(
     else:
         from flagcx.communicator.compressed import compressor_of
 
-        slot = feedback.slot(members, shapes)
+        gaps = message.size > sum(map(math.prod, shapes))
+        slot = feedback.slot(members, with_gaps(shapes, dtype.itemsize) if gaps else shapes)
         plan = compressor_of(comm, executor).find(slot, message, op, beside=overlap)
     return Bucket(members, executor, packing, plan, overlap)

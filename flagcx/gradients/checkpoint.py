@@ -22,6 +22,12 @@ def feedback_of(compression: Any) -> Any:
     return as_feedback(compression)
 
 
+def check_between(ready: Sequence[bool], what: str) -> None:
+    """Raises ArgumentError where some gradients are ready: a step is under way."""
+    if any(ready):
+        raise ArgumentError(f"sync.{what}() in the middle of a step; call sync.wait() before")
+
+
 def save(
     gradients: Sequence[Gradient], order: Sequence[int], bucket_nbytes: int | None, feedback: Any
 ) -> dict[str, Any]:
@@ -33,7 +39,7 @@ def save(
         bucket_nbytes: Size of a bucket in bytes; None before the first step, if it is to be chosen.
         feedback: The error feedback, or None.
     """
-    from flagcx.compression.checkpoint import VERSION, under
+    from flagcx.compression.checkpoint import VERSION, listed, under
 
     state: dict[str, Any] = {"version": VERSION, "gradients": _text(gradients)}
     state["order"] = np.array(order, np.int64)
@@ -41,7 +47,7 @@ def save(
         state["bucket_nbytes"] = bucket_nbytes
     if feedback is not None:
         state |= under("feedback", feedback.state_dict())
-    return state
+    return listed(state)
 
 
 def load(state: Mapping[str, Any], gradients: Sequence[Gradient], feedback: Any) -> tuple[list[int], int]:
@@ -53,9 +59,9 @@ def load(state: Mapping[str, Any], gradients: Sequence[Gradient], feedback: Any)
     Raises:
         ArgumentError: It is the state of other gradients, or of another compression.
     """
-    from flagcx.compression.checkpoint import VERSION, check_entry, nested
+    from flagcx.compression.checkpoint import check_complete, check_entry, nested
 
-    check_entry(state, "version", VERSION, WHAT)
+    check_complete(state, WHAT)
     check_entry(state, "gradients", _text(gradients), WHAT)
     inner = nested(state, "feedback")
     if bool(inner) != (feedback is not None):

@@ -15,7 +15,7 @@ from flagcx.gradients.abandon import abandon, end
 from flagcx.gradients.apart import check_apart
 from flagcx.gradients.bucket_size import agree_on_size, overlap_pays
 from flagcx.gradients.buckets import Bucket, form_buckets, make_bucket
-from flagcx.gradients.checkpoint import feedback_of, load, save
+from flagcx.gradients.checkpoint import check_between, feedback_of, load, save
 from flagcx.gradients.first_step import FirstStep, agree, never_ready
 from flagcx.gradients.known import KnownGradients
 
@@ -216,7 +216,9 @@ class GradientSynchronizer:
             raise
         self._begin_again()
 
-    def _begin_again(self) -> None:
+    def _begin_again(self, undo: bool = False) -> None:
+        if self._feedback is not None:
+            self._feedback.end_step(undo)
         for bucket in self._buckets:
             bucket.begin_again()
         self._is_ready = [False] * len(self._is_ready)
@@ -266,8 +268,8 @@ class GradientSynchronizer:
         """Leaves a step in the middle; the next ``ready`` begins another one. All ranks must call it.
 
         Buckets that no rank has started are not reduced, and those that some rank has are reduced on all
-        ranks. So the gradients hold nothing of use, and what these buckets sent of the memory of error
-        feedback is lost. A ``with`` block that is left by an exception does the same.
+        ranks. So the gradients hold nothing of use; error feedback is as before the step. A ``with`` block
+        that is left by an exception does the same.
 
         Raises:
             CommunicationError: A rank has not come in time, or died.
@@ -282,7 +284,7 @@ class GradientSynchronizer:
 
     def _abandon(self, timeout_s: float) -> None:
         abandon(self._comm, self._buckets, self._next, self._start_incomplete, timeout_s)
-        self._begin_again()
+        self._begin_again(undo=True)
 
     def _start_incomplete(self, bucket: Bucket) -> None:
         """Starts a bucket that another rank has started, with zeros in place of what is not ready."""
@@ -294,9 +296,9 @@ class GradientSynchronizer:
     def state_dict(self) -> dict[str, Any]:
         """What a training needs to be continued with the same bits: the buckets, and this rank's feedback.
 
-        Every rank saves its own, between two steps. It is a flat dictionary of NumPy arrays, numbers and
-        text; see ``flagcx.compression.Feedback.state_dict``.
+        Every rank saves its own, between two steps. See ``flagcx.compression.Feedback.state_dict``.
         """
+        check_between(self._is_ready, "state_dict")
         return save(self._gradients, self._settled, self.bucket_nbytes, self._feedback)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -305,8 +307,7 @@ class GradientSynchronizer:
         Raises:
             ArgumentError: It is the state of other gradients, or of another compression.
         """
-        if any(self._is_ready):
-            raise ArgumentError("sync.load_state_dict() in the middle of a step; call sync.wait() before")
+        check_between(self._is_ready, "load_state_dict")
         settled, bucket_nbytes = load(state, self._gradients, self._feedback)
         self._release()
         if settled:

@@ -28,7 +28,8 @@ def ddp_hook(
     """Makes a hook that averages the buckets of gradients through flagcx, compressed if asked for.
 
     The process group need not be enhanced. The part of a bucket that compression loses is added to its next
-    gradients (error feedback), unless ``residual`` is False.
+    gradients (error feedback), unless ``residual`` is False. A step with infinity or NaN in one bucket on any
+    rank, which a GradScaler skips, leaves the error feedback of all buckets as it was.
 
     Args:
         compression: Name of a codec, such as "fp16", "int8", "topk" or "powersgd", a codec with its
@@ -114,6 +115,10 @@ class _BucketSlots:
         self._layouts[key] = shapes
         return self._feedback.slot(key, shapes)
 
+    def end_step(self) -> None:
+        """Takes the step back in all buckets if one of them had infinity or NaN."""
+        self._feedback.end_step()
+
     def state_dict(self) -> dict[str, Any]:
         """What this rank remembers; empty where nothing is compressed."""
         return {} if self._feedback is None else self._feedback.state_dict()
@@ -160,8 +165,14 @@ def _average(group: FlagcxProcessGroup, slots: _BucketSlots, bucket: Any) -> Any
     comm, array = queue.comm, queue.views.elements(buffer)
     if slot is None:
         return queue.run(lambda: comm.allreduce(array, "avg"), [buffer], False, buffer).get_future()
-    work = queue.run(lambda: comm.allreduce(array, "avg", compression=slot), [buffer], False, buffer)
-    return work.get_future()
+    last = bucket.is_last()
+
+    def task() -> None:
+        comm.allreduce(array, "avg", compression=slot)
+        if last:
+            slots.end_step()
+
+    return queue.run(task, [buffer], False, buffer).get_future()
 
 
 def _averaged_by_torch(group: FlagcxProcessGroup, buffer: Any) -> Any:

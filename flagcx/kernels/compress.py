@@ -15,6 +15,7 @@ from __future__ import annotations
 from types import MappingProxyType
 
 from flagcx.errors import OperationError
+from flagcx.kernels.codes import CAST_WORDS, CODES, FACTORS, WORDS
 from flagcx.kernels.source import CONVERSIONS, DEVICE_FUNCTION, FLOAT16_CONVERSIONS
 
 ENCODE, REDUCE, DECODE = "flagcx_encode", "flagcx_reduce", "flagcx_decode"
@@ -36,107 +37,6 @@ FLAGCX_DEVICE unsigned largest_of_warp(unsigned x) {
   }
   return x;
 }
-"""
-
-_FACTORS = r"""
-// Factors of a block whose largest magnitude has these bits: 0 up to 2e-34, NaN for infinity and NaN.
-FLAGCX_DEVICE float inverse_of(u32 bits) {
-  float largest = __uint_as_float(bits);
-  return bits < 0x7f800000u && largest > 2e-34f ? LIMIT / largest : 0.0f;
-}
-FLAGCX_DEVICE float scale_of(u32 bits) {
-  float largest = __uint_as_float(bits);
-  if (bits >= 0x7f800000u) return __uint_as_float(0x7fc00000u);
-  return largest > 2e-34f ? largest / LIMIT : 0.0f;
-}
-"""
-
-_CODES = MappingProxyType(
-    {
-        "int8": r"""
-#define LIMIT 127.0f
-FLAGCX_DEVICE u8 to_code(float x) { return (u8)(signed char)(int)rintf(x); }
-FLAGCX_DEVICE float from_code(u8 code) { return (float)(signed char)code; }
-""",
-        "int4": r"""
-#define LIMIT 7.0f
-#define PAIRS
-FLAGCX_DEVICE u8 to_code(float x) { return (u8)((int)rintf(x) + 8); }
-FLAGCX_DEVICE float from_code(u8 code) { return (float)((int)code - 8); }
-""",
-        "fp8": r"""
-#define LIMIT 448.0f
-FLAGCX_DEVICE u8 to_code(float x) { return to_float8_e4m3fn(x); }
-FLAGCX_DEVICE float from_code(u8 code) { return from_float8_e4m3fn(code); }
-""",
-        "fp8_e5m2": r"""
-#define LIMIT 57344.0f
-FLAGCX_DEVICE u8 to_code(float x) { return to_float8_e5m2(x); }
-FLAGCX_DEVICE float from_code(u8 code) { return from_float8_e5m2(code); }
-""",
-    }
-)
-
-# A word holds the codes of a group: of four numbers, or of four of a block's first half and the four at the
-# same place of its second half.
-_WORDS = r"""
-typedef u32 Word;
-#ifdef PAIRS
-const int PER = 8;
-FLAGCX_DEVICE i64 bytes_of(i64 n) { return (n + 1) / 2; }
-FLAGCX_DEVICE Word code(const float* v, float inverse) {
-  Word word = 0;
-#pragma unroll
-  for (int k = 0; k < 4; k++)
-    word |= (Word)(u8)((to_code(v[k] * inverse) & 15) | to_code(v[4 + k] * inverse) << 4) << 8 * k;
-  return word;
-}
-FLAGCX_DEVICE void decode(Word word, float scale, float* v) {
-#pragma unroll
-  for (int k = 0; k < 4; k++) {
-    v[k] = from_code((u8)(word >> 8 * k & 15)) * scale;
-    v[4 + k] = from_code((u8)(word >> (8 * k + 4) & 15)) * scale;
-  }
-}
-#else
-const int PER = 4;
-FLAGCX_DEVICE i64 bytes_of(i64 n) { return n; }
-FLAGCX_DEVICE Word code(const float* v, float inverse) {
-  Word word = 0;
-#pragma unroll
-  for (int k = 0; k < 4; k++) word |= (Word)to_code(v[k] * inverse) << 8 * k;
-  return word;
-}
-FLAGCX_DEVICE void decode(Word word, float scale, float* v) {
-#pragma unroll
-  for (int k = 0; k < 4; k++) v[k] = from_code((u8)(word >> 8 * k)) * scale;
-}
-#endif
-FLAGCX_DEVICE i64 factors_nbytes(i64 count) { return ((count + BLOCK - 1) / BLOCK * 4 + 15) / 16 * 16; }
-FLAGCX_DEVICE float load_factor(const float* at) { return *at; }
-FLAGCX_DEVICE void store_factor(float* at, float x) { *at = x; }
-"""
-
-# Casts have no factors.
-_CAST_WORDS = r"""
-typedef u64 Word;
-const int PER = 4;
-FLAGCX_DEVICE i64 bytes_of(i64 n) { return 2 * n; }
-FLAGCX_DEVICE Word code(const float* v, float) {
-  Word word = 0;
-#pragma unroll
-  for (int k = 0; k < 4; k++) word |= (Word)TO(v[k]) << 16 * k;
-  return word;
-}
-FLAGCX_DEVICE void decode(Word word, float, float* v) {
-#pragma unroll
-  for (int k = 0; k < 4; k++) v[k] = FROM((u16)(word >> 16 * k));
-}
-FLAGCX_DEVICE i64 factors_nbytes(i64) { return 0; }
-FLAGCX_DEVICE float load_factor(const float*) { return 1.0f; }
-FLAGCX_DEVICE void store_factor(float*, float) {}
-FLAGCX_DEVICE float inverse_of(u32) { return 1.0f; }
-FLAGCX_DEVICE float scale_of(u32) { return 1.0f; }
 """
 
 _KERNELS = r"""
@@ -269,32 +169,36 @@ FLAGCX_DEVICE void take(const float* x, const float* residual, i64 n, float (*he
 }
 
 template <bool WHOLE>
-FLAGCX_DEVICE void encode_block(const float* x, float* residual, i64 n, const Coded& to) {
+FLAGCX_DEVICE void encode_block(const float* x, const float* before, float* now, i64 n, const Coded& to) {
   float held[HELD][PER];
-  take<WHOLE>(x, residual, n, held);
-  code_held<WHOLE>(held, n, to, residual, 1.0f);
+  take<WHOLE>(x, before, n, held);
+  code_held<WHOLE>(held, n, to, now, 1.0f);
 }
 
+// A residual is read as it was before, and written as it is now; both are null where there is none.
 FLAGCX_KERNEL flagcx_encode(
-    const float* x, float* residual, u8* wire, i64 count, i64 width, i64 stride, i64 stripes, i64 own) {
+    const float* x, const float* before, float* now, u8* wire, i64 count, i64 width, i64 stride, i64 stripes,
+    i64 own) {
   const i64 blocks = (width + BLOCK - 1) / BLOCK * stripes;
   for (i64 at = warp(); at < blocks; at += warps()) {
     const BlockPlace p = place_of(at, count, width);
     if (p.stripe == own || p.n <= 0) continue;
     const i64 first = p.stripe * width + p.start;
-    float* const kept = residual ? residual + first : nullptr;
+    const float* const kept = before ? before + first : nullptr;
+    float* const lost = before ? now + first : nullptr;
     const Coded to = coded_at(wire + p.stripe * stride, p.count, p.start);
-    if (whole(p.n, x + first, kept, to.codes)) encode_block<true>(x + first, kept, p.n, to);
-    else encode_block<false>(x + first, kept, p.n, to);
+    const bool fast = whole(p.n, x + first, kept, to.codes) && whole(p.n, lost, lost, to.codes);
+    if (fast) encode_block<true>(x + first, kept, lost, p.n, to);
+    else encode_block<false>(x + first, kept, lost, p.n, to);
   }
 }
 
 template <bool WHOLE>
 FLAGCX_DEVICE void reduce_block(
-    const Coded& from, i64 stride, const float* x, float* residual, i64 n, const Coded& to, int rank,
-    int size, float factor) {
+    const Coded& from, i64 stride, const float* x, const float* before, float* now, i64 n, const Coded& to,
+    int rank, int size, float factor) {
   float own[HELD][PER], held[HELD][PER] = {};
-  take<WHOLE>(x, residual, n, own);
+  take<WHOLE>(x, before, n, own);
 #pragma unroll RANKS_AT_ONCE
   for (int q = 0; q < size; q++) {
     const float scale = q == rank ? 0.0f : load_factor((const float*)((const u8*)from.factor + q * stride));
@@ -316,24 +220,27 @@ FLAGCX_DEVICE void reduce_block(
     for (int h = 0; h < HELD; h++)
 #pragma unroll
       for (int k = 0; k < PER; k++) held[h][k] *= factor;
-  code_held<WHOLE>(held, n, to, residual, factor);
+  code_held<WHOLE>(held, n, to, now, factor);
 }
 
 FLAGCX_KERNEL flagcx_reduce(
-    u8* arrived, const float* x, float* residual, u8* reduced, i64 count, i64 stride, int rank, int size,
-    float factor) {
+    u8* arrived, const float* x, const float* before, float* now, u8* reduced, i64 count, i64 stride,
+    int rank, int size, float factor) {
   for (i64 start = warp() * BLOCK; start < count; start += warps() * BLOCK) {
     const i64 n = count - start < BLOCK ? count - start : BLOCK;
-    float* const kept = residual ? residual + start : nullptr;
+    const float* const kept = before ? before + start : nullptr;
+    float* const lost = before ? now + start : nullptr;
     const Coded from = coded_at(arrived, count, start), to = coded_at(reduced, count, start);
-    const bool fast = whole(n, x + start, kept, to.codes) && whole(n, kept, kept, from.codes);
-    if (fast) reduce_block<true>(from, stride, x + start, kept, n, to, rank, size, factor);
-    else reduce_block<false>(from, stride, x + start, kept, n, to, rank, size, factor);
+    const bool fast = whole(n, x + start, kept, to.codes) && whole(n, lost, lost, from.codes);
+    if (fast) reduce_block<true>(from, stride, x + start, kept, lost, n, to, rank, size, factor);
+    else reduce_block<false>(from, stride, x + start, kept, lost, n, to, rank, size, factor);
   }
 }
 
-template <bool WHOLE> FLAGCX_DEVICE void decode_block(const Coded& from, float* out, i64 n, bool add) {
+template <bool WHOLE>
+FLAGCX_DEVICE void decode_block(const Coded& from, float* out, int* spoilt, i64 n, bool add) {
   const float scale = load_factor(from.factor);
+  u32 largest = 0;
 #pragma unroll UNROLL
   for (int h = 0; h < HELD; h++) {
     const i64 g = lane() + h * LANES;
@@ -345,26 +252,32 @@ template <bool WHOLE> FLAGCX_DEVICE void decode_block(const Coded& from, float* 
 #pragma unroll
       for (int k = 0; k < PER; k++) v[k] = before[k] + v[k];
     }
+#pragma unroll
+    for (int k = 0; k < PER; k++) {
+      const u32 bits = __float_as_uint(v[k]) & 0x7fffffffu;
+      largest = bits > largest ? bits : largest;
+    }
     store_group<WHOLE>(out, g, n, v);
   }
+  if (spoilt && largest >= 0x7f800000u) *spoilt = 1;
 }
 
 FLAGCX_KERNEL flagcx_decode(
-    u8* wire, float* out, i64 count, i64 width, i64 stride, i64 stripes, int add) {
+    u8* wire, float* out, int* spoilt, i64 count, i64 width, i64 stride, i64 stripes, int add) {
   const i64 blocks = (width + BLOCK - 1) / BLOCK * stripes;
   for (i64 at = warp(); at < blocks; at += warps()) {
     const BlockPlace p = place_of(at, count, width);
     if (p.n <= 0) continue;
     const Coded from = coded_at(wire + p.stripe * stride, p.count, p.start);
     float* const to = out + p.stripe * width + p.start;
-    if (whole(p.n, to, to, from.codes)) decode_block<true>(from, to, p.n, add);
-    else decode_block<false>(from, to, p.n, add);
+    if (whole(p.n, to, to, from.codes)) decode_block<true>(from, to, spoilt, p.n, add);
+    else decode_block<false>(from, to, spoilt, p.n, add);
   }
 }
 """
 
 _CASTS = MappingProxyType({"fp16": "float16", "bf16": "bfloat16"})
-NAMES = (*_CODES, *_CASTS)
+NAMES = (*CODES, *_CASTS)
 """The codecs that have kernels."""
 
 
@@ -379,13 +292,13 @@ def kernels(name: str, block: int) -> str:
         OperationError: There are no kernels for that codec.
     """
     head = f"#define BLOCK {block}\n" + CONVERSIONS
-    if name in _CODES:
-        return head + _CODES[name] + _FACTORS + _WORDS + _KERNELS
+    if name in CODES:
+        return head + CODES[name] + FACTORS + WORDS + _KERNELS
     if name not in _CASTS:
         raise OperationError(f"there are no kernels for {name!r}; expected one of {', '.join(NAMES)}")
     kind = _CASTS[name]
     casts = f"#define TO to_{kind}\n#define FROM from_{kind}\n"
-    return head + casts + FLOAT16_CONVERSIONS + _CAST_WORDS + _KERNELS
+    return head + casts + FLOAT16_CONVERSIONS + CAST_WORDS + _KERNELS
 
 
 def compress_source(name: str, block: int) -> str:

@@ -55,6 +55,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) flagcx_pack(
     else if ((apart & 3) == 0) copy_words<u32>(to, from, nbytes, threadIdx.x, THREADS);
     else if ((apart & 1) == 0) copy_words<u16>(to, from, nbytes, threadIdx.x, THREADS);
     else copy_words<u8>(to, from, nbytes, threadIdx.x, THREADS);
+    // The gap after the array: a codec may have left NaN there.
+    if (!unpacks && (nbytes & (ALIGNMENT - 1)) && threadIdx.x < ALIGNMENT - (nbytes & (ALIGNMENT - 1)))
+      to[nbytes + threadIdx.x] = 0;
   }
 }
 """
@@ -62,7 +65,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) flagcx_pack(
 
 def pack_source() -> str:
     """The whole CUDA source of the kernel."""
-    return f"{DEVICE_FUNCTION}#define THREADS {THREADS}\n{TYPES}{_KERNEL}"
+    numbers = f"#define THREADS {THREADS}\n#define ALIGNMENT {ALIGNMENT}\n"
+    return f"{DEVICE_FUNCTION}{numbers}{TYPES}{_KERNEL}"
 
 
 class PackLayout:

@@ -89,6 +89,7 @@ def test_the_plan_does_what_was_decided(link, density, caplog):
         slot.begin(x)
         out = np.empty_like(x)
         plan.run(x, out)
+        slot.end(out, plan.waits)
         return x, out, peers.dense_calls
 
     with caplog.at_level(logging.INFO, "flagcx.compression"):
@@ -109,9 +110,10 @@ def test_a_dense_choice_empties_the_residual():
         common = peers, slot.codec, 8, scaled_sum(0.5), slot
         plan = AutoReduce(*common, INT8, lambda: FAST, lambda codec: 1.0, None)
         slot.begin(x)
-        slot.residual[...] = 1
+        slot.carried.before[...] = 1
         out = np.empty_like(x)
         plan.run(x, out)
+        slot.end(out, plan.waits)
         return out, slot.residual
 
     for out, residual in on_ranks(2, rank):

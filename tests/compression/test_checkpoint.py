@@ -202,12 +202,92 @@ def test_states_that_do_not_fit_say_why():
         "with codec 'RandomK(density=0.01, seed=0)', and this one has 'RandomK(density=0.5, seed=0)'; make",
         "this is no state of a Feedback: it has no entry 'version'; give what state_dict() gave",
         "cannot be saved: keys of slots must be text, numbers, None, or tuples of them",
-        "the slot 'w' has loaded the residual of an array of 3000 elements, and got one of 3001",
+        "the slot 'w' has loaded the residual of an array of 3000 elements of float32, and got one of 3001",
         "remembers the matrix of an array of shape (20, 30), and got an array of shape (30, 20)",
     )
     for said in run_ranks(_apart, 2):
         for text, part in zip(said, expected, strict=True):
             assert part.replace('"', "'") in text.replace('"', "'"), text
+
+
+DEVIATIONS = {
+    "momentum": (lambda s: s, {"momentum": 0.9}, "with momentum '0.5', and this one has '0.9'; make it"),
+    "no momentum": (lambda s: s, {"momentum": 0.0}, "with momentum '0.5', and this one has '0.0'"),
+    "clip": (lambda s: s, {"clip": 3.0}, "with clip 'None', and this one has '3.0'"),
+    "residual": (lambda s: s, {"residual": False}, "with residual 'True', and this one has 'False'"),
+    "codec": (
+        lambda s: s,
+        {"codec": TopK(0.05, keep=2)},
+        "codec 'TopK(density=0.05, keep=4.0, ",
+    ),
+    "version": (lambda s: s | {"version": 1}, {}, "with version 1, and this one has 2; make it"),
+    "list": (
+        lambda s: list(s),
+        {},
+        "a list is no state of a Feedback; give the mapping that state_dict() gave",
+    ),
+    "half": (
+        lambda s: s | {"1.residual": s["1.residual"].astype(np.float16)},
+        {},
+        "entry 'residual' of slot number 1 is of float16 with 1 dimensions; expected float32 with 1",
+    ),
+    "nan": (
+        lambda s: s | {"1.velocity": s["1.velocity"] * np.float32(np.nan)},
+        {},
+        "entry 'velocity' of slot number 1 has infinity or NaN, of which no slot would recover",
+    ),
+    "key": (
+        lambda s: s | {"0.key": "layer one"},
+        {},
+        "'key' of slot number 0 is 'layer one', which is not what",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def topk_state():
+    return run_ranks(_save, 1, TopK(0.05), 3)[0]
+
+
+@pytest.mark.parametrize("name", DEVIATIONS)
+def test_states_of_other_settings_are_refused_and_change_nothing(topk_state, name):
+    change, settings, expected = DEVIATIONS[name]
+    feedback = Feedback(**({"codec": TopK(0.05), "momentum": 0.5} | settings))
+    feedback.slot("mine").step = 7
+    with pytest.raises(fc.ArgumentError) as caught:
+        feedback.load_state_dict(change(topk_state))
+    assert expected in str(caught.value).replace('"', "'")
+    assert [(slot.key, slot.step) for slot in feedback] == [("mine", 7)]
+
+
+def test_a_state_that_has_lost_any_entry_is_refused(topk_state):
+    assert len(topk_state) > 15
+    for name in topk_state:
+        with pytest.raises(fc.ArgumentError, match=f"'{name}'|lost the entries {name};"):
+            Feedback(TopK(0.05), momentum=0.5).load_state_dict(
+                {key: value for key, value in topk_state.items() if key != name}
+            )
+
+
+def test_momentum_of_another_dtype_is_refused():
+    state = run_ranks(_save_wide, 1)[0]
+    assert run_ranks(_load_narrow, 1, state) == [True]
+
+
+def _save_wide() -> dict:
+    comm, feedback = fc.init(), Feedback("sparse", momentum=0.5)
+    comm.allreduce(np.ones(9), compression=feedback["w"])
+    return feedback.state_dict()
+
+
+def _load_narrow(state: dict) -> bool:
+    comm, feedback = fc.init(), Feedback("sparse", momentum=0.5)
+    feedback.load_state_dict(state)
+    with pytest.raises(
+        fc.ArgumentError, match="velocity of an array of 9 elements of float64, and got one of 9 of"
+    ):
+        comm.allreduce(np.ones(9, np.float32), compression=feedback["w"])
+    return bool((comm.allreduce(np.ones(9), compression=feedback["w"]) == 1.5).all())
 
 
 def _other_communicator() -> None:

@@ -143,8 +143,9 @@ def test_a_threshold_is_used_again_only_where_it_still_fits():
 def test_a_threshold_that_no_longer_fits_costs_no_elements(factor):
     x, scratch, codec = numbers(200_000), Scratch(), TopK(0.01)
     _, threshold = codec.find(x, scratch, 1)
-    add = np.zeros_like(x)
-    indices, renewed = codec.find(x * np.float32(factor), scratch, 2, threshold, add + np.float32(0.0))
+    half, whole = x * np.float32(factor / 2), np.empty_like(x)
+    indices, renewed = codec.find(half, scratch, 2, threshold, half, whole)
+    np.testing.assert_array_equal(whole, 2 * half)
     k = codec.count(x.size, 2)
     assert 0.7 * k <= len(indices) <= 1.25 * k
     left = np.delete(abs(x), indices)

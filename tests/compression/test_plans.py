@@ -47,6 +47,7 @@ def train(peers, codec, count, steps, factor=1.0, in_place=False, **options):
         out = x if in_place else np.full_like(x, np.nan)
         slot.begin(x)
         plan.run(x, out)
+        slot.end(out, plan.waits)
         if not in_place:
             np.testing.assert_array_equal(x, gradient(peers.rank, step, count))
         results.append(out.copy())
@@ -133,6 +134,7 @@ def test_topk_traffic_does_not_grow_with_the_ranks(size, keep):
             x = gradient(peers.rank, step, count)
             slot.begin(x)
             plan.run(x, x)
+            slot.end(x, plan.waits)
         return (peers.sent_nbytes - before) / 3
 
     most = max(on_ranks(size, rank))
@@ -225,12 +227,13 @@ def test_momentum_correction_gathers_velocity_and_masks_what_was_sent():
     def rank(peers):
         plan, out = TopKReduce(peers, TopK(0.5), 4, SUM, slot), np.empty_like(x)
         plan.run(x, out)
+        slot.end(out, plan.waits)
         return out
 
     # Alone a rank goes dense, and keeps its momentum; else look at the slot's own arithmetic.
     assert on_ranks(1, rank)[0].tolist() == [1, 10, 2, 20]
     assert slot.velocity.tolist() == [1, 10, 2, 20] and not slot.residual.any()
-    slot.velocity[:] = [1, 0, 2, 0]
+    slot.momenta.before[:] = [1, 0, 2, 0]
     assert slot.source(x, None, 1).tolist() == [pytest.approx(1.9), 10, pytest.approx(3.8), 20]
     slot.residual[:] = 5
     slot.sent(np.array([1, 3]))
@@ -252,6 +255,7 @@ def test_all_of_a_gradient_arrives_with_momentum_as_without_compression(codec):
             given += x
             slot.begin(x)
             plan.run(x, out)
+            slot.end(out, plan.waits)
             total += out
         kept = slot.residual + slot.velocity.astype(float) * 4
         return total, given, kept
@@ -312,6 +316,7 @@ def test_powersgd_comes_nearer_with_each_step():
             out = np.empty_like(x)
             slot.begin(x)
             plan.run(x, out)
+            slot.end(out, plan.waits)
             errors.append(float(np.linalg.norm(out - x)))
         return errors
 
@@ -330,6 +335,7 @@ def test_a_zero_gradient_does_not_end_powersgd():
             out = np.empty_like(x)
             slot.begin(x)
             plan.run(x, out)
+            slot.end(out, plan.waits)
         return x, out
 
     for x, out in on_ranks(2, rank):
@@ -355,6 +361,7 @@ def test_a_step_with_infinity_or_nan_leaves_nothing_behind(codec, bad):
                 x[150] = bad
             slot.begin(x)
             plan.run(x, x)
+            slot.end(x, plan.waits)
             results.append(x)
         return results, slot.residual
 

@@ -70,24 +70,67 @@ def nothing_is_lost(count: int, steps: int) -> list[str]:
 
 
 def heals(count: int) -> list[str]:
-    """A step with NaN or infinity on one rank is seen on all of them, once, and leaves nothing behind."""
+    """A step with NaN or infinity on one rank is seen on all of them, once, and leaves all as it was."""
     import cupy
 
     comm, faults = fc.init(), []
     for name, momentum, residual in itertools.product(NAMES, (0.0, 0.9), (True, False)):
-        for bad in (np.nan, np.inf):
+        for bad, dtype in ((np.nan, np.float32), (np.inf, np.float16)):
             feedback = fc.compression.Feedback(name, momentum=momentum, residual=residual)
             slot, spoilt = slot_of(feedback, count), []
-            for step in range(5):
-                x = cupy.asarray(data(comm.rank, count, step))
+            for step in range(4):
+                x = cupy.asarray(data(comm.rank, count, step).astype(dtype))
                 if step == 2 and comm.rank == comm.size - 1:
                     x[count // 3] = bad
+                before = slot.state_dict()
                 comm.allreduce(x, "avg", compression=slot)
                 if not bool(cupy.isfinite(x).all()):
                     spoilt.append(step)
-            kept = [k for k in (slot.residual, slot.velocity) if k is not None]
-            if spoilt != [2] or not all(bool(cupy.isfinite(k).all()) for k in kept):
+                    changed = _changed(before, slot.state_dict())
+                    if changed:
+                        faults.append(f"{name}, momentum {momentum}, residual {residual}: {changed} changed")
+            if spoilt != [2]:
                 faults.append(f"{name}, momentum {momentum}, residual {residual}, {bad}: {spoilt}")
+    return faults
+
+
+def _changed(before: dict, after: dict) -> list[str]:
+    """The entries that are not the same in two states, but for the count of calls."""
+    names = (before.keys() | after.keys()) - {"step"}
+    return [n for n in names if n not in before or n not in after or not np.array_equal(before[n], after[n])]
+
+
+def replayed(count: int) -> list[str]:
+    """Calls of a graph, others between them, and spoilt ones end with the bits of plain calls."""
+    import cupy
+
+    comm, faults = fc.init(), []
+    stream = cupy.cuda.Stream(non_blocking=True)
+    for name in ("int8", "fp16"):
+        ends = []
+        for with_graph in (False, True):
+            slot = fc.compression.Feedback(name, momentum=0.5)["x"]
+            x, graph = cupy.empty(count, cupy.float32), None
+            with stream:
+                for step in range(8):
+                    x.set(data(comm.rank, count, step))
+                    if step in (3, 5) and comm.rank == 0:
+                        x[7] = np.nan
+                    if with_graph and step == 2:
+                        stream.begin_capture()
+                        comm.allreduce(x, "avg", compression=slot)
+                        graph = stream.end_capture()
+                    if graph is not None and step != 4:
+                        graph.launch(stream)
+                    else:
+                        comm.allreduce(x, "avg", compression=slot)
+                    stream.synchronize()
+                    if bool(cupy.isfinite(x).all()) != (step not in (3, 5)):
+                        faults.append(f"{name}, graph {with_graph}: step {step}")
+                ends.append([x.get(), slot.state_dict()["residual"], slot.state_dict()["velocity"]])
+        for number, (plain, again) in enumerate(zip(*ends, strict=True)):
+            if not np.array_equal(plain, again):
+                faults.append(f"{name}: array {number} differs")
     return faults
 
 

@@ -105,6 +105,33 @@ def continued() -> list[str]:
     return faults
 
 
+def spoilt() -> list[str]:
+    """NaN in one gradient takes the step back in all buckets; the gaps of a message keep none of it."""
+    import cupy
+
+    comm, faults = fc.init(), []
+    for codec in ("int8", "randomk", "powersgd"):
+        gradients = [cupy.empty(shape, cupy.float32) for shape in ((50, 101), (333, 3), (33,), (9, 11))]
+        feedback = fc.compression.Feedback(codec, momentum=0.5)
+        with fc.GradientSynchronizer(comm, gradients, 20_000, compression=feedback) as sync:
+            for step in range(6):
+                before = feedback.state_dict()
+                for i, gradient in enumerate(gradients):
+                    gradient[...] = _values(cupy, comm.rank, step, i, gradient.size).reshape(gradient.shape)
+                    if step == 3 and i == 2 and comm.rank == 0:
+                        gradient[5] = cupy.nan
+                    sync.ready(i)
+                sync.wait()
+                after = feedback.state_dict()
+                changed = [
+                    n for n in after if not np.array_equal(after[n], before.get(n)) and ".step" not in n
+                ]
+                finite = all(bool(cupy.isfinite(g).all()) for g in gradients)
+                if finite != (step != 3) or (changed != []) != (step != 3):
+                    faults.append(f"{codec}, step {step}: finite {finite}, changed {changed}")
+    return faults
+
+
 def leaves_early() -> list[str]:
     """Who leaves the loop over what is reduced has all results all the same."""
     import cupy

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from flagcx.compression import Cast, Quantized, TopK
-from flagcx.compression.codec import Scratch, clear_nonfinite
+from flagcx.compression.codec import Scratch
+from flagcx.compression.device import look_on_device, settle_on_device
 from flagcx.compression.select import largest, select
 from tests.gpu import compression_jobs as jobs
 from tests.gpu.conftest import SIZES
@@ -56,24 +57,34 @@ def test_blocks_with_infinity_or_nan(codec):
     assert np.isnan(back[:2]).all() and (back[2] == 1).all()
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_what_is_no_number_is_cleared_also_by_a_graph(dtype):
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_what_is_no_number_is_found_also_by_a_graph(dtype):
     import cupy
 
-    x = cupy.arange(1000, dtype=dtype)
+    x, flag = cupy.arange(1000, dtype=dtype), cupy.zeros(1, np.int32)
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
-        clear_nonfinite(x)  # compiles
+        look_on_device(x, flag)  # compiles
         stream.begin_capture()
-        clear_nonfinite(x)
+        flag.fill(0)
+        look_on_device(x, flag)
         graph = stream.end_capture()
-        for bad in (np.nan, np.inf, -np.inf):
-            x[[3, 999]] = bad
+        for bad in (np.nan, np.inf, -np.inf, 7):
+            x[999] = bad
             graph.launch(stream)
             stream.synchronize()
-            want = np.arange(1000, dtype=dtype)
-            want[[3, 999]] = 0
-            np.testing.assert_array_equal(x.get(), want)
+            assert int(flag[0]) == (bad != 7)
+
+
+@pytest.mark.parametrize("count", [1, 1000, 3_000_001])
+def test_a_step_is_taken_back_where_a_flag_says_so(count):
+    import cupy
+
+    for spoilt, same in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        now, before = cupy.arange(count, dtype=np.float32), cupy.full(count, -1, np.float32)
+        settle_on_device(now, before, cupy.asarray([spoilt], np.int32), same)
+        assert bool((now == (-1 if spoilt else cupy.arange(count, dtype=np.float32))).all())
+        assert bool((before == (now if same else -1)).all())
 
 
 def test_selections_are_those_of_numpy():
@@ -107,6 +118,10 @@ def test_with_feedback_nothing_is_lost(ranks):
 @pytest.mark.parametrize("size", [n for n in SIZES if n in (2, 3)])
 def test_a_spoilt_step_is_seen_once_and_leaves_nothing_behind(ranks, size):
     assert faults_of(ranks(size, jobs.heals, 5003)) == ""
+
+
+def test_steps_of_a_graph_go_on_from_each_other_and_are_taken_back(ranks):
+    assert faults_of(ranks(2, jobs.replayed, 5003)) == ""
 
 
 def test_feedback_that_was_saved_goes_on_with_the_same_bits(ranks):

@@ -26,6 +26,10 @@ def test_a_synchronizer_goes_on_from_its_state_with_the_same_bits(ranks):
     assert faults_of(ranks(2, jobs.continued)) == ""
 
 
+def test_a_spoilt_gradient_takes_the_step_back_in_all_buckets(ranks):
+    assert faults_of(ranks(2, jobs.spoilt)) == ""
+
+
 def test_a_bucket_does_not_wait_for_the_computation_behind_it(ranks):
     assert faults_of(ranks(2, jobs.overlaps, 6)) == ""
 

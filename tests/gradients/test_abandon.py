@@ -72,6 +72,38 @@ def test_a_step_that_all_ranks_abandon_is_followed_by_others(overlap, compressio
     run_ranks(_abandoned, 3, overlap, compression, by_exception)
 
 
+def _left_as_it_was(overlap: bool) -> list[str]:
+    """Error feedback after a step in which one gradient has NaN on one rank, or that is left early."""
+    comm, faults = fc.init(timeout_s=20), []
+    gradients = make(comm)
+    for codec in ("int8", "topk", "powersgd"):
+        feedback = fc.compression.Feedback(codec, momentum=0.5)
+        with fc.GradientSynchronizer(comm, gradients, 5000, compression=feedback, overlap=overlap) as sync:
+            for step in range(6):
+                before = feedback.state_dict()
+                for number, (name, gradient) in enumerate(gradients.items()):
+                    gradient[...] = np.random.default_rng([comm.rank, step, number]).standard_normal(
+                        gradient.shape
+                    )
+                    if step == 2 and name == "c" and comm.rank == 1:
+                        gradient[7] = np.nan
+                    if step != 4 or number < 2 + comm.rank:
+                        sync.ready(name)
+                sync.abandon() if step == 4 else sync.wait()
+                after = feedback.state_dict()
+                same = before.keys() == after.keys() and all(
+                    np.array_equal(before[n], after[n]) for n in before
+                )
+                if same != (step in (2, 4)):
+                    faults.append(f"{codec}, step {step}: {'the same' if same else 'something is left'}")
+    return faults
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_steps_that_are_spoilt_or_left_leave_error_feedback_as_it_was(overlap):
+    assert run_ranks(_left_as_it_was, 2, overlap) == [[], []]
+
+
 ALONE = """
 comm = fc.init(timeout_s=30, explain_wait_s=1)
 g = {name: np.ones(1000) for name in "ab"}

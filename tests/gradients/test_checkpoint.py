@@ -80,13 +80,17 @@ def _misfits() -> list[str]:
     gradients = [np.zeros((3, 4), np.float32), np.zeros(5, np.float32)]
     state = fc.GradientSynchronizer(comm, gradients, compression="int8").state_dict()
     dense = fc.GradientSynchronizer(comm, gradients)
+    begun = dense.state_dict()
+    again = fc.GradientSynchronizer(comm, gradients)
     dense.ready(0)
     for call in (
-        lambda: dense.load_state_dict(dense.state_dict()),
+        lambda: dense.load_state_dict(begun),
+        lambda: dense.state_dict(),
         lambda: fc.GradientSynchronizer(comm, gradients).load_state_dict(state),
         lambda: fc.GradientSynchronizer(comm, gradients[:1], compression="int8").load_state_dict(state),
         lambda: fc.GradientSynchronizer(comm, gradients, compression="int4").load_state_dict(state),
         lambda: fc.GradientSynchronizer(comm, gradients, compression="int8").load_state_dict({}),
+        lambda: again.load_state_dict({name: begun[name] for name in begun if name != "order"}),
     ):
         with pytest.raises(fc.ArgumentError) as caught:
             call()
@@ -99,10 +103,12 @@ def _misfits() -> list[str]:
 def test_states_that_do_not_fit_say_why():
     expected = (
         "sync.load_state_dict() in the middle of a step; call sync.wait() before",
+        "sync.state_dict() in the middle of a step; call sync.wait() before",
         "is one of a GradientSynchronizer with error feedback, and this one has none; make it with the same",
         'the state is one of a GradientSynchronizer with gradients "0 of shape (3, 4) and dtype float32;',
         "the state is one of a Feedback with codec \"Quantized(name='int8', block=256)\", and this one has",
         "this is no state of a GradientSynchronizer: it has no entry 'version'",
+        "the state of a GradientSynchronizer has lost the entries order; give all that state_dict() gave",
     )
     for said in run_ranks(_misfits, 2):
         for text, part in zip(said, expected, strict=True):

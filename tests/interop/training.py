@@ -7,6 +7,7 @@ import itertools
 import warnings
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -99,16 +100,23 @@ def hooks(group: Any, rank: int, size: int) -> Faults:
 
 
 def scaled(group: Any, rank: int, size: int) -> Faults:
-    """A GradScaler's skipped step is skipped on all ranks, once, whatever the codec remembers."""
+    """A GradScaler's skipped step is skipped on all ranks, once, and leaves all that the codec remembers.
+
+    In step 4 all gradients are infinite on one rank, in step 8 those of one bucket.
+    """
     faults = []
     for codec, momentum in itertools.product(("fp16", "int8", "topk", "randomk", "powersgd"), (0.0, 0.9)):
         model = DistributedDataParallel(network(), bucket_cap_mb=0.01)
-        model.register_comm_hook(None, ddp_hook(compression=codec, momentum=momentum))
+        hook = ddp_hook(compression=codec, momentum=momentum)
+        model.register_comm_hook(None, hook)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         scaler, skipped = torch.amp.GradScaler("cpu", init_scale=256.0), []
         for step in range(12):
             x, y = batch(rank, step)
             loss = torch.nn.functional.cross_entropy(model(x), y)
+            kept, spoils = hook.state_dict(), None
+            if step == 8 and rank == 0:
+                spoils = model.module[-1].bias.register_hook(lambda grad: grad / 0)
             optimizer.zero_grad()
             scaler.scale(loss * (float("inf") if step == 4 and rank == size - 1 else 1)).backward()
             before = [p.detach().clone() for p in model.parameters()]
@@ -116,7 +124,12 @@ def scaled(group: Any, rank: int, size: int) -> Faults:
             scaler.update()
             if all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)):
                 skipped.append(step)
-        if skipped != [4] or scaler.get_scale() != 128.0:
+                after = hook.state_dict()
+                if kept.keys() != after.keys() or not all(np.array_equal(kept[k], after[k]) for k in kept):
+                    faults.append(f"{codec} with momentum {momentum}: step {step} left something behind")
+            if spoils is not None:
+                spoils.remove()
+        if skipped != [4, 8] or scaler.get_scale() != 64.0:
             faults.append(f"{codec} with momentum {momentum}: skipped {skipped}")
     return faults
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from flagcx.compression import Feedback, Quantized, two_step
+from flagcx.compression.carried import Carried
 from flagcx.compression.codec import Scratch
 from flagcx.compression.device import StripeKernels
 from flagcx.compression.stripes import FusedStripes, LoopedStripes
@@ -160,9 +161,7 @@ def test_all_stripes_in_one_kernel_are_those_of_the_loops(libraries, name, feedb
     before = [np.arange(count, dtype=np.float32) / (q + 3 * count) for q in range(size)]
     ends = []
     for fused in (False, True):
-        kept = [
-            np.arange(count, dtype=np.float32) / (q + 3 * count) if feedback else None for q in range(size)
-        ]
+        kept = [Carried(np.full_like(b, np.nan), b.copy()) if feedback else None for b in before]
         coded = [np.zeros(size * nbytes, np.uint8) for _ in range(size)]
         gathered, result = np.zeros(size * nbytes, np.uint8), np.zeros(count, np.float32)
         ranks = []
@@ -176,7 +175,7 @@ def test_all_stripes_in_one_kernel_are_those_of_the_loops(libraries, name, feedb
             arrived = np.concatenate([other[q * nbytes : (q + 1) * nbytes] for other in coded])
             made.reduce(piece, arrived, numbers[q], kept[q], gathered[q * nbytes : (q + 1) * nbytes])
         ranks[0].decode(piece, gathered, result)
-        ends.append([result, gathered, *coded, *(kept if feedback else [])])
+        ends.append([result, gathered, *coded, *(array for k in kept if k for array in (k.now, k.before))])
     for looped, fused in zip(*ends, strict=True):
         np.testing.assert_array_equal(fused, looped)
     exact = factor * np.sum(numbers + (before if feedback else []), axis=0, dtype=np.float64)
@@ -189,7 +188,10 @@ def test_all_stripes_in_one_kernel_are_those_of_the_loops(libraries, name, feedb
 def test_a_gpu_takes_piece_after_piece_and_ends_with_the_bits_of_the_host(
     libraries, monkeypatch, name, size, momentum
 ):
-    """Also after a step with infinity and NaN, in stripes that other ranks own and in the rank's own."""
+    """Also after a step with infinity and NaN, in stripes that other ranks own and in the rank's own.
+
+    The last kernel flags it.
+    """
     codec, count = Quantized(name, 32), 20_003
     kernels = HostKernels(name, 32, libraries)
     monkeypatch.setattr(Quantized, "kernels", lambda self: kernels)
@@ -207,7 +209,11 @@ def test_a_gpu_takes_piece_after_piece_and_ends_with_the_bits_of_the_host(
                 x[:2] = np.inf, np.nan
                 x[[count // 2, -1]] = np.nan, -np.inf
             slot.begin(x)
+            slot.flag = np.zeros(1, np.int32)
             plan.run(x, x)
+            assert plan.waits != device and slot.flag[0] == (device and step == 1)
+            slot.flag = None
+            slot.end(x)
             results.append(x)
         return [*results, slot.residual if slot.velocity is None else slot.residual + slot.velocity]
 

@@ -51,7 +51,7 @@ def test_a_short_training_runs(tmp_path, task):
     if task == "cnn":
         pytest.importorskip("torch", reason="the network is torch's")
     path = tmp_path / "rows.jsonl"
-    options = ["--steps", "60", "--ranks", "2", "--seeds", "2", "--codecs", "int8,int4+"]
+    options = ["--steps", "20", "--ranks", "2", "--seeds", "2", "--codecs", "int8,int4+"]
     assert convergence.main(["--tasks", task, *options, "--json", str(path)]) == 0
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [r["codec"] for r in rows] == ["dense", "int8", "int4+"]

@@ -333,7 +333,7 @@ def test_on_one_host_the_key_of_an_address_given_by_the_user_is_random_and_priva
         mpirun_environment(rank, 2, job, directory, FLAGCX_STORE_ADDRESS=address) for rank in range(2)
     ]
     with spawned(EXCHANGE, environs[0]) as (zero,):
-        wait_until(lambda: files(directory) != [])
+        wait_until(lambda: any(path.stat().st_size for path in files(directory)))
         (path,) = files(directory)
         told = json.loads(path.read_text())
         assert (told["address"], len(told["key"]), stat.S_IMODE(path.stat().st_mode)) == (address, 64, 0o600)

@@ -44,8 +44,14 @@ def some_kernels() -> list[tuple[DType, ReduceOp]]:
     ("architecture", "kernels"),
     [
         pytest.param("sm_90", some_kernels(), id="sm_90-some"),
-        pytest.param("sm_80", KERNELS, id="sm_80", marks=pytest.mark.exhaustive),
-        pytest.param("sm_90", KERNELS, id="sm_90", marks=pytest.mark.exhaustive),
+        pytest.param(
+            "sm_90",
+            [kernel for kernel in KERNELS if kernel not in some_kernels()],
+            id="sm_90-others",
+            marks=pytest.mark.exhaustive,
+        ),
+        # The text is the same for every architecture: only what NVIDIA's headers make of a dtype differs.
+        pytest.param("sm_80", some_kernels(), id="sm_80-some", marks=pytest.mark.exhaustive),
     ],
 )
 def test_every_kernel_compiles_without_a_warning(architecture, kernels):

@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from tests.bootstrap.forked import end_server
+from tests.leftovers import check_nothing_is_left
 from tests.ranks import end_ranks
+
+PROCESSES = 2
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run what is marked exhaustive too")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads it
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Two processes share a run of all tests, which wait more than they compute; ``-n 0``: one."""
+    given = getattr(config.option, "numprocesses", 0)  # 0 without pytest-xdist too
+    whole = config.args_source is config.ArgsSource.TESTPATHS
+    watched = config.option.usepdb or config.option.capture == "no"
+    in_worker = hasattr(config, "workerinput")
+    if given is None and whole and not watched and not in_worker and not os.path.exists("/dev/nvidiactl"):
+        config.option.numprocesses, config.option.dist = PROCESSES, "worksteal"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -26,15 +44,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True, scope="session")
 def _as_on_a_fresh_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Algorithms are chosen by rule, whatever ``flagcx tune`` has left for this user; no record is left."""
-    with pytest.MonkeyPatch.context() as patch:
+    """Algorithms are chosen by rule, whatever ``flagcx tune`` has left for this user; nothing is left behind.
+
+    All that tests start has a directory of this run for its temporary files, and for the shared memory of
+    Open MPI, which leaves the segments of ranks that were killed. The processes that ``run_ranks`` starts
+    serve all tests. At the end no other process may live, and no file be left.
+    """
+    state = tmp_path_factory.mktemp("state")
+    with tempfile.TemporaryDirectory(prefix="fx") as place, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", place)
+        for name in ("TMPDIR", "OMPI_MCA_btl_sm_backing_directory"):
+            patch.setenv(name, place)
         patch.setenv("FLAGCX_TUNING", "0")
-        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        patch.setenv("XDG_STATE_HOME", str(state))
         yield
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _started_ranks() -> Iterator[None]:
-    """The processes that ``run_ranks`` starts serve all tests of the session."""
-    yield
-    end_ranks()
+        end_ranks()
+        end_server()
+        check_nothing_is_left(Path(place))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from flagcx.bootstrap.store import StoreServer
+from tests.bootstrap.forked import Forked
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -41,7 +41,7 @@ def bare_environment(**changes: str) -> dict[str, str]:
     """This process's environment without any launcher's variables."""
     prefixes = (
         "FLAGCX_",
-        "OMPI_",
+        "OMPI_COMM_",
         "PMI",
         "SLURM_",
         "TORCHELASTIC_",
@@ -82,19 +82,7 @@ def mpirun_environment(rank: int, size: int, job: str, directory: Path, **change
 @contextmanager
 def spawned(body: str, *environs: Mapping[str, str]) -> Iterator[list[subprocess.Popen]]:
     """Starts a process for each environment, and kills at the end what is left."""
-    processes = [
-        subprocess.Popen(
-            # Python 3.12 warns of a fork beside threads, which is just what one test is about.
-            [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program(body)],
-            start_new_session=True,
-            env=dict(environ),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for environ in environs
-    ]
+    processes = [Forked(program(body), environ) for environ in environs]
     try:
         yield processes
     finally:

@@ -62,6 +62,8 @@ class Runner:
             return None
         program = [sys.executable, "-m", "tests.faults.rank", json.dumps(plan), str(directory)]
         options = ("--with-ft", "ulfm", "-x", _MARK, "-x", "FLAGCX_TRANSPORT", "-x", "FLAGCX_RECORD")
+        # Open MPI leaves the segments of ranks that are killed.
+        options += ("--mca", "btl_sm_backing_directory", str(directory))
         if self.hosts is not None and plan.transport == "MPI, two hosts":
             command = mpirun_line(self.hosts, plan.size // 2, program, directory, options)
         else:

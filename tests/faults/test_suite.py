@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +17,12 @@ from tests.faults.plan import FAULTS, IN_MPI, Plan, draw
 from tests.faults.verdict import Verdict, judge
 
 
-def inject(*arguments: str, timeout_s: float) -> str:
-    """What the command prints; fails if it has found anything."""
+def inject(logs: Path, *arguments: str, timeout_s: float) -> str:
+    """What the command prints; fails if it has found anything. ``logs``: where it keeps those of bad jobs."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.faults", *arguments],
         cwd=REPOSITORY,
+        env=os.environ | {"TMPDIR": str(logs)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -30,16 +33,16 @@ def inject(*arguments: str, timeout_s: float) -> str:
 
 
 @pytest.mark.slow
-def test_a_few_faults():
-    inject("--faults", "24", "--transport", "shared memory", "--transport", "threads", timeout_s=240)
+def test_a_few_faults(tmp_path):
+    inject(
+        tmp_path, "--faults", "24", "--transport", "shared memory", "--transport", "threads", timeout_s=240
+    )
 
 
 @pytest.mark.exhaustive
-def test_more_faults():
+def test_more_faults(tmp_path):
     transports = [word for name in ("shared memory", "threads", "MPI") for word in ("--transport", name)]
-    inject(
-        "--faults", "80", "--seed", "5000", "--at-once", "8", "--seconds", "40", *transports, timeout_s=300
-    )
+    inject(tmp_path, "--faults", "50", "--seed", "5000", "--at-once", "8", *transports, timeout_s=300)
 
 
 @pytest.mark.parametrize("transport", list(FAULTS))

@@ -1,0 +1,44 @@
+"""What a run of tests may not leave behind: processes, and files."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from pathlib import Path
+
+OF_OPEN_MPI = ("sm_segment.", "prte.", "prterun", "pmix", "ompi.")
+"""How the names of the files begin that Open MPI leaves when its processes are killed."""
+_END_S = 10.0
+
+
+def check_nothing_is_left(place: Path) -> None:
+    """Fails if a process that was started with ``place`` in its environment lives, or files are left there.
+
+    Args:
+        place: The directory for temporary files that all processes of the run were given.
+    """
+    deadline = time.monotonic() + _END_S
+    while (processes := _processes(place)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    files = [path for path in place.iterdir() if not path.name.startswith(OF_OPEN_MPI) and _holds(path)]
+    assert not processes, f"the tests have left processes: {processes}"
+    assert not files, f"the tests have left files: {sorted(path.name for path in files)}"
+
+
+def _holds(path: Path) -> bool:
+    """Whether a path is more than the empty directory in which ranks of a user meet."""
+    return not (path.is_dir() and path.name == f"flagcx-{os.getuid()}" and not any(path.iterdir()))
+
+
+def _processes(place: Path) -> dict[int, str]:
+    """The other processes that have ``place`` in their environment, by their command lines."""
+    mark, found = os.fsencode(place), {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal() and int(folder.name) != os.getpid():
+            with contextlib.suppress(OSError):
+                if mark in (folder / "environ").read_bytes():
+                    line = (folder / "cmdline").read_bytes().replace(b"\0", b" ")
+                    if b"multiprocessing.resource_tracker" not in line:  # of this process; ends with it
+                        found[int(folder.name)] = line.decode(errors="replace")[:200]
+    return found

@@ -115,17 +115,17 @@ class Bench:
         with self.stream:
             call()
         self.stream.synchronize()
+        last = comm.profiler.records()[-1].operation
         right = True
         if result is not None and (comm.rank == 0 or name not in ("reduce", "gather", "gatherv")):
             total = float(result.sum(dtype=self.cupy.float64))
             right = abs(total - want) <= 1e-6 * abs(want)
         calls = 20 if nbytes <= 4 << 20 else 4
         times = self.replayed(call, calls)
-        last = comm.profiler.records()[-1].operation if name != "barrier" else None
         quartiles = statistics.quantiles(times, n=4)
         return {
             "collective": name, "ranks": comm.size, "nbytes": nbytes, "algorithm": algorithm or "chosen",
-            "ran": f"{last.algorithm} {last.protocol}".strip() if last else "",
+            "ran": f"{last.algorithm} {last.protocol}".strip(),
             "time_us": round(quartiles[1], 2),
             "quartiles_us": [round(q, 2) for q in (quartiles[0], quartiles[2])],
             "right": all(comm.allgather_object(right)), "calls": calls, "replays": self.replays,

@@ -144,13 +144,13 @@ class PeerLayout:
 
     @property
     def channels(self) -> int:
-        """Channels of each pair of ranks for collectives: all pairs of a rank have its blocks."""
-        return max(self.blocks // max(self.ranks - 1, 1), 1)
+        """Channels of each pair of ranks for collectives: where there are several pairs, twice the blocks."""
+        return self.blocks if self.ranks <= 2 else -(-2 * self.blocks // (self.ranks - 1))
 
     @property
     def pair_channels(self) -> int:
         """Channels of each pair of ranks for sends and receives."""
-        return min(self.blocks, _PAIR_CHANNELS)
+        return min(self.blocks, _PAIR_CHANNELS if self.ranks > 4 else 2 * _PAIR_CHANNELS)
 
     @property
     def boxes(self) -> int:
@@ -165,7 +165,7 @@ class PeerLayout:
     @property
     def small_packs(self) -> int:
         """Most packs of a message that go through one channel as packets."""
-        return 512
+        return 1024
 
     @property
     def packs_each(self) -> int:

@@ -15,9 +15,10 @@ decides over how many, and whether it goes
 
 With each message goes its size, so that a receiver that expects another one says so.
 
-Each channel of each pair counts its own calls and chunks, so the ranks of a pair need no third one, and a
-block of threads may have any number of channels, one after the other: as each begins with the lowest, the
-lowest channel that is not done can always go on.
+Each channel of each pair counts its own calls and chunks, so the ranks of a pair need no third one. A block
+of threads has some channels of some jobs, one after the other, which evens out messages of different sizes.
+All blocks of all ranks go through theirs in one order, by channel and then by job, so the first of all that
+are not done can always go on.
 """
 
 from __future__ import annotations
@@ -65,9 +66,11 @@ class MoveArgs(ctypes.Structure):
         ("itemsize", ctypes.c_int32),
         ("rank", ctypes.c_int32),
         ("jobs", ctypes.c_int32),
-        ("spread", ctypes.c_int32),
+        ("own", ctypes.c_int32),
+        ("channels", ctypes.c_int32),
         ("first", ctypes.c_int32),
         ("most", ctypes.c_int32),
+        ("padding", ctypes.c_int32),
         ("job", Job * MOST_JOBS),
     )
 
@@ -118,10 +121,12 @@ struct Args {
   u64 sent_counts, taken_counts;  // elements to and from each rank, where the counts lie on the GPU; else 0
   i64 sendbuf_nbytes, recvbuf_nbytes;
   int itemsize, rank;
-  int jobs;    // how many there are
-  int spread;  // blocks of threads of a job
-  int first;   // the first channel of those of this kind of call, and how many a message may have
+  int jobs;      // how many there are
+  int own;       // whether one more follows, which this rank copies for itself
+  int channels;  // how many the largest message has, where that is known; else ``most``
+  int first;     // the first channel of those of this kind of call, and how many a message may have
   int most;
+  int padding;
   Job job[MOST_JOBS];
 };
 """
@@ -164,13 +169,14 @@ struct Cut {
 FLAGCX_DEVICE i64 over(i64 x, i64 y) { return (x + y - 1) / y; }
 FLAGCX_DEVICE i64 lesser(i64 x, i64 y) { return x < y ? x : y; }
 FLAGCX_DEVICE Cut cut_of(const Args& a, i64 nbytes) {
-  Cut cut = {over(nbytes, 16), 0, 0, 0};
+  Cut cut = {(nbytes + 15) >> 4, 0, 0, 0};
   if (nbytes < 0) return cut;
   if (nbytes == 0) {
     cut.channels = 1;
   } else if (nbytes <= MOST_SMALL && cut.packs <= (i64)a.most * SMALL_PACKS) {
-    cut.channels = (int)lesser(over(cut.packs, PACKS_EACH), a.most);
-    cut.each = (int)over(cut.packs, cut.channels);
+    const u32 packs = (u32)cut.packs, wanted = (packs + PACKS_EACH - 1) / PACKS_EACH;
+    cut.channels = wanted < (u32)a.most ? (int)wanted : a.most;
+    cut.each = (int)((packs + cut.channels - 1) / (u32)cut.channels);
   } else {
     cut.each = (int)lesser(over(cut.packs, (i64)a.most * 4 * WORK) * WORK, BOX_PACKS);
     cut.channels = (int)lesser(over(cut.packs, cut.each), a.most);
@@ -208,19 +214,32 @@ FLAGCX_DEVICE i64 first_of(const Cut& cut, int channel, u32 step) {
 FLAGCX_DEVICE int length_of(const Cut& cut, i64 first) {
   return (int)(cut.packs - first < cut.each ? (cut.packs - first < 0 ? 0 : cut.packs - first) : cut.each);
 }
-FLAGCX_DEVICE void work(const Args& a, const Job& job, const Way& w, Progress* progress, int t) {
+FLAGCX_DEVICE void copy_own(const Args& a, const Job& own, int t) {
+  const Bytes from = {(u8*)a.sendbuf + own.from, own.sends}, to = {(u8*)a.recvbuf + own.to, own.takes};
+  if (from.at == to.at) return;
+  const i64 packs = over(lesser(from.count, to.count), 16), stride = (i64)grid_size() * WORK;
+  for (i64 i = (i64)block_index() * WORK + t; i < packs; i += stride) save_pack(to, i, load_pack(from, i));
+}
+// ``own``: what this rank copies for itself while small messages are under way, or 0.
+FLAGCX_DEVICE void work(
+    const Args& a, const Job& job, const Way& w, Progress* progress, int t, const Job* own) {
   const int c = w.channel;
   const u32 gone = w.gone.sent_calls + 1, come = w.come.taken_calls + 1;
   const u32 out = w.sends ? w.out.steps : 0, in = w.takes ? w.in.steps : 0, lag = out && in ? LAG : 0;
   bool ok = true;
   if (w.sends && out == 0) {
-    ok = await_word(a, word_of(a, a.rank, AT_CALLS_TAKEN, c, job.target), gone - 2, job.target);
     const i64 first = first_of(w.out, c, 0);
-    const int length = ok ? length_of(w.out, first) : 0;
+    const int length = length_of(w.out, first);
+    uint4 v = uint4{0, 0, 0, 0};
+    if (t < length) v = load_pack(w.from, first + t);  // under way while the numbers are read
+    ok = await_word(a, word_of(a, a.rank, AT_CALLS_TAKEN, c, job.target), gone - 2, job.target);
     uint4* const slot = packets_of(a, job.target, c, gone, a.rank);
-    for (int i = t; i < length; i += WORK)
-      store_flagged(slot + i, SMALL_PACKS, load_pack(w.from, first + i), flag_of(gone));
+    for (int i = t; ok && i < length; i += WORK) {
+      if (i != t) v = load_pack(w.from, first + i);
+      store_flagged(slot + i, SMALL_PACKS, v, flag_of(gone));
+    }
   }
+  if (own) copy_own(a, *own, t);
   for (u32 i = 0; i < out || (in && i < in + lag); i++) {
     if (i < out) {
       const u32* const emptied = word_of(a, a.rank, AT_BOXES_TAKEN, c, job.target);
@@ -312,72 +331,79 @@ FLAGCX_DEVICE bool place_by(u64 counts_at, int rank, int itemsize, i64 nbytes, u
   *bytes = counts[rank] * itemsize;
   return fit && all * itemsize <= nbytes;
 }
-FLAGCX_DEVICE bool job_of(const Args& a, int number, Job* job) {
-  *job = a.job[number];
-  if (a.sent_counts == 0) return true;
+FLAGCX_DEVICE bool count(const Args& a, Job* job) {
   const bool sent = place_by(
       a.sent_counts, job->target, a.itemsize, a.sendbuf_nbytes, &job->from, &job->sends);
   return sent && place_by(
       a.taken_counts, job->source, a.itemsize, a.recvbuf_nbytes, &job->to, &job->takes);
 }
-FLAGCX_DEVICE void copy_own(const Bytes& from, const Bytes& to, int part, int parts, int t) {
-  if (from.at == to.at) return;
-  const i64 packs = over(lesser(from.count, to.count), 16);
-  for (i64 i = (i64)part * WORK + t; i < packs; i += (i64)parts * WORK) save_pack(to, i, load_pack(from, i));
-}
 // After a wait that timed out: see ``poison`` of the other kernels.
-FLAGCX_DEVICE void spoil(const Bytes& to, int part, int parts, int t) {
-  for (i64 i = (i64)part * WORK + t; i < over(to.count, 16); i += (i64)parts * WORK)
+FLAGCX_DEVICE void spoil(const Args& a, const Job& job, int t) {
+  const Bytes to = {(u8*)a.recvbuf + job.to, job.takes};
+  const i64 stride = (i64)grid_size() * WORK;
+  for (i64 i = (i64)block_index() * WORK + t; i < over(to.count, 16); i += stride)
     save_pack(to, i, uint4{~0u, ~0u, ~0u, ~0u});
 }
 FLAGCX_KERNEL(WORK + WARP, RESIDENT) flagcx_move(FLAGCX_PARAMETER Args a) {
   FLAGCX_SHARED(Progress, progress, 1);
-  FLAGCX_SHARED(Job, shared, 1);
-  FLAGCX_SHARED(u32, fits, 1);
-  const int t = thread_index(), lane = t % WARP, part = block_index() % a.spread;
+  FLAGCX_SHARED(Job, counted, RANKS);
+  FLAGCX_SHARED(u32, wrong, 1);
+  const int t = thread_index(), lane = t % WARP;
   const u32 dead = ((State*)(memory_of(a, a.rank) + AT_STATE))->dead;
-  for (int number = block_index() / a.spread; number < a.jobs; number += grid_size() / a.spread) {
-    if (t == 0) {
-      fits[0] = job_of(a, number, shared);
-      if (!fits[0] && !dead) give_up(a, TOO_MANY, a.rank);
+  const Job* jobs = a.job;
+  if (a.sent_counts) {
+    if (t == 0) wrong[0] = 0;
+    join_block();
+    for (int i = t; i < a.jobs + a.own; i += WORK + WARP) {
+      counted[i] = a.job[i];
+      if (!count(a, counted + i)) store_shared(wrong, 1u);
     }
     join_block();
-    const Job job = shared[0];
-    const bool fit = fits[0] != 0;
+    if (wrong[0]) {
+      if (t == 0 && !dead) give_up(a, TOO_MANY, a.rank);
+      return;
+    }
+    jobs = counted;
+  }
+  if (dead) {
+    for (int i = 0; i < a.jobs + a.own && t < WORK; i++) spoil(a, jobs[i], t);
+    return;
+  }
+  const Job* own = a.own ? jobs + a.jobs : 0;
+  for (int item = block_index(); item < a.jobs * a.channels; item += grid_size()) {
+    const int c = item / a.jobs;
+    const Job job = jobs[item - c * a.jobs];
     Way w;
+    w.channel = c;
+    w.out = cut_of(a, job.sends);
+    w.in = cut_of(a, job.takes);
+    w.sends = c < w.out.channels;
+    w.takes = c < w.in.channels;
+    if (!w.sends && !w.takes) continue;
     w.from = Bytes{(u8*)a.sendbuf + job.from, job.sends};
     w.to = Bytes{(u8*)a.recvbuf + job.to, job.takes};
-    if (dead && fit && t < WORK) spoil(w.to, part, a.spread, t);
-    if (!dead && fit && job.target == a.rank && job.source == a.rank) {
-      if (t < WORK) copy_own(w.from, w.to, part, a.spread, t);
-    } else if (!dead && fit) {
-      w.out = cut_of(a, job.sends);
-      w.in = cut_of(a, job.takes);
-      const int channels = w.out.channels > w.in.channels ? w.out.channels : w.in.channels;
-      for (int c = part; c < channels; c += a.spread) {
-        w.channel = c;
-        w.sends = c < w.out.channels;
-        w.takes = c < w.in.channels;
-        Pair* const gone = pair_of(a, c, w.sends ? job.target : a.rank);
-        Pair* const come = pair_of(a, c, w.takes ? job.source : a.rank);
-        w.gone = *gone;
-        w.come = *come;
-        if (t < (int)(sizeof(Progress) / 4)) ((u32*)progress)[t] = 0;
-        join_block();
-        if (t < WORK) work(a, job, w, progress, t);
-        else guide(a, job, w, progress, lane);
-        join_block();
-        if (t == 0 && w.sends) {
-          gone->sent = w.gone.sent + w.out.steps;
-          gone->sent_calls = w.gone.sent_calls + 1;
-        }
-        if (t == 0 && w.takes) {
-          come->taken = w.come.taken + w.in.steps;
-          come->taken_calls = w.come.taken_calls + 1;
-        }
-      }
+    Pair* const gone = pair_of(a, c, w.sends ? job.target : a.rank);
+    Pair* const come = pair_of(a, c, w.takes ? job.source : a.rank);
+    w.gone = *gone;
+    w.come = *come;
+    const bool chunks = w.out.steps || w.in.steps;
+    if (chunks) {
+      if (t < (int)(sizeof(Progress) / 4)) ((u32*)progress)[t] = 0;
+      join_block();
     }
+    if (t < WORK) work(a, job, w, progress, t, chunks ? 0 : own);
+    else guide(a, job, w, progress, lane);
+    if (!chunks) own = 0;
     join_block();
+    if (t == 0 && w.sends) {
+      gone->sent = w.gone.sent + w.out.steps;
+      gone->sent_calls = w.gone.sent_calls + 1;
+    }
+    if (t == 0 && w.takes) {
+      come->taken = w.come.taken + w.in.steps;
+      come->taken_calls = w.come.taken_calls + 1;
+    }
   }
+  if (own && t < WORK) copy_own(a, *own, t);
 }
 """

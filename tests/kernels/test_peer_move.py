@@ -53,16 +53,18 @@ class Messages:
         for q, memory in enumerate(self.host.memory):
             args.peer[q] = memory.ctypes.data
         args.control, args.limit_ns = self.host.words[rank].ctypes.data, self.host.limit_ns
-        args.rank, args.jobs = rank, len(jobs)
+        args.rank = rank
+        args.own = int(jobs[-1].target == jobs[-1].source)
+        args.jobs = len(jobs) - args.own
         args.first = layout.channels if pairs else 0
         args.most = layout.pair_channels if pairs else layout.channels
-        args.spread = int(self.random.integers(1, 4))
+        args.channels = args.most
         for i, job in enumerate(jobs):
             args.job[i] = job
         return args
 
     def launch(self, rank: int, args: MoveArgs) -> None:
-        grid = args.spread * int(self.random.integers(1, args.jobs + 1))
+        grid = int(self.random.integers(1, 7))
         self.made[rank].append(Launch(self.kernel, args, grid, WORK + WARP))
 
     def alltoall(self, on_gpu: bool) -> np.ndarray:
@@ -73,7 +75,7 @@ class Messages:
         for r in range(self.size):
             taken = self.array(int(sizes[:, r].sum()), False)
             jobs = []
-            for k in range(self.size):
+            for k in (*range(1, self.size), 0):
                 target, source = (r + k) % self.size, (r - k) % self.size
                 starts = int(sizes[r, :target].sum()), int(sizes[:source, r].sum())
                 jobs.append(Job(*starts, int(sizes[r, target]), int(sizes[source, r]), target, source))
@@ -200,15 +202,15 @@ MUTANTS = {
     "nobody waits for a box": ("await_word(a, filled, w.come.taken + j + 1, job.source)", "true"),
     "packets have one half": ("(call & 1)) * RANKS", "0) * RANKS"),
     "packets are sent again too soon": (
-        "gone - 2, job.target);\n    const i64",
-        "gone - 9, job.target);\n    const i64",
+        "gone - 2, job.target);\n    uint4*",
+        "gone - 9, job.target);\n    uint4*",
     ),
     "flags overtake warps": (
         "for (int w = lane; w < WARPS; w += WARP) {",
         "for (int w = lane; w < 1; w += WARP) {",
     ),
     "all channels count as one": ("(a.first + channel) * MOST_RANKS + peer", "a.first * MOST_RANKS + peer"),
-    "the end of a message is left out": ("over(nbytes, 16), 0", "(nbytes < 32 ? 1 : nbytes / 16), 0"),
+    "the end of a message is left out": ("(nbytes + 15) >> 4, 0", "(nbytes < 32 ? 1 : nbytes / 16), 0"),
 }
 
 

@@ -8,10 +8,10 @@ import pytest
 from flagcx.algorithms import build
 from flagcx.dtypes import dtype_of
 from flagcx.kernels.peer import PeerLayout
-from flagcx.kernels.peer_move import Job
+from flagcx.kernels.peer_move import Job, MoveArgs
 from flagcx.transport.base import Call
 from flagcx.transport.device_messages import Message
-from flagcx.transport.peer_memory.moves import channels_of, jobs_of, move_grid, rounds_of
+from flagcx.transport.peer_memory.moves import fill_jobs, jobs_of, rounds_of
 
 MANY = 1 << 16
 
@@ -69,8 +69,11 @@ def test_a_launch_of_jobs_fits_its_blocks(ranks, one_gpu):
     layout = PeerLayout(ranks, 12, one_gpu)
     for nbytes in (0, 1, 4096, MANY, 1 << 30):
         for many in (1, 2, ranks, 2 * ranks - 2):
-            jobs = [Job(0, 0, nbytes, -1, 0, 0)] * many
-            grid, spread = move_grid(layout, jobs, layout.pair_channels)
-            assert 1 <= spread <= layout.pair_channels and grid.blocks % spread == 0
-            assert spread <= grid.blocks <= min(layout.blocks, many * spread)
-        assert 1 <= channels_of(layout, nbytes, layout.channels) <= layout.channels
+            args = MoveArgs(rank=0)
+            jobs = [Job(0, 0, nbytes, -1, 1, 0)] * many + [Job(0, 0, nbytes, nbytes, 0, 0)]
+            grid = fill_jobs(args, layout, jobs, layout.pair_channels)
+            assert (args.jobs, args.own) == (many, 1)
+            assert 1 <= args.channels <= layout.pair_channels
+            assert grid.blocks == min(layout.blocks, many * args.channels)
+            fill_jobs(args, layout, jobs, layout.pair_channels, on_gpu=True)
+            assert args.channels == layout.pair_channels, "the largest is not known"

@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import Any
 
 from flagcx.kernels.peer import WARP, PeerLayout
-from flagcx.kernels.peer_move import MOST_JOBS, Job
+from flagcx.kernels.peer_move import MOST_JOBS, Job, MoveArgs
 from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.transport.base import Call
 from flagcx.transport.device_messages import Message
@@ -32,9 +32,12 @@ def counted_on_gpu(call: Call) -> bool:
 
 
 def jobs_of(call: Call) -> list[Job]:
-    """What a rank sends and receives in a collective: to the k-th rank after it, from the k-th before it."""
+    """What a rank sends and receives in a collective: to the k-th rank after it, from the k-th before it.
+
+    What it has for itself comes last.
+    """
     rank, size, root = call.rank, call.schedule.size, call.schedule.root
-    pairs = [((rank + k) % size, (rank - k) % size) for k in range(size)]
+    pairs = [((rank + k) % size, (rank - k) % size) for k in (*range(1, size), 0)]
     if counted_on_gpu(call):
         return [Job(0, 0, 0, 0, *pair) for pair in pairs]
     kind, itemsize = COLLECTIVES[call.schedule.collective], call.dtype.numpy.itemsize
@@ -90,20 +93,26 @@ def rounds_of(rank: int, size: int, messages: Sequence[Message]) -> Iterator[lis
             ]
 
 
-def move_grid(layout: PeerLayout, jobs: Sequence[Job], most: int, on_gpu: bool = False) -> tuple[Grid, int]:
-    """The grid of a launch, and its blocks of threads for each job.
+def fill_jobs(
+    args: MoveArgs, layout: PeerLayout, jobs: Sequence[Job], most: int, on_gpu: bool = False
+) -> Grid:
+    """Enters jobs in the arguments of a launch, and returns its grid.
 
     Args:
+        args: The arguments, with the rank.
         layout: The memory.
-        jobs: The jobs.
+        jobs: The jobs; what a rank has for itself comes last.
         most: Channels that a message may have.
-        on_gpu: Whether the sizes are known on the GPU alone.
+        on_gpu: Whether sizes are known on the GPU alone.
     """
+    last = jobs[-1]
+    args.own = last.target == last.source == args.rank
+    args.jobs, args.most = len(jobs) - args.own, most
+    for i, job in enumerate(jobs):
+        args.job[i] = job
     largest = max(max(job.sends, job.takes) for job in jobs)
-    wanted = most if on_gpu else channels_of(layout, largest, most)
-    spread = max(min(wanted, layout.blocks // len(jobs)), 1)
-    blocks = min(layout.blocks // spread, len(jobs)) * spread
-    return Grid(blocks, layout.shape.work + WARP, 0, 0, 1), spread
+    args.channels = most if on_gpu else channels_of(layout, largest, most)
+    return Grid(min(layout.blocks, max(args.jobs * args.channels, 1)), layout.shape.work + WARP, 0, 0, 1)
 
 
 def channels_of(layout: PeerLayout, nbytes: int, most: int) -> int:

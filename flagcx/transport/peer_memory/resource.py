@@ -34,9 +34,9 @@ from flagcx.transport.peer_memory.moves import (
     ALWAYS_MOVED,
     CountedPlan,
     counted_on_gpu,
+    fill_jobs,
     is_moved,
     jobs_of,
-    move_grid,
     rounds_of,
 )
 from flagcx.transport.peer_memory.plans import PeerPlan
@@ -232,11 +232,7 @@ class PeerMemory:
         for q, at in enumerate(self._region.at):
             args.peer[q] = at
         args.control, args.limit_ns, args.rank = self._region.control_at, self._limit_ns, self.rank
-        grid, args.spread = move_grid(self.layout, jobs, most, on_gpu)
-        args.most, args.jobs = most, len(jobs)
-        for i, job in enumerate(jobs):
-            args.job[i] = job
-        return args, grid
+        return args, fill_jobs(args, self.layout, jobs, most, on_gpu)
 
     def transfer(self, messages: Sequence[Message], stream: Any) -> None:
         """Enqueues sends and receives, all at once, on a stream that the communicator's order has entered."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,9 +59,12 @@ class FlagcxProcessGroup(ProcessGroup):
         super().__init__(original.rank(), original.size())
         self.original, self.config = original, config
         self._store, self._name = store, name or original.name()
+        self._told: set[str] = set()
+        # Nothing here refers to the group in a circle: it must end where its last user drops it, and the
+        # threads of its backends with it. One that outlives the interpreter may abort the process.
+        self._tell = partial(_tell, self._told, original.group_name)
         self.membership = Membership(store, original.rank(), original.size(), config, self._tell)
         self._is_routed = False
-        self._told: set[str] = set()
         self._block: list[Any] | None = None
         self._block_device: Any = None
         self._originals_block = False
@@ -123,10 +127,6 @@ class FlagcxProcessGroup(ProcessGroup):
         if not hasattr(ProcessGroup, name):
             name = _BEFORE[name]
         return getattr(self.original, name)(*args)
-
-    def _tell(self, what: str) -> None:
-        self._told.add(what)
-        logger.debug("process group %s: torch's own backend serves %s", self.group_name, what)
 
     # -- collectives ------------------------------------------------------------------------------
 
@@ -376,3 +376,9 @@ class FlagcxProcessGroup(ProcessGroup):
         self.leave()
         c10d._world.pg_group_ranks.pop(self.original, None)
         self.original.shutdown()
+
+
+def _tell(told: set[str], group_name: str, what: str) -> None:
+    """Logs that torch's own backend serves a kind of call."""
+    told.add(what)
+    logger.debug("process group %s: torch's own backend serves %s", group_name, what)

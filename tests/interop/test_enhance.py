@@ -110,6 +110,25 @@ def test_a_lone_rank_enhances_and_restores():
 
 
 @pytest.mark.slow
+def test_both_groups_end_with_their_last_user():
+    """Threads of a backend that outlives the interpreter may end the process with an abort."""
+    out = _run(
+        LONE + "import gc, weakref\n"
+        "gc.collect(); gc.disable()\n"
+        "for restores in (True, False):\n"
+        "    plain = weakref.ref(dist.group.WORLD)\n"
+        "    made = weakref.ref(fc.enhance_process_group())\n"
+        "    work = dist.all_reduce(torch.arange(3.), async_op=True); work.wait(); del work\n"
+        "    if restores:\n"
+        "        fc.restore_process_group()\n"
+        "        assert made() is None\n"
+        "dist.destroy_process_group()\n"
+        "print(plain(), made())\n"
+    )
+    assert "None None" in out
+
+
+@pytest.mark.slow
 def test_the_time_out_is_the_groups_own():
     out = _run(
         "import datetime\n"

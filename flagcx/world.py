@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import logging
 import os
 import sys
@@ -16,6 +17,7 @@ from functools import lru_cache, partial
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
+from flagcx.bootstrap.mpi_process import MPI_PROCESS
 from flagcx.bootstrap.thread_rank import thread_rank
 from flagcx.communicator import Communicator
 from flagcx.config import Config, environment, unknown_settings
@@ -24,7 +26,9 @@ from flagcx.errors import (
     CommunicationError,
     CommunicatorError,
     FlagcxError,
+    PeerDiedError,
     PeerTimeoutError,
+    ResourceError,
 )
 from flagcx.forks import abandon_in_children
 
@@ -63,6 +67,9 @@ class _World:
         """Closes the communicator as the process ends; after an error the exit code is 1."""
         if self.page is not None:
             self.page.record_uncaught()
+        comm = self.current()
+        kinds = {PeerDiedError} if comm is None else comm.broken_by()  # None: fc.init() has failed
+        lost = hasattr(sys, "last_value") or not kinds.isdisjoint({PeerDiedError, PeerTimeoutError})
         try:
             self.close()
         except FlagcxError as error:
@@ -70,6 +77,7 @@ class _World:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)  # an exception raised here would not change the exit code
+        MPI_PROCESS.leave(lost)
 
 
 _WORLD = _World()
@@ -264,6 +272,20 @@ def _join(config: Config, environ: Mapping[str, str]) -> Communicator:
         except _LostWhileJoining as lost:
             if time.monotonic() >= deadline:
                 raise lost.error from None
+        except (OSError, RuntimeError) as error:
+            if not isinstance(error, FlagcxError) and _is_exhausted(error):
+                raise ResourceError(
+                    f"fc.init() has no room left in this process ({error}); allow it more descriptors "
+                    f"(ulimit -n), threads (ulimit -u) or memory (ulimit -v)"
+                ) from error
+            raise
+
+
+def _is_exhausted(error: Exception) -> bool:
+    """Whether an error of the system's means that a limit of the process was met."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
+    return "start new thread" in str(error)
 
 
 class _LostWhileJoining(Exception):

@@ -29,7 +29,8 @@ from flagcx.errors import (
 )
 from flagcx.forks import abandon_in_children
 
-_MARGIN_S = 5.0
+_MARGIN_S, _SILENT_MARGIN_S = 5.0, 0.1
+"""How long an answer may take beyond the request's own time-out; and where the last one never came."""
 _LONGEST_OPEN_S = 10.0
 _MAX_ANSWER_NBYTES = (1 << 31) - 1
 
@@ -59,6 +60,7 @@ class RemoteStore(Store):
         self._number = 0
         self._owner = os.getpid()
         self._broken: Exception | None = None
+        self._silent = False
         self._dead: dict[int, str] = {}
         self._host: dict[str, Any] = {}
         self._standby: Standby | None = None
@@ -137,6 +139,9 @@ class RemoteStore(Store):
                 self._lock.release()
         return dict(self._dead)
 
+    def silent(self) -> int | None:
+        return self._host["host_rank"] if self._silent else None
+
     def check(self) -> None:
         super().check()
         if self._broken is not None:
@@ -181,7 +186,8 @@ class RemoteStore(Store):
             # If sending fails, the server is gone, and its last message is still there to be read.
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 self._connection.send_bytes(wire.write_request(self._number, request))
-            deadline = time.monotonic() + request.timeout_s + _MARGIN_S
+            margin_s = _SILENT_MARGIN_S if self._silent else _MARGIN_S
+            deadline = time.monotonic() + request.timeout_s + margin_s
             while True:
                 header, body = self._read(deadline, request)
                 if header.get("number") == self._number:  # else a notice, or a late answer to an earlier call
@@ -189,7 +195,8 @@ class RemoteStore(Store):
 
     def _read(self, deadline: float, request: StoreRequest | None) -> tuple[dict[str, Any], bytes]:
         """Reads a message; if it is a notice, notes which rank died or that the store is closed."""
-        if not self._is_readable(deadline):
+        self._silent = not self._is_readable(deadline)
+        if self._silent:
             raise PeerTimeoutError(
                 f"the store, which {self._host['host']} runs, does not answer "
                 f"{request.kind if request else 'a call'} of rank {self.rank}; is that process stopped?",

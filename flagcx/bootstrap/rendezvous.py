@@ -48,6 +48,7 @@ from flagcx.bootstrap.announcement import (
     write_file,
 )
 from flagcx.bootstrap.environment import Identity, of_the_job
+from flagcx.bootstrap.mpi_process import MPI_PROCESS
 from flagcx.bootstrap.remote_store import RefusedError, RemoteStore
 from flagcx.bootstrap.sockets import distance_from, own_addresses
 from flagcx.bootstrap.store import LocalStore, Store, StoreServer
@@ -60,6 +61,7 @@ _SHORTEST_KEY_NBYTES = 16
 _PORTS_TRIED = 16
 _ADDRESSES_TOLD = 64
 _LINGER_S = 1.0
+_MPI_POLL_S = 1e-3
 
 
 def connect(identity: Identity, config: Config, environ: Mapping[str, str]) -> Store:
@@ -85,9 +87,9 @@ def connect(identity: Identity, config: Config, environ: Mapping[str, str]) -> S
     if identity.launcher == "flagcx":
         search = _announced(environ)
     elif identity.rank == 0:
-        search = _host(identity, environ, job)
+        search = _host(identity, environ, job, deadline)
     else:
-        search = _search(identity, environ)
+        search = _search(identity, environ, deadline)
     try:
         job.store = _join(identity, search, deadline)
     except BaseException:
@@ -208,7 +210,7 @@ def _key(environ: Mapping[str, str]) -> bytes:
     return key
 
 
-def _host(identity: Identity, environ: Mapping[str, str], job: _Job) -> _Search:
+def _host(identity: Identity, environ: Mapping[str, str], job: _Job, deadline: float) -> _Search:
     """Rank 0's part where it runs the store: starts it, unless it runs, and lets the other ranks find it."""
     if job.server is None or job.server.ended:
         job.server = _start(identity, environ)
@@ -218,7 +220,7 @@ def _host(identity: Identity, environ: Mapping[str, str], job: _Job) -> _Search:
     elif _ADDRESS not in environ and identity.launcher != "torchrun":
         port = server.address.rpartition(":")[2]
         addresses = [f"tcp:{address}:{port}" for address in own_addresses()[:_ADDRESSES_TOLD]]
-        _broadcast(identity, {"addresses": addresses, "key": server.authkey.hex()})
+        _broadcast(identity, {"addresses": addresses, "key": server.authkey.hex()}, deadline)
     own = server.address.replace("tcp:0.0.0.0:", "tcp:127.0.0.1:")
     return _fixed(Place(own, server.authkey))
 
@@ -233,7 +235,7 @@ def _start(identity: Identity, environ: Mapping[str, str]) -> StoreServer:
     return _serve(identity, "0.0.0.0:0", secrets.token_bytes(32))
 
 
-def _search(identity: Identity, environ: Mapping[str, str]) -> _Search:
+def _search(identity: Identity, environ: Mapping[str, str], deadline: float) -> _Search:
     """The other ranks' part."""
     if _meets_by_file(identity, environ):
         path = _file(identity, environ)
@@ -247,7 +249,7 @@ def _search(identity: Identity, environ: Mapping[str, str]) -> _Search:
     if identity.launcher == "torchrun":
         key = _key(environ)
         return _fixed(*(Place(address, key) for address in _master_addresses(environ)))
-    message = _broadcast(identity, None)
+    message = _broadcast(identity, None, deadline)
     nearest = sorted(message["addresses"], key=distance_from(own_addresses()))
     return _fixed(*(Place(address, bytes.fromhex(message["key"])) for address in nearest))
 
@@ -340,16 +342,16 @@ def _master_addresses(environ: Mapping[str, str]) -> list[str]:
 # Several hosts: MPI.
 
 
-def _broadcast(identity: Identity, message: dict | None) -> dict:
+def _broadcast(identity: Identity, message: dict | None, deadline: float) -> dict:
     """Sends rank 0's message to all ranks through MPI, as plain bytes."""
     try:
-        from mpi4py import MPI
-    except ImportError as error:
+        mpi = MPI_PROCESS.load(max(deadline - time.monotonic(), 0.0))
+    except (ImportError, RuntimeError) as error:
         raise MissingDependencyError(
             f"the ranks of this job, started by {identity.launcher}, are on several hosts; to find each "
             f"other they need mpi4py (pip install 'flagcx[mpi]'), or {_ADDRESS}=host:port of rank 0, on all"
         ) from error
-    world = MPI.COMM_WORLD
+    world = mpi.COMM_WORLD
     if (world.Get_rank(), world.Get_size()) != (identity.rank, identity.size):
         raise BootstrapError(
             f"mpi4py says rank {world.Get_rank()} of {world.Get_size()}, {identity.launcher} says rank "
@@ -357,5 +359,17 @@ def _broadcast(identity: Identity, message: dict | None) -> dict:
         )
     content = json.dumps(message).encode() if message is not None else b""
     buffer = bytearray(content.ljust(4096))
-    world.Bcast([buffer, MPI.BYTE], root=0)
+    try:
+        request = world.Ibcast([buffer, mpi.BYTE], root=0)
+        while not request.Test():
+            if time.monotonic() >= deadline:
+                raise BootstrapError(
+                    f"rank {identity.rank} of {identity.size} did not hear from rank 0 by MPI in time; did "
+                    f"all ranks start, and call init?",
+                    rank=0,
+                )
+            time.sleep(_MPI_POLL_S)
+    except mpi.Exception as error:
+        text = f"rank {identity.rank} did not hear from rank 0 by MPI: {error}"
+        raise BootstrapError(text, rank=0) from error
     return json.loads(buffer)

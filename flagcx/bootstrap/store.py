@@ -138,6 +138,10 @@ class Store:
         """The ranks that are known to have died, and how. Costs about a microsecond."""
         return {}
 
+    def silent(self) -> int | None:
+        """The rank that serves the store, if the last request to it had no answer; else None."""
+        return None
+
     def check(self) -> None:
         """Raises if a rank is known to have died. Costs about a microsecond: for loops that wait.
 
@@ -281,6 +285,10 @@ class _View(Store):
     def lost(self) -> dict[int, str]:
         lost = self._parent.lost()
         return {self._ranks.index(rank): how for rank, how in lost.items() if rank in self._ranks}
+
+    def silent(self) -> int | None:
+        host = self._parent.silent()
+        return self._ranks.index(host) if host in self._ranks else None
 
     def check(self) -> None:
         with contextlib.suppress(PeerDiedError):  # it may be of another part

@@ -18,7 +18,7 @@ from flagcx.communicator import objects, operations, recovery, rows, transfers, 
 from flagcx.communicator.caller import Caller, Lineage
 from flagcx.config import Config
 from flagcx.dtypes import dtype_of
-from flagcx.errors import ArgumentError, FlagcxError
+from flagcx.errors import ArgumentError, CommunicationError, FlagcxError, MismatchError
 from flagcx.executor.open import open_host_executor
 from flagcx.fusion.fuse import Fusion
 from flagcx.fusion.group import Group
@@ -315,8 +315,13 @@ class Communicator(Caller):
     @property
     def blames(self) -> bool:
         """Whether a peer is to blame that this communicator, or a split of it, cannot be used any more."""
-        on_gpus = self._device is not None and self._device.blames
-        return self._host.blames or on_gpus or any(child.blames for child in self._children)
+        blaming = (k for k in self.broken_by() if issubclass(k, CommunicationError))
+        return any(not issubclass(kind, MismatchError) for kind in blaming)
+
+    def broken_by(self) -> set[type[BaseException]]:
+        """The kinds of errors that ended this communicator, or splits of it."""
+        own = {one.broken_by for one in self.executors() if one.broken_by is not None}
+        return own.union(*(child.broken_by() for child in self._children))
 
     @property
     def forked(self) -> bool:

@@ -86,9 +86,10 @@ def shrink(self: Caller) -> Caller:
 
     The new ranks are 0 to n-1 in the order of the old ones. This communicator is closed. Communicators split
     from it go on if they lost no rank; else they shrink too. Arrays of ``comm.empty`` stay as they are, and
-    are ordinary memory to the new one. Over MPI, end the processes by ``os._exit``: in MPI_Finalize Open MPI
-    5.0 may wait for the lost ranks. The call that failed may have been done on some ranks and not on
-    others: agree on where to go on, such as by a ``broadcast`` from one of them.
+    are ordinary memory to the new one. The call that failed may have been done on some ranks and not on
+    others: agree on where to go on, such as by a ``broadcast`` from one of them. Over MPI a program that has
+    imported ``mpi4py.MPI`` before ``fc.init()`` ends its processes by ``os._exit``: in MPI_Finalize Open MPI
+    5.0 may wait for the lost ranks.
 
     Returns:
         The new communicator. ``fc.init()`` returns it too, where this is the one it made.

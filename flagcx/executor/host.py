@@ -15,7 +15,7 @@ import numpy as np
 from flagcx.algorithms import entries
 from flagcx.algorithms.candidate import Candidate
 from flagcx.dtypes import OPS, DType, ReduceOp, dtype_of, flushes_subnormals, resolve_op
-from flagcx.errors import AbortedError, ArgumentError, CommunicationError, CommunicatorError, MismatchError
+from flagcx.errors import AbortedError, ArgumentError, CommunicationError, CommunicatorError
 from flagcx.executor.float_errors import SAME_MODE, FloatErrors
 from flagcx.executor.plan_cache import PlanCache, plan_nbytes
 from flagcx.executor.point_to_point import TWO_THREADS, PointToPoint
@@ -52,7 +52,7 @@ class Executor:
         quietly: Runs a plan; see ``FloatErrors.run``, likewise ``noted``.
         over: Why no further call can be made; empty where one can.
         partner: The executor of the same communicator for the other kind of array, which ends with this one.
-        blames: Whether a peer is to blame that no further call can be made.
+        broken_by: The kind of error because of which no further call can be made, if it is one of a call.
         messages: Sends and receives under way; None where the transport makes them in order.
         forked: Whether this is a copy in a forked child of the process that made it.
         retired: Whether no thread is in a call, nor will be.
@@ -69,7 +69,8 @@ class Executor:
         self._progress: Progress = transport.progress or Uncounted()
         self.explorations: dict[tuple, Exploration] = {}
         self._flushes = flushes_subnormals()
-        self.over, self.blames = "", False
+        self.over = ""
+        self.broken_by: type[BaseException] | None = None
         self.float_errors = FloatErrors()
         self.quietly, self.noted = self.float_errors.run, self.float_errors.noted
         self._worker: ThreadPoolExecutor | None = None
@@ -271,7 +272,7 @@ class Executor:
         if self.turn.locked():
             raise CommunicatorError(TWO_THREADS)
         if self._worker is None:
-            self._worker = progress_thread()
+            self._worker = progress_thread(self.broke)
 
         run: Callable[[Any, Any], object] = plan.run
         if isinstance(plan, RecordedPlan):
@@ -346,9 +347,8 @@ class Executor:
         """Ends the communicator after an error that left ranks in different places, and tells the peers."""
         if self.over or isinstance(error, ArgumentError):
             return
-        text = str(error) or type(error).__name__
+        text, self.broken_by = str(error) or type(error).__name__, type(error)
         if isinstance(error, CommunicationError):
-            self.blames = not isinstance(error, MismatchError)
             self.record(error)  # while the others still wait where they are
         self.end(f"this communicator cannot be used after {type(error).__name__}: {error}; make a new one")
         self.transport.abort(text, getattr(error, "peer", None))

@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from time import monotonic
 from time import perf_counter_ns as now
 from typing import Any, Protocol
 
-from flagcx.errors import CommunicationError, CommunicatorError, PeerTimeoutError, ResourceError
+from flagcx.errors import CommunicationError, CommunicatorError, PeerTimeoutError
+from flagcx.executor.progress_thread import no_thread
 from flagcx.executor.transfer import After, Transfer
 from flagcx.executor.work import Work, seconds
 from flagcx.profiler import OperationInfo, RecordBuffer
@@ -112,10 +113,21 @@ class PointToPoint:
         transfer = self._begin(sends, receives, after, what)
         if transfer.left:
             with self._wake:
-                if self._thread is None:
-                    self._thread = _started(self._work)
+                problem = None if self._thread else self._start_thread()
                 self._wake.notify()
+            if problem is not None:
+                raise no_thread("sends and receives", problem, self._owner.broke) from None
         return TransferWork(self, transfer, value)
+
+    def _start_thread(self) -> RuntimeError | None:
+        """Starts the thread that moves what was started; what Python says where it cannot."""
+        self._thread = threading.Thread(target=self._work, name="flagcx-messages", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            self._thread = None
+            return error
+        return None
 
     def _begin(
         self, sends: Messages, receives: Messages, after: After | None, what: OperationInfo
@@ -363,16 +375,3 @@ class TransferWork(Work):
         if self._transfer.left:
             raise PeerTimeoutError(f"{self._what} still runs after {timeout_s} s; wait again")
         return self._value
-
-
-def _started(work: Callable[[], None]) -> threading.Thread:
-    """A thread that moves what was started, under way."""
-    thread = threading.Thread(target=work, name="flagcx-messages", daemon=True)
-    try:
-        thread.start()
-    except RuntimeError as error:
-        raise ResourceError(
-            f"no thread can be started for sends and receives with async_op=True ({error}); allow this "
-            f"process more memory (ulimit -v) or threads (ulimit -u), or leave async_op out"
-        ) from None
-    return thread

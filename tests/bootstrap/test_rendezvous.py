@@ -315,6 +315,10 @@ def several():
     return connect(identity, Config.from_environment(environ), environ)
 """
     + SEVERAL
+    + """
+from flagcx.bootstrap.mpi_process import MPI_PROCESS
+MPI_PROCESS.leave(lost=False)  # as fc.init() has it
+"""
 )
 
 

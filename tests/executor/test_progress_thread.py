@@ -28,7 +28,7 @@ def slice_ns() -> int | None:
 
 def test_the_thread_has_short_slices_and_no_other_has():
     before = slice_ns()
-    pool = progress_thread()
+    pool = progress_thread(print)
     try:
         inside = pool.submit(slice_ns).result()
     finally:

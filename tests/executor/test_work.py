@@ -53,19 +53,18 @@ def test_an_error_of_the_work_is_raised_and_counts_as_told(error):
     assert told == [1]
 
 
-def test_a_message_for_which_no_thread_can_be_started(monkeypatch):
+@pytest.mark.parametrize("call", ["sends", "calls"])
+def test_started_work_for_which_there_is_no_thread_ends_the_communicator(monkeypatch, call):
+    """Its peers may be in the call, and are told so."""
+
     def start(self):
         raise RuntimeError("can't start new thread")
 
-    comm, got = fc.init(), np.zeros(3)
+    comm, x = fc.init(), np.zeros(3)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", start)
-        with pytest.raises(fc.ResourceError, match=r"no thread can be started for sends.*ulimit"):
-            comm.recv(got, 0, async_op=True)
-    comm.send(np.ones(3), 0)  # the receive has begun
-    later = np.zeros(3)
-    work = comm.recv(later, 0, async_op=True)
-    comm.send(np.full(3, 2.0), 0)
-    work.wait()
-    assert (later == 2).all()
+        with pytest.raises(fc.ResourceError, match=rf"no thread can be started for {call}.*ulimit"):
+            comm.recv(x, 0, async_op=True) if call == "sends" else comm.allreduce(x, async_op=True)
+    with pytest.raises(fc.CommunicatorError, match="no thread can be started"):
+        comm.allreduce(x)
     comm.close()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import platform
@@ -25,13 +26,14 @@ from collections.abc import Iterator
 import numpy as np
 
 import flagcx as fc
+from flagcx._launch.share_gpu import DRIVER
 from tests.faults.job import run
 from tests.faults.plan import FAULTS, Plan, draw
 from tests.faults.verdict import Verdict
 from tests.mpi import MPIRUN
 
-SHARES = {"shared memory": 14, "threads": 2, "MPI": 2, "MPI, two hosts": 2}
-"""How many of 20 faults each transport gets. Jobs of MPI take seconds to start."""
+SHARES = {"shared memory": 14, "threads": 2, "MPI": 2, "MPI, two hosts": 2, "GPU": 3, "GPU, MPS": 1}
+"""How many of 24 faults each transport gets. Jobs of MPI and on GPUs take seconds to start."""
 _MISLED = 2
 """Errors that name another rank than the victim: so many, or one in a hundred, fail no run."""
 COUNTED = ("hangs", "wrong", "leaks", "blame", "unclear")
@@ -41,6 +43,8 @@ def cannot(transport: str) -> str:
     """Why a transport cannot be tested here; "" if it can."""
     if "MPI" in transport and not MPIRUN.exists():
         return "no mpirun beside this Python"
+    if "GPU" in transport and not (os.path.exists(DRIVER) and importlib.util.find_spec("cupy")):
+        return "no NVIDIA GPU here, or no CuPy"
     if "hosts" in transport and (os.geteuid() or not (shutil.which("ip") and shutil.which("tc"))):
         return "two hosts need root, ip and tc"
     return ""
@@ -118,6 +122,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin none after so many")
     parser.add_argument("--out", default="", help="file that a JSON line is added to")
     parser.add_argument("--verdicts", default="", help="file that a JSON line for each job is added to")
+    parser.add_argument("--each", action="store_true", help="print each job as it ends")
     given = parser.parse_args()
     transports = given.transport or [*FAULTS]
     for name in list(transports):
@@ -134,6 +139,12 @@ def main() -> int:
             verdicts.append(verdict)
             if not verdict.good or verdict.unclear or verdict.tardy:
                 tell(verdict)
+            elif given.each:
+                plan, raised_s = verdict.plan, [round(s, 2) for s in verdict.raised_s]
+                print(
+                    f"seed {plan.seed}: {plan.transport}, {plan.fault} {plan.kind}: good {raised_s}",
+                    flush=True,
+                )
             if given.verdicts:
                 with open(given.verdicts, "a") as file:
                     found = {name: getattr(verdict, name) for name in (*COUNTED, "struck", "raised_s")}

@@ -17,13 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from bench.two_hosts import mpirun_line, two_hosts
-from tests.bootstrap.processes import REPOSITORY, bare_environment, is_alive
+from flagcx._launch.share_gpu import shared_gpu
+from tests.bootstrap.processes import REPOSITORY, bare_environment, is_alive, mpirun_environment
 from tests.communicator.jobs import shared_memory_files
 from tests.faults.plan import Plan
 from tests.faults.verdict import Verdict, judge
 from tests.mpi import MPIRUN
 
 _MARK = "FLAGCX_FAULTS_JOB"
+_STUCK = 75
+"""What a rank ends with whose thread NCCL does not give back."""
 _END_S = 15.0
 """How long what is left of a job may take to end after its ranks have ended."""
 
@@ -53,14 +56,22 @@ class Runner:
         self._starter.stdin.close()
         self._starter.wait(30)
 
-    def start(self, plan: Plan, directory: Path) -> subprocess.Popen | None:
-        """Starts a job; its mpirun, if it has one."""
+    def start(self, plan: Plan, directory: Path, stack: contextlib.ExitStack) -> list[subprocess.Popen]:
+        """Starts a job, and returns its mpirun, or its ranks; nothing where it has neither.
+
+        Args:
+            plan: The job.
+            directory: For its logs.
+            stack: Ends with the job.
+        """
+        program = [sys.executable, "-m", "tests.faults.rank", json.dumps(plan), str(directory)]
+        if plan.on_gpu:
+            return self._start_on_gpu(plan, program, directory, stack)
         if "MPI" not in plan.transport:
             assert self._starter.stdin is not None
             self._starter.stdin.write(json.dumps([json.dumps(plan), str(directory)]) + "\n")
             self._starter.stdin.flush()
-            return None
-        program = [sys.executable, "-m", "tests.faults.rank", json.dumps(plan), str(directory)]
+            return []
         options = ("--with-ft", "ulfm", "-x", _MARK, "-x", "FLAGCX_TRANSPORT", "-x", "FLAGCX_RECORD")
         # Open MPI leaves the segments of ranks that are killed.
         options += ("--mca", "btl_sm_backing_directory", str(directory))
@@ -70,21 +81,43 @@ class Runner:
             line = [str(MPIRUN), "--allow-run-as-root", "--oversubscribe", *options]
             command = [*line, "-n", str(plan.size), *program]
         more = {_MARK: str(directory), "FLAGCX_TRANSPORT": "mpi", "FLAGCX_RECORD": "0"}
-        with open(directory / "output", "wb") as output:
-            return subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                cwd=REPOSITORY,
-                env=bare_environment(TMPDIR=str(directory), FLAGCX_TUNING="0", OMP_NUM_THREADS="1", **more),
-                start_new_session=True,
+        environ = bare_environment(TMPDIR=str(directory), FLAGCX_TUNING="0", OMP_NUM_THREADS="1", **more)
+        return [_started(command, environ, directory / "output")]
+
+    def _start_on_gpu(
+        self, plan: Plan, program: list[str], directory: Path, stack: contextlib.ExitStack
+    ) -> list[subprocess.Popen]:
+        """Starts ranks that share a GPU: in turns, or by an MPS daemon of their own, which a kill may end."""
+        more = {"FLAGCX_SHARE_GPU": "1", _MARK: str(directory), "FLAGCX_RECORD": "0", "FLAGCX_TUNING": "0"}
+        more["FLAGCX_PEER_MEMORY"] = str(plan.seed // 2 % 2)
+        if plan.transport == "GPU, MPS":
+            more |= stack.enter_context(shared_gpu(bare_environment(**{_MARK: str(directory)})))
+        return [
+            _started(
+                program,
+                mpirun_environment(rank, plan.size, f"job{plan.seed}", directory, **more),
+                directory / f"output{rank}",
             )
+            for rank in range(plan.size)
+        ]
 
     def mend_link(self) -> None:
         """Joins the hosts again."""
         for host in self.hosts or ():
             subprocess.run(["ip", "-n", host, "link", "set", f"{host}v", "up"], check=True)
+
+
+def _started(command: list[str], environ: dict[str, str], output: Path) -> subprocess.Popen:
+    with open(output, "wb") as file:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            cwd=REPOSITORY,
+            env=environ,
+            start_new_session=True,
+        )
 
 
 class Job:
@@ -95,7 +128,8 @@ class Job:
         self.directory = Path(tempfile.mkdtemp(prefix="ff"))
         self._before = shared_memory_files()
         self._begun, self._ended_at, self._late = time.monotonic(), 0.0, set[int]()
-        self._mpirun = runner.start(plan, self.directory)
+        self._stack = contextlib.ExitStack()
+        self._started = runner.start(plan, self.directory, self._stack)
 
     def step(self) -> Verdict | None:
         """Looks at the job; its verdict, once it has ended."""
@@ -110,13 +144,16 @@ class Job:
             self._end_victim()
             if waits:
                 self._end(self._processes())
+            self._stack.close()
         left = self._processes()
         if left and now < self._ended_at + _END_S:
             return None
         leaks = [f"process {pid}: {_command(pid)}" for pid in left]
         self._end(left)
-        if self._mpirun is not None:
-            self._mpirun.wait(10)
+        for process in self._started:
+            process.wait(10)
+        if self.plan.fault == "cut link":
+            self._runner.mend_link()  # the victim's child may have cut it after all ranks had ended
         leaks += [f"/dev/shm/{name}" for name in self._left_in_shared_memory()]
         verdict = judge(self.plan, self._events(), self._late, leaks)
         if not verdict.good or verdict.unclear or verdict.tardy:
@@ -127,6 +164,7 @@ class Job:
     def end(self) -> None:
         """Ends the job, whatever it does, and forgets it."""
         self._end(self._processes())
+        self._stack.close()
         shutil.rmtree(self.directory)
 
     def _has_ended(self, rank: int) -> bool:
@@ -137,10 +175,11 @@ class Job:
         if not events:
             launcher = self._read("launcher")
             gone = bool(launcher) and not is_alive(launcher[0]["pid"])
-            return gone or (self._mpirun is not None and self._mpirun.poll() is not None)
-        if self.plan.transport != "shared memory" and any(e["event"] in ("end", "raised") for e in events):
+            return gone or any(process.poll() is not None for process in self._started)
+        in_job = self.plan.on_gpu or self.plan.transport == "shared memory"
+        if not in_job and any(e["event"] in ("end", "raised") for e in events):
             return (
-                True  # a thread; or a rank that waits in MPI_Finalize, which is collective, for a stopped one
+                True  # a thread; or a rank in MPI_Finalize, which is collective and waits for a stopped one
             )
         return not is_alive(events[0]["pid"])
 
@@ -151,7 +190,19 @@ class Job:
 
     def _events(self) -> dict[str, list[dict[str, Any]]]:
         names = ["launcher", *(f"rank{rank}" for rank in range(self.plan.size))]
-        return {name: self._read(name) for name in names}
+        events = {name: self._read(name) for name in names}
+        for rank, process in enumerate(self._started if self.plan.on_gpu else ()):
+            if process.poll() == _STUCK:  # the rank has said why
+                said = (self.directory / f"output{rank}").read_text(errors="replace")[-600:]
+                last = {
+                    "event": "error",
+                    "kind": "exit",
+                    "peer": None,
+                    "text": said,
+                    "time": time.monotonic(),
+                }
+                events[f"rank{rank}"] += [last, {**last, "event": "raised"}]
+        return events
 
     def _end_victim(self) -> None:
         events = self._read(f"rank{self.plan.victim}")
@@ -161,7 +212,7 @@ class Job:
     def _processes(self) -> list[int]:
         """All processes of the job that live: of its session, or with its mark."""
         leader = self._read("launcher")
-        session = leader[0]["pid"] if leader else self._mpirun.pid if self._mpirun else -1
+        session = leader[0]["pid"] if leader else self._started[0].pid if self._started else -1
         mark = f"{_MARK}={self.directory}".encode()
         found = []
         for folder in Path("/proc").iterdir():

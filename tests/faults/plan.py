@@ -7,6 +7,13 @@ from typing import NamedTuple
 
 from tests.communicator.kills import IN_CALLS, IN_JOINING, Kill
 
+IN_GPU_CALLS = (
+    "bootstrap.store:Store.exchange",
+    "executor.device:DeviceExecutor.run",
+    "executor.device:DeviceExecutor.start",
+    "transport.nccl.transport:NcclTransport.submit",
+    "transport.peer_memory.resource:PeerMemory.compile",
+)
 IN_MPI = (
     "transport.mpi.wire:Wire.exchange",
     "transport.mpi.wire:Wire.send",
@@ -21,9 +28,15 @@ HARMLESS = ("none", "pause", "slow", "strangers", "two jobs")
 FAULTS = {
     "shared memory": (*FATAL, *HARMLESS[1:], "dead store", "small /dev/shm"),
     "threads": ("exception", "exit", "slow"),
+    "GPU": ("kill", "stop", "term", "exception", "exit", "kill", "pause", "slow"),
+    "GPU, MPS": ("kill", "stop", "exception", "exit", "pause"),
     "MPI": ("kill", "stop", "term", "exception", "exit", "descriptors", "memory", "pause", "slow"),
     "MPI, two hosts": ("kill", "stop", "exception", "exit", "pause", "slow", "cut link", "cut link"),
 }
+
+_EITHER = ("the launcher", "rank 0")
+_STORES = dict.fromkeys(("MPI", "MPI, two hosts", "GPU", "GPU, MPS"), ("rank 0",))
+"""Who may serve the store, where jobs are started by no launcher of flagcx's."""
 
 
 class Plan(NamedTuple):
@@ -54,6 +67,11 @@ class Plan(NamedTuple):
     delay_s: float
     kill: Kill
     store: str
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the arrays are on a GPU, which all ranks share."""
+        return self.transport.startswith("GPU")
 
     @property
     def timeout_s(self) -> float:
@@ -98,8 +116,11 @@ def draw(seed: int, transport: str, fault: str = "") -> Plan:
     moment = chance.choice(("before", "inside", "inside", "at", "after"))
     if transport == "threads" and moment in ("inside", "at"):
         moment = "before"  # a signal, and a place in the library, would mean the whole process
-    longest = 0.08 if phase == "init" else 0.003
-    places = IN_CALLS if "MPI" not in transport else IN_MPI
+    longest, places = (0.08 if phase == "init" else 0.003), IN_CALLS
+    if "MPI" in transport:
+        places = IN_MPI
+    elif "GPU" in transport:  # in whose first call all ranks connect
+        longest, places = (2.0 if phase == 0 else 0.05), IN_GPU_CALLS
     return Plan(
         seed,
         transport,
@@ -111,5 +132,7 @@ def draw(seed: int, transport: str, fault: str = "") -> Plan:
         moment,
         longest * chance.random() ** 2,
         Kill.at_random(IN_JOINING if phase in ("init", "close") else places, chance),
-        "the launcher" if fault in ("dead store", "strangers") else chance.choice(("the launcher", "rank 0")),
+        "the launcher"
+        if fault in ("dead store", "strangers")
+        else chance.choice(_STORES.get(transport, _EITHER)),
     )

@@ -18,7 +18,7 @@ import numpy.random  # noqa: F401 - which NumPy imports late, and a rank without
 
 import flagcx as fc
 from tests.communicator.kills import Kill, arm
-from tests.faults.calls import make
+from tests.faults import calls, gpu_calls
 from tests.faults.plan import Plan
 
 _SHOT = struct.Struct("<didi")
@@ -174,6 +174,7 @@ def work(plan: Plan, rank: int, log: Log) -> None:
         rank: Of this process or thread.
         log: The rank's.
     """
+    make = gpu_calls.make if plan.on_gpu else calls.make
     striker = Striker(plan, log, rank == plan.victim)
     log("start", descriptors=len(os.listdir("/proc/self/fd")))
     phase: str | int = "init"

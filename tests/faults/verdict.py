@@ -83,8 +83,12 @@ def _judge_rank(seen: Verdict, rank: int, events: Events, struck_at: float) -> N
                 seen.blame.append(what)
             elif struck_at and not victim:
                 seen.raised_s.append(event["time"] - max(begun, struck_at))
-        elif event["event"] == "raised" and event["kind"] not in ("Injected", "SystemExit"):
-            (seen.unclear if victim or plan.fault == "small /dev/shm" else seen.wrong).append(what)
+        elif event["event"] == "raised" and not (
+            event["kind"] in _EXPECTED or (victim and _says_enough(event))
+        ):
+            excused = victim or plan.fault == "small /dev/shm"
+            if not (_may_end_all(plan) and seen.struck):
+                (seen.unclear if excused else seen.wrong).append(what)
         elif event["event"] == "after" and victim:
             pass  # a rank without memory or descriptors may need the time-out
         elif event["event"] == "after" and event["seconds"] > _AFTER_S:
@@ -100,6 +104,17 @@ def _judge_rank(seen: Verdict, rank: int, events: Events, struck_at: float) -> N
             seen.leaks.append(f"rank {rank} has {more} descriptors more than at its start")
 
 
+def _may_end_all(plan: Plan) -> bool:
+    """Whether the ranks share a GPU in a way that one that is killed takes the others' GPU from them."""
+    return plan.transport == "GPU, MPS" and plan.fault in ("kill", "stop")
+
+
+def _says_enough(event: dict[str, Any]) -> bool:
+    """Whether NumPy says what it has no memory for, be it for an array of the caller's or for a result."""
+    return "Unable to allocate" in event["text"]
+
+
+_EXPECTED = "Injected", "SystemExit"
 _KEPT = 1 + 3
 """Descriptors that a rank keeps until its process ends: the sniper's pipe, and the store's connection."""
 _SERVER = 4
@@ -129,6 +144,8 @@ def _is_right(plan: Plan, rank: int, event: dict[str, Any], struck: bool) -> boo
         return "launcher" in text or "store" in text
     if plan.fault == "cut link":
         return event["peer"] is None or event["peer"] // 2 != rank // 2
+    if _may_end_all(plan):
+        return True
     if event["peer"] is not None:
         return event["peer"] == plan.victim
     return re.search(rf"\branks? [\d, and]*\b{plan.victim}\b", text) is not None

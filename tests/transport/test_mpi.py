@@ -185,13 +185,16 @@ def test_arrays_are_taken_back_from_mpi_after_an_error():
 class SlowStore:
     """A store behind a link that is full: no answer comes in time."""
 
-    rank, size = 0, 2
+    rank, size, host = 0, 4, None
 
     def check(self) -> None:
         pass
 
     def add(self, key: str, amount: int) -> int:
         raise PeerTimeoutError("the store does not answer")
+
+    def silent(self):
+        return self.host
 
 
 def test_a_store_that_is_slow_ends_no_call_before_its_time():
@@ -200,6 +203,15 @@ def test_a_store_that_is_slow_ends_no_call_before_its_time():
         watch.look("allreduce", 1, waited_s, True)
     with pytest.raises(PeerTimeoutError, match=r"rank 1 did not take part within 60.5 s"):
         watch.look("allreduce", 1, 60.5, True)
+
+
+def test_a_rank_whose_store_is_silent_is_named():
+    """All others may wait for the rank that serves the store, which then tells nothing of them."""
+    store = SlowStore()
+    store.host = 3
+    with pytest.raises(PeerTimeoutError, match=r"rank 3 did not take part.*waits for rank 1") as caught:
+        Watch(store, timeout_s=60).look("allreduce", 1, 60.5, True)
+    assert caught.value.peer == 3
 
 
 def test_the_ranks_of_each_host():

@@ -9,11 +9,13 @@ before its data is used (``wire.py``). Every wait has a deadline, and is explain
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from flagcx.bootstrap.mpi_process import MPI_PROCESS
 from flagcx.errors import (
     ArgumentError,
     BootstrapError,
@@ -35,10 +37,10 @@ _MOST_KNOWN = 256
 _PROBLEMS: dict[str, type[FlagcxError]] = {"missing": MissingDependencyError, "setting": ArgumentError}
 
 
-def find_mpi() -> tuple[Any, str, str]:
-    """The module ``mpi4py.MPI``, which starts MPI when it is first imported; or a problem of which kind."""
+def find_mpi(limit_s: float, check: Callable[[], object]) -> tuple[Any, str, str]:
+    """The module ``mpi4py.MPI``, with MPI started; or a problem of which kind. See ``MpiProcess.load``."""
     try:
-        from mpi4py import MPI
+        MPI = MPI_PROCESS.load(limit_s, check)
     except (ImportError, RuntimeError) as error:
         return (
             None,
@@ -87,8 +89,9 @@ class MpiTransport(HostTransport):
     takes_cores = False
 
     def __init__(self, context: TransportContext) -> None:
+        assert context.store is not None
         self.rank, self.size = context.rank, context.size
-        mpi, kind, problem = find_mpi()
+        mpi, kind, problem = find_mpi(context.config.init_timeout_s, context.store.check)
         mine = json.dumps([kind, problem or mpi.COMM_WORLD.Get_rank()]).encode()
         cards = [json.loads(card) for card in context.exchange(mine)]
         for rank, (kind, problem) in enumerate(cards):
@@ -100,9 +103,13 @@ class MpiTransport(HostTransport):
                 f"MPI knows the {self.size} ranks of this job as its ranks {numbers}: it did not start all "
                 f"of them; start them with the mpirun that mpi4py was built for"
             )
-        assert context.store is not None
         # A communicator of flagcx's own: messages of the user's MPI calls never meet those of flagcx.
-        comm = _open_communicator(mpi, numbers, context.after_loss)
+        try:
+            comm = _open_communicator(mpi, numbers, context.after_loss)
+        except mpi.Exception as error:
+            context.store.check()  # which names a rank that has died
+            raise BootstrapError(f"MPI made no communicator of the job's ranks: {error}") from error
+        MPI_PROCESS.lost = MPI_PROCESS.lost or bool(context.after_loss)
         self._watch = Watch(context.store, context.config.timeout_s, context.waits)
         self._wire = Wire(mpi, comm, self._watch)
         self.messenger = MpiMessenger(self._wire, self._watch, self._message, context.config.timeout_s)

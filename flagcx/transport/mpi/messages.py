@@ -87,20 +87,32 @@ class _OnItsWay:
 
     def ready(self) -> bool:
         """Whether a piece has come or gone, or none has begun."""
+        try:
+            return self._has_moved()
+        except self._wire.error as error:
+            raise self._wire.failed(error, "a send or receive") from error
+
+    def _has_moved(self) -> bool:
         return not self._requests or self._wire.moved(self._requests)
 
     def advance(self) -> bool:
         """Begins the message, or what comes after the pieces that have ended; see ``messenger.Message``."""
+        try:
+            return self._advance()
+        except self._wire.error as error:
+            raise self._wire.failed(error, "a send or receive") from error
+
+    def _advance(self) -> bool:
         if not self._requests:
             self._begin()
-            if not (self.sends and self.ready()):
+            if not (self.sends and self._has_moved()):
                 return False  # MPI may copy all of a message at once; what this rank sends goes first
         while any(self._requests):
             self._requests = [request for request in self._requests if request]
-            if not self.ready():
+            if not self._has_moved():
                 return False
         if self._follow():
-            return self.ready() and self.advance()
+            return self._has_moved() and self._advance()
         if self._message.long and self._wire.noticed():
             # A rank that gave up may have gone on to change the array of which the last data came.
             self._watch.check_failures("a send or receive")

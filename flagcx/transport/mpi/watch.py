@@ -13,7 +13,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -168,14 +168,21 @@ class Watch:
             self._asked += len(others)
         return {rank: self._told_by(rank) for rank in others}
 
-    def blame_dead(self, what: str) -> None:
-        """Raises if a rank has died, which MPI may know a moment before the store does."""
+    def find_dead(self, what: str, lost_by_mpi: Sequence[int]) -> PeerDiedError | None:
+        """The death of a rank, which MPI may know a moment before the store does, or alone.
+
+        Args:
+            what: What this rank was in.
+            lost_by_mpi: The ranks that MPI has lost.
+        """
         end = time.monotonic() + _REASON_S
         while not (lost := self._store.lost()) and time.monotonic() < end:
             time.sleep(_LOOK_S / 10)
+        lost = lost or dict.fromkeys(lost_by_mpi, "MPI has lost it")
         for rank, how in lost.items():
             here = f"rank {self._store.rank} was in {what}"
-            raise PeerDiedError(f"rank {rank} died ({how}); {here}", peer=rank)
+            return PeerDiedError(f"rank {rank} died ({how}); {here}", peer=rank)
+        return None
 
     def check_failures(self, what: str) -> None:
         """Raises AbortedError if a rank has given up."""
@@ -220,7 +227,10 @@ class Watch:
         """Names the ranks that keep the rest waiting: those that do not wait in this call themselves."""
         there = {q for q, told in seen.items() if told.waits and told.calls >= self.calls}
         suspects = [q for q in seen if q not in there] if shared else []
-        suspects = suspects or [peer]
+        host = self._store.silent()  # then nothing is known of the others, who may all wait for that rank
+        suspects = suspects or [peer if host is None else host]
+        if why and self._waits is not None and self._waits.culprit is not None:
+            suspects = [self._waits.culprit]
         names = f"rank{'s' * (len(suspects) > 1)} {', '.join(map(str, suspects))}"
         return PeerTimeoutError(
             f"{names} did not take part within {waited_s:.1f} s (rank {self._store.rank} waits for rank "

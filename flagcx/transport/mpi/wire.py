@@ -42,6 +42,7 @@ class Wire:
         watch: Watches the other ranks while this one waits.
 
     Attributes:
+        error: What MPI raises.
         rank: This rank.
         sending: Memory to send from that is free.
         landing: Memory to receive into that is free.
@@ -49,6 +50,7 @@ class Wire:
 
     def __init__(self, mpi: Any, comm: Any, watch: Watch) -> None:
         self._mpi, self._comm, self._watch, self._byte = mpi, comm, watch, mpi.BYTE
+        self.error: type[Exception] = mpi.Exception
         self.rank: int = comm.Get_rank()
         self.sending: list[Slot] = []
         self.landing: list[Slot] = []
@@ -103,9 +105,7 @@ class Wire:
             follow = len(receives) + sum(1 + len(message.rest) for message, _ in sends)
             self.abandon(requests, [sent, landed, arrays], requests[follow:])
             if isinstance(error, self._mpi.Exception):
-                what = what or "a send or receive"
-                self._watch.blame_dead(what)
-                raise CommunicationError(f"rank {rank}: MPI failed in {what}: {error}") from error
+                raise self.failed(error, what or "a send or receive") from error
             raise
         self.sending += reversed(sent)  # so that the same call gets the same memory
         self.landing += reversed(landed)
@@ -153,17 +153,30 @@ class Wire:
             requests.append(self._comm.Irecv([part, self._byte], message.peer, tag + 1))
 
     def moved(self, requests: list[Any]) -> bool:
-        """Whether some of these requests are done; those that were done before are null.
+        """Whether some of these requests are done; those that were done before are null."""
+        if len(requests) == 1:
+            return bool(requests[0].Test())
+        return bool(self._mpi.Request.Testsome(requests))
 
-        Raises:
-            CommunicationError: MPI failed.
+    def failed(self, error: Exception, what: str) -> CommunicationError:
+        """What an error of MPI's means for this rank.
+
+        Args:
+            error: The error.
+            what: What this rank was in.
+
+        Returns:
+            PeerDiedError where a rank has died.
         """
-        try:
-            if len(requests) == 1:
-                return bool(requests[0].Test())
-            return bool(self._mpi.Request.Testsome(requests))
-        except self._mpi.Exception as error:
-            raise CommunicationError(f"rank {self.rank}: MPI failed in a send or receive: {error}") from error
+        dead = self._watch.find_dead(what, self._lost_by_mpi())
+        return dead or CommunicationError(f"rank {self.rank}: MPI failed in {what}: {error}")
+
+    def _lost_by_mpi(self) -> list[int]:
+        """The ranks that MPI knows to have died, where it tells (ULFM)."""
+        with contextlib.suppress(AttributeError, NotImplementedError, self._mpi.Exception):
+            lost, ours = self._comm.Get_failed(), self._comm.Get_group()
+            return list(lost.Translate_ranks(None, ours))
+        return []
 
     # -- the messages of a step ------------------------------------------------------------------------
 
@@ -256,8 +269,11 @@ class Wire:
             self.abandon(requests, [])
 
     def noticed(self) -> bool:
-        """Whether another rank has given up."""
-        return bool(self._comm.Iprobe(self._mpi.ANY_SOURCE, _NOTICE_TAG))
+        """Whether another rank has given up, or was lost by MPI."""
+        try:
+            return bool(self._comm.Iprobe(self._mpi.ANY_SOURCE, _NOTICE_TAG))
+        except self._mpi.Exception:
+            return True
 
     def check_end(self) -> None:
         """Looks for messages that no call of this rank has received.
@@ -265,10 +281,13 @@ class Wire:
         Raises:
             MismatchError: There is one.
         """
+        with contextlib.suppress(self._mpi.Exception):  # a rank has died, of which no call needed anything
+            for tag in (COLLECTIVE_TAG, TRANSFER_TAG, MESSAGE_TAG):
+                self._look_for(tag)
+
+    def _look_for(self, tag: int) -> None:
         status = self._mpi.Status()
-        for tag in (COLLECTIVE_TAG, TRANSFER_TAG, MESSAGE_TAG):
-            if not self._comm.Iprobe(self._mpi.ANY_SOURCE, tag, status):
-                continue
+        if self._comm.Iprobe(self._mpi.ANY_SOURCE, tag, status):
             peer, requests = status.Get_source(), list[Any]()
             slot = self.land(peer, tag, requests)
             end = time.monotonic() + _LAST_LOOK_S

@@ -1,0 +1,124 @@
+"""MPI in this process: started within a time, and left without waiting for ranks that are lost.
+
+mpi4py starts MPI as it is imported, and ends it as the process ends: two calls that wait for all ranks, and
+meanwhile let no other thread of Python run. Where nothing has imported ``mpi4py.MPI`` before flagcx needs it,
+flagcx makes both calls: it starts MPI on a thread, looks for dead ranks meanwhile, and leaves
+``MPI_Finalize`` out once a rank is lost. A program that imports ``mpi4py.MPI`` before ``fc.init()`` keeps MPI
+to itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from flagcx.config import environment
+from flagcx.errors import BootstrapError, ResourceError
+
+logger = logging.getLogger("flagcx")
+
+_POLL_S = 0.05
+_SURVIVES, _FINALIZE_S = "OMPI_MCA_mpi_ft_enable", 5.0
+"""What ``mpirun --with-ft ulfm`` sets, where a lost rank ends no other; and the end's limit there."""
+
+
+class MpiProcess:
+    """MPI of this process, once it is needed.
+
+    Attributes:
+        lost: Whether ranks went on after MPI has lost one.
+    """
+
+    def __init__(self) -> None:
+        self.lost = False
+        self._mpi: Any = None  # where flagcx has started it
+        self._owner = os.getpid()
+
+    def load(self, limit_s: float, check: Callable[[], object] = lambda: None) -> Any:
+        """The module ``mpi4py.MPI``, with MPI started unless the program wants to start it itself.
+
+        Args:
+            limit_s: How long the start may take, in seconds: it waits for all ranks of MPI's job.
+            check: Raises if a rank is known to have died; called while the start waits.
+
+        Raises:
+            ImportError: mpi4py is not installed, or finds no MPI (``RuntimeError`` too).
+            BootstrapError: MPI did not start in time, or failed.
+        """
+        import mpi4py
+
+        rc = mpi4py.rc
+        if "mpi4py.MPI" in sys.modules or not rc.initialize:
+            from mpi4py import MPI
+
+            return MPI
+        rc.initialize = False
+        try:
+            from mpi4py import MPI
+        finally:
+            rc.initialize = True
+        if not MPI.Is_initialized():
+            self._start(MPI, rc, limit_s, check)
+            self._mpi, self._owner = MPI, os.getpid()
+        return MPI
+
+    def _start(self, mpi: Any, rc: Any, limit_s: float, check: Callable[[], object]) -> None:
+        level = getattr(mpi, f"THREAD_{rc.thread_level.upper()}") if rc.threads else mpi.THREAD_SINGLE
+        # Without Python's lock, which mpi4py's own call keeps.
+        init, codes = ctypes.CDLL(mpi.__file__).MPI_Init_thread, list[int]()
+        provided = ctypes.c_int()
+
+        def start() -> None:
+            codes.append(init(None, None, ctypes.c_int(level), ctypes.byref(provided)))
+
+        thread = threading.Thread(target=start, name="flagcx-mpi", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise ResourceError(f"no thread can be started that starts MPI ({error})") from None
+        end = time.monotonic() + limit_s
+        while thread.is_alive():
+            thread.join(_POLL_S)
+            check()
+            if time.monotonic() >= end and thread.is_alive():
+                raise BootstrapError(
+                    f"MPI_Init did not return within {limit_s:.1f} s: it waits for all ranks of the job, and "
+                    f"one of them died before it came there, is stopped or never starts MPI; a longer "
+                    f"time-out: fc.init(init_timeout_s=...) or FLAGCX_INIT_TIMEOUT_S"
+                )
+        if codes != [mpi.SUCCESS]:
+            raise BootstrapError(f"MPI_Init failed: {mpi.Get_error_string(codes[0])}")
+        if rc.errors == "exception":  # as mpi4py sets it where it starts MPI
+            for comm in (mpi.COMM_WORLD, mpi.COMM_SELF):
+                comm.Set_errhandler(mpi.ERRORS_RETURN)
+
+    def leave(self, lost: bool) -> None:
+        """Ends MPI as the process ends, where flagcx has started it.
+
+        Args:
+            lost: Whether a rank is lost, for which ``MPI_Finalize`` might wait without end.
+        """
+        mpi, self._mpi = self._mpi, None
+        if mpi is None or self._owner != os.getpid() or mpi.Is_finalized():
+            return
+        if lost or self.lost:
+            logger.info("MPI_Finalize is left out, which would wait for ranks that are lost")
+        elif environment().get(_SURVIVES) != "1":
+            mpi.Finalize()
+        else:
+            # A rank may have been lost that no call missed, and this job outlives that.
+            thread = threading.Thread(target=ctypes.CDLL(mpi.__file__).MPI_Finalize, daemon=True)
+            thread.start()
+            thread.join(_FINALIZE_S)
+            if thread.is_alive():
+                logger.info("MPI_Finalize did not return within %g s, and is left to itself", _FINALIZE_S)
+
+
+MPI_PROCESS = MpiProcess()
+"""The process's own; a process has one MPI."""

@@ -70,6 +70,7 @@ class Scratch:
 
     def __init__(self) -> None:
         self._arrays: dict[tuple[str, bool], Any] = {}
+        self._stream: Any = None
         self._captured: dict[int, Any] = {}
 
     def get(self, name: str, count: int, dtype: Any, like: Any, zeros: bool = False) -> Any:
@@ -85,13 +86,26 @@ class Scratch:
         key = name, on_device(like)
         array = self._arrays.get(key)
         if array is None or len(array) < count:
-            make = namespace(like).zeros if zeros else namespace(like).empty
-            array = self._arrays[key] = make(count, dtype)
+            array = self._arrays[key] = self._make(namespace(like), count, dtype, key[1])
+            if zeros:
+                array.fill(0)
         if key[1] and captures(
             array
         ):  # The captured graph uses this array even after a larger one replaces it.
             self._captured[id(array)] = array
         return array[:count]
+
+    def _make(self, xp: Any, count: int, dtype: Any, on_gpu: bool) -> Any:
+        """An array; on a GPU its memory belongs to a stream on which nothing else is allocated.
+
+        CuPy gives memory that is freed to the next array of the stream it was made on. That may be a stream
+        of the caller's, while operations on another one still use the array that a larger one replaces.
+        """
+        if not on_gpu:
+            return xp.empty(count, dtype)
+        self._stream = self._stream or xp.cuda.Stream(non_blocking=True)
+        with self._stream:
+            return xp.empty(count, dtype)
 
 
 class FixedRate:

@@ -273,15 +273,19 @@ class StreamOrder:
         with contextlib.suppress(self._runtime.CUDARuntimeError):
             if self._last is None or self.is_capturing(self._last):
                 return
-            event = self._last.record(self.event())
+            event = self._last_event()
             while not self.reached(event) and time.monotonic() < end:
                 time.sleep(_SLEEP_S)
 
     def drain(self, timeout_s: float) -> None:
         """Waits on the host until all operations are done; raises as ``wait`` does."""
         if self._last is not None and not self.is_capturing(self._last):
-            self.wait(self._last.record(self.event()), timeout_s)
+            self.wait(self._last_event(), timeout_s)
         self._kept.clear()
+
+    def _last_event(self) -> Any:
+        """An event after all operations; another thread's default stream has the handle of this one's."""
+        return self._last.record(self.event()) if self._latest is None else self._latest[0]
 
     def close(self) -> None:
         """Drops the references to streams and events, each of which costs memory of the GPU."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 from flagcx.compression import Cast, PowerSGD, Quantized, RandomK, Sparse, TopK, catalogue, codec_of, select
+from flagcx.compression import codec as codec_module
 from flagcx.compression.codec import Scratch
 from flagcx.errors import ArgumentError, ArrayError
 
@@ -259,3 +261,32 @@ def test_an_array_that_a_payload_does_not_fit_is_refused():
         Quantized("int8").decode(payload, np.zeros(41, np.float32))
     with pytest.raises(ArrayError, match="out has dtype float64"):
         Quantized("int8").decode(payload, np.zeros(40))
+
+
+def test_scratch_of_a_gpu_belongs_to_a_stream_of_its_own(monkeypatch):
+    """What a larger array replaces may still be used on another stream than the one it was made on."""
+    made, current = [], ["the caller's"]
+
+    class Stream:
+        def __init__(self, **_):
+            self.name = f"own {id(self)}"
+
+        def __enter__(self):
+            current.append(self.name)
+
+        def __exit__(self, *_):
+            current.pop()
+
+    def empty(count, dtype):
+        made.append(current[-1])
+        return np.full(count, 7, dtype)
+
+    fake = SimpleNamespace(empty=empty, cuda=SimpleNamespace(Stream=Stream))
+    monkeypatch.setattr(codec_module, "namespace", lambda like: fake)
+    monkeypatch.setattr(codec_module, "on_device", lambda like: True)
+    monkeypatch.setattr(codec_module, "captures", lambda like: False)
+    scratch = Scratch()
+    for count in (10, 5, 20):
+        assert len(scratch.get("wire", count, np.uint8, None)) == count
+    assert not scratch.get("seen", 4, np.uint8, None, zeros=True).any()
+    assert len(made) == 3 and len(set(made)) == 1 and made[0].startswith("own")

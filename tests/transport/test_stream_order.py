@@ -149,6 +149,15 @@ def test_who_watches_records_nothing_on_a_stream_of_another_thread(fake, order):
     assert order._marker is None
 
 
+def test_the_end_of_all_is_the_end_of_the_thread_that_was_last(fake, order):
+    fake.stream = fake.streams[2]
+    order.leave(order.enter("allreduce"))
+    last = order._latest[0]
+    last.done = True  # an event that were recorded now, by this thread, would not be
+    order.drain(0.05)
+    order.settle(0.05)
+
+
 def test_another_device_is_refused(fake, order):
     fake.device = 1
     with pytest.raises(CommunicatorError, match=r"current device is 1, but rank 3 uses device 0"):

@@ -54,8 +54,8 @@ class Waits:
         after_s: When a wait is long, in seconds.
         calls: For each kind of array, what returns how many calls of all ranks this rank has made.
         shown: What the rank's page shows of the communicator; None where the rank has no page.
-        culprit: The rank for which, in the end, the ranks wait that were last explained; None if there is
-            none, such as where they wait in a circle.
+        waiting: Ranks of this communicator that waited for others themselves, when a wait was last
+            explained.
         examine: Raises if a rank has given up, where the transport for NumPy arrays knows.
     """
 
@@ -68,7 +68,7 @@ class Waits:
         self._me = self._ranks[self.rank]
         self.calls: dict[str, Callable[[], int]] = dict.fromkeys(_KINDS, int)
         self.examine: Callable[[], object] = lambda: None
-        self.culprit: int | None = None
+        self.waiting: set[int] = set()
         self._looks: dict[str, int] = {}
         self.shown = None if whole.page is None else whole.page.add(name, self._ranks)
         self._showing: dict[str, Note] = {}
@@ -237,14 +237,15 @@ class Waits:
 
     def _chain(self, rank: int) -> str:
         """For whom the rank that is waited for waits, and so on."""
-        seen, text, self.culprit = [self._me], "", None
+        seen, text, self.waiting = [self._me], "", set()
         while rank not in seen:
             seen.append(rank)
             note = next((n for kind in _NOTES if (n := self._read(rank, kind)) is not None), None)
             if note is None:
-                self.culprit = self._ranks.index(rank) if rank in self._ranks else None
                 return f"{text}; {self._name(rank)} itself waits for no rank"
             text += f"; {self._name(rank)} waits"
+            if rank in self._ranks:
+                self.waiting.add(self._ranks.index(rank))
             if note["for"] is None:
                 return f"{text} in {note['call']} of communicator {note['communicator']}"
             text += f" for {self._name(note['for'])} in {note['call']} of communicator {note['communicator']}"

@@ -229,8 +229,8 @@ class Watch:
         suspects = [q for q in seen if q not in there] if shared else []
         host = self._store.silent()  # then nothing is known of the others, who may all wait for that rank
         suspects = suspects or [peer if host is None else host]
-        if why and self._waits is not None and self._waits.culprit is not None:
-            suspects = [self._waits.culprit]
+        if why and self._waits is not None:
+            suspects = [q for q in suspects if q not in self._waits.waiting] or suspects
         names = f"rank{'s' * (len(suspects) > 1)} {', '.join(map(str, suspects))}"
         return PeerTimeoutError(
             f"{names} did not take part within {waited_s:.1f} s (rank {self._store.rank} waits for rank "

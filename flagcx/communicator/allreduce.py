@@ -76,11 +76,18 @@ def allreduce(
         return _with_options(comm, x, op, out, algorithm, compression, async_op, stream)
     device = comm._device
     if device is not None and x.__class__ is device.array_class:
-        plan = device.quick.get((x.shape, x.dtype, op, algorithm))
-        if plan is None or out is not None or async_op or not device.is_contiguous(x):
-            return _checked(comm, x, op, out, algorithm, async_op)
-        device.run(plan, x, x)
-        return x
+        if out is None:
+            plan = device.quick.get((x.shape, x.dtype, op, algorithm))
+            if plan is None or async_op or not device.is_contiguous(x):
+                return _checked(comm, x, op, out, algorithm, async_op)
+            device.run(plan, x, x)
+            return x
+        if not async_op and device.is_apart(out, x):
+            plan = device.quick.get((x.shape, x.dtype, op, algorithm, out.shape, out.dtype))
+            if plan is not None and device.is_contiguous(x):
+                device.run(plan, x, out)
+                return out
+        return _checked(comm, x, op, out, algorithm, async_op)
     executor = comm._host
     try:
         if out is None:

@@ -46,13 +46,13 @@ class Repeat(NamedTuple):
     """What is left to do of a call like an earlier one.
 
     Attributes:
-        run: Runs its plan: ``run(sendbuf, recvbuf)``.
+        run: Runs its plan: ``run(sendbuf, recvbuf)``; on a GPU the plan itself.
         sends: Whether this rank has a ``sendbuf``.
         receives: Whether it has a ``recvbuf``.
         shape: The shape of the array to make for the result; None where it goes to ``out`` or ``x``.
     """
 
-    run: Callable[[Any, Any], object]
+    run: Any
     sends: bool
     receives: bool
     shape: tuple[int, ...] | None
@@ -122,6 +122,8 @@ class Caller:
         Returns:
             What the call returns; ``MISS`` where the checked way has to be taken, and nothing was done.
         """
+        if x.__class__ is not np.ndarray:
+            return self._again_on_device(collective, x, out, op, root, algorithm)
         executor = self._host
         key: tuple
         try:
@@ -132,7 +134,7 @@ class Caller:
             repeat = executor.quick.get(key)
         except (AttributeError, TypeError):
             return MISS
-        if repeat is None or x.__class__ is not np.ndarray or not x.flags.carray:
+        if repeat is None or not x.flags.carray:
             return MISS
         run, sends, receives, shape = repeat
         recvbuf = out
@@ -151,6 +153,29 @@ class Caller:
             executor.turn.release()
         if executor.noted:
             executor.float_errors.warn()
+        return recvbuf if receives else None
+
+    def _again_on_device(
+        self, collective: str, x: Any, out: Any, op: Op | None, root: int | None, algorithm: str | None
+    ) -> Any:
+        """``run_again`` for arrays on a GPU."""
+        device = self._device
+        if device is None or x.__class__ is not device.array_class:
+            return MISS
+        key: tuple = (collective, x.shape, x.dtype, op, root, algorithm)
+        try:
+            repeat = device.quick.get(key if out is None else (*key, out.shape, out.dtype))
+        except (AttributeError, TypeError):
+            return MISS
+        if repeat is None or not device.is_contiguous(x):
+            return MISS
+        plan, sends, receives, shape = repeat
+        recvbuf = out
+        if out is None:
+            recvbuf = x if shape is None else device.result(None, "", shape, x.dtype)
+        elif not device.is_apart(out, x):
+            return MISS
+        device.run(plan, x if sends else None, recvbuf if receives else None)
         return recvbuf if receives else None
 
     # -- any other call -----------------------------------------------------------------------------
@@ -225,16 +250,14 @@ class Caller:
             return
         collective, op, root, algorithm = what
         like = () if out is None else (out.shape, out.dtype)
+        run = plan.run if executor is self._host else plan  # which runs a bound method, made once
         if collective == "allreduce":
-            on_host = executor is self._host  # which runs a bound method, made once
-            if out is None and recvbuf is x:
-                executor.remember((x.shape, x.dtype, op, algorithm), plan.run if on_host else plan)
-            elif recvbuf is out and on_host:
-                executor.remember((x.shape, x.dtype, op, algorithm, *like), plan.run)
-        elif x.__class__ is np.ndarray and (recvbuf is None or recvbuf is out or out is None):
+            if recvbuf is (x if out is None else out):
+                executor.remember((x.shape, x.dtype, op, algorithm, *like), run)
+        elif x.__class__ is executor.array_class and (recvbuf is None or recvbuf is out or out is None):
             shape = None if recvbuf is None or recvbuf is x or recvbuf is out else recvbuf.shape
             key = (collective, x.shape, x.dtype, op, root, algorithm, *like)
-            executor.remember(key, Repeat(plan.run, sendbuf is not None, recvbuf is not None, shape))
+            executor.remember(key, Repeat(run, sendbuf is not None, recvbuf is not None, shape))
 
     @staticmethod
     def run(

@@ -46,6 +46,13 @@ class DeviceExecutor(Executor):
         """Whether a plan can take an array as it is: its elements lie in order, without gaps."""
         return bool(self.is_contiguous(array))
 
+    def is_apart(self, out: Any, x: Any) -> bool:
+        """Whether a result can go to ``out`` without a closer look: plain, and apart from ``x``."""
+        if out.__class__ is not self.array_class or not self.is_contiguous(out):
+            return False
+        source, target = x.data.ptr, out.data.ptr
+        return bool(source + x.nbytes <= target or target + out.nbytes <= source)
+
     def plain_like(self, array: Any) -> Any:
         """A new contiguous array in the place of one that is not.
 

@@ -62,6 +62,7 @@ class Executor:
         self, rank: int, size: int, transport: Transport, selector: Selector, ring: RecordBuffer | None = None
     ) -> None:
         self.rank, self.size, self.transport = rank, size, transport
+        self.array_class: Any = np.ndarray
         self.turn = threading.Lock()
         self._cache = PlanCache()
         self.quick, self.remember = self._cache.straight, self._cache.remember

@@ -9,6 +9,7 @@ from typing import Any
 from flagcx.transport.base import Call
 from flagcx.transport.device import address, check_alignment
 from flagcx.transport.peer_memory.grids import Grid
+from flagcx.transport.peer_memory.replays import Graphs, Replays
 from flagcx.transport.stream_order import StreamOrder
 
 
@@ -26,11 +27,12 @@ class PeerPlan:
         check: Raises an error if a wait on the GPU has timed out.
         handle_of: (address, bytes) -> the peers' handle of an array; 0 if they do not see it.
         nbytes: Bytes of the arrays; 0 if the kernel needs no handles.
+        graphs: What makes graphs of launches that come back; None for none.
     """
 
     __slots__ = (
         "__weakref__", "_blocks", "_check", "_function", "_handle_of", "_keep", "_launch", "_nbytes", "_odd",
-        "_order", "_params", "_signature", "_threads", "args", "call", "grid", "kernel",
+        "_order", "_params", "_replays", "_signature", "_threads", "args", "call", "grid", "kernel",
     )  # fmt: skip
 
     def __init__(
@@ -45,6 +47,7 @@ class PeerPlan:
         check: Callable[[], None],
         handle_of: Callable[[int, int], int],
         nbytes: int,
+        graphs: Graphs | None = None,
     ) -> None:
         self._order, self._check, self._handle_of = order, check, handle_of
         self.call, self.kernel, self.grid = call, kernel, grid
@@ -53,11 +56,12 @@ class PeerPlan:
         self._signature = call.signature()
         self._odd = call.dtype.numpy.alignment - 1
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(args))
+        self._replays = None if graphs is None else Replays(graphs)
         self._keep, self._params = pointers, ctypes.addressof(pointers)
 
     def run(self, sendbuf: Any, recvbuf: Any) -> None:
         """Enqueues the call on the current stream."""
-        order, args = self._order, self.args
+        order = self._order
         source = address(sendbuf, order)
         target = source if recvbuf is sendbuf else address(recvbuf, order)
         if (source | target) & self._odd:
@@ -65,14 +69,32 @@ class PeerPlan:
         stream = order.enter(self.call, self._signature)
         if self._blocks:
             self._check()
-            args.sendbuf, args.recvbuf = source, target
-            if self._nbytes:
-                handle = args.sendbuf_handle = self._handle_of(source, self._nbytes)
-                args.recvbuf_handle = handle if target == source else self._handle_of(target, self._nbytes)
-            self._launch(
-                self._function.ptr, self._blocks, 1, 1, self._threads, 1, 1, 0, stream.ptr, self._params, 0
-            )
+            self._launch_on(stream, source, target)
         order.leave(stream)
+
+    def _launch_on(self, stream: Any, source: int, target: int) -> None:
+        args = self.args
+        args.sendbuf, args.recvbuf = source, target
+        if self._nbytes:
+            handle = args.sendbuf_handle = self._handle_of(source, self._nbytes)
+            other = args.recvbuf_handle = (
+                handle if target == source else self._handle_of(target, self._nbytes)
+            )
+            if handle or other:  # another array may come to lie there
+                self._enqueue(stream)
+                return
+        graph = None
+        if self._replays is not None and not self._order.is_capturing(stream):
+            graph = self._replays.find((source, target), self._enqueue)
+        if graph is None:
+            self._enqueue(stream)
+        else:
+            graph.launch(stream)
+
+    def _enqueue(self, stream: Any) -> None:
+        self._launch(
+            self._function.ptr, self._blocks, 1, 1, self._threads, 1, 1, 0, stream.ptr, self._params, 0
+        )
 
     def __repr__(self) -> str:
         return f"<PeerPlan {self.call}, {self.kernel}>"

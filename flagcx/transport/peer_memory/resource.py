@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from flagcx.bootstrap.store import Store
@@ -41,6 +42,7 @@ from flagcx.transport.peer_memory.moves import (
 )
 from flagcx.transport.peer_memory.plans import PeerPlan
 from flagcx.transport.peer_memory.region import PeerRegion, Unavailable
+from flagcx.transport.peer_memory.replays import Graphs, Replays
 from flagcx.transport.peer_memory.rows import PeerRows, row_grid
 from flagcx.transport.peer_memory.segments import Segments
 from flagcx.transport.rows import RowLaunch, Rows, RowShape
@@ -113,6 +115,8 @@ class PeerMemory:
         self.segments = Segments(cupy, store, limit_s, region.table)
         self.rank, self.size = region.rank, region.size
         self._move: Any = None
+        self._graphs = Graphs(cupy)
+        self._transfers = Replays(self._graphs)
         self._closed = False
 
     def carries(self, call: Call) -> bool:
@@ -171,7 +175,7 @@ class PeerMemory:
         args.pull = pull
         return PeerPlan(
             call, name, self._launch, function, grid, args, self._order, self.check, self.segments.handle_of,
-            count * itemsize if form == "two_shot" and not packets else 0,
+            count * itemsize if form == "two_shot" and not packets else 0, self._graphs,
         )  # fmt: skip
 
     def compile_rows(self, call: Call, rows: Rows) -> PeerRows | None:
@@ -217,7 +221,7 @@ class PeerMemory:
         args.itemsize = call.dtype.numpy.itemsize
         plan = PeerPlan(
             call, "blocks", self._launch, self._mover(), grid, args, self._order, self.check,
-            self.segments.handle_of, 0,
+            self.segments.handle_of, 0, None if on_gpu else self._graphs,
         )  # fmt: skip
         return CountedPlan(plan) if on_gpu else plan
 
@@ -237,6 +241,17 @@ class PeerMemory:
     def transfer(self, messages: Sequence[Message], stream: Any) -> None:
         """Enqueues sends and receives, all at once, on a stream that the communicator's order has entered."""
         self.check()
+        if not messages:
+            return
+        graph = None
+        if not self._order.is_capturing(stream):
+            graph = self._transfers.find(tuple(messages), partial(self._enqueue, messages))
+        if graph is None:
+            self._enqueue(messages, stream)
+        else:
+            graph.launch(stream)
+
+    def _enqueue(self, messages: Sequence[Message], stream: Any) -> None:
         for jobs in rounds_of(self.rank, self.size, messages):
             args, grid = self._move_args(jobs, self.layout.pair_channels)
             args.first = self.layout.channels
@@ -289,6 +304,7 @@ class PeerMemory:
         if self._closed:
             return
         self._closed = True
+        self._graphs.close()
         self.segments.detach()
         self._region.detach()
         if together:

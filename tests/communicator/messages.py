@@ -77,6 +77,19 @@ def send_broadcast_wait(comm: fc.Communicator, count: int) -> None:
         work.wait()
 
 
+def send_of_an_array_that_nobody_keeps(comm: fc.Communicator, count: int) -> None:
+    """A started send keeps the array that its caller drops: its memory is not given to another one."""
+    left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+    work = comm.send(filled(comm.rank, 3, count), right, async_op=True)
+    others = [np.full(count, -1.0) for _ in range(3)]  # which would take the place of one that was freed
+    del others
+    got = np.zeros(count)
+    comm.barrier()
+    comm.recv(got, left)
+    assert (got == filled(left, 3, count)).all()
+    work.wait()
+
+
 def send_beside_started_collective(comm: fc.Communicator, count: int) -> None:
     """A collective that was started waits for a rank that first wants a message."""
     got, x = np.zeros(count), np.ones(1000)
@@ -175,6 +188,7 @@ PROGRAMS = (
     both_started,
     receive_barrier_send,
     send_broadcast_wait,
+    send_of_an_array_that_nobody_keeps,
     send_beside_started_collective,
     to_oneself,
     task_farm,

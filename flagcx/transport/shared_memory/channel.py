@@ -134,7 +134,8 @@ class Sending:
         if self._in_place:
             place = places[self._buffer]
             if self._where or place & SHARED:
-                self._place = place + self._shift
+                # The peer reads this very memory, which must not be freed where the caller drops the array.
+                self._place, self._message = place + self._shift, arrays[self._buffer]
                 return
         self._message = arrays[self._buffer][self._low : self._low + self._length]
 
@@ -151,7 +152,8 @@ class Sending:
         """Moves what can be moved now. Returns whether the message has left."""
         own, theirs, peer = self._own, self._theirs, self.peer
         if self._posted >= 0:
-            self.finished = theirs[self._received_at] > self._posted
+            if theirs[self._received_at] > self._posted:
+                self._message, self.finished = None, True
             return self.finished
         number = self._sent[peer]
         while number - theirs[self._received_at] < PIECES:

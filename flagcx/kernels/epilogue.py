@@ -61,7 +61,7 @@ class Statistic:
 
     Attributes:
         name: What the words of the piece call it.
-        combine: "sum" or "max".
+        combine: "sum", or "max" of numbers from 0 up.
         of: What is combined over the row.
         then: What is made of the combined value, which has the same name.
     """
@@ -223,7 +223,7 @@ class Epilogue:
                 options["limit"] = given["limit"]
             value = piece.counterpart(value, **options)
         if self.out.name == "int8":
-            value = np.rint(np.where(np.isnan(value), 0, value))
+            value = np.rint(np.where(np.isnan(value), -1, value))
         out[...] = value
 
 

@@ -114,6 +114,7 @@ class PeerLayout:
         ranks: Number of ranks.
         blocks: Blocks of threads that have a place there, the most of any launch.
         one_gpu: Whether all ranks use one GPU.
+        clusters: Whether all GPUs have clusters of blocks.
 
     Example:
         >>> PeerLayout(2, 8, one_gpu=True).most_chunk
@@ -123,6 +124,7 @@ class PeerLayout:
     ranks: int
     blocks: int
     one_gpu: bool
+    clusters: bool = False
 
     @property
     def shape(self) -> KernelShape:

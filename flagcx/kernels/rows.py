@@ -23,10 +23,12 @@ from dataclasses import dataclass
 
 from flagcx.dtypes import OPS, DType
 from flagcx.kernels.epilogue import COLUMN, ELEMENT, ONE, ROW, Epilogue, Operand, Piece, Statistic
-from flagcx.kernels.peer import PeerArgs, PeerKernel, PeerLayout
+from flagcx.kernels.peer import WARP, PeerArgs, PeerKernel, PeerLayout
 from flagcx.kernels.peer_cuda import INTRINSICS
 from flagcx.kernels.peer_packets import SLOTS
-from flagcx.kernels.rows_cuda import ELEMENTS, EXCHANGED, LOCAL_ROWS, POISON, WARPS
+from flagcx.kernels.rows_cuda import ELEMENTS, EXCHANGED, LOCAL_ROWS, ROW_INTRINSICS
+
+_PACK_NBYTES = 16
 
 NAME = "flagcx_rows"
 """Name of the kernel in every module."""
@@ -35,6 +37,7 @@ LOCAL = "local"
 ROW_FORMS = ("one_shot", "two_shot", LOCAL)
 
 ROW_THREADS = 512
+"""Most threads of a block."""
 MOST_ARRAYS, MOST_NUMBERS = 12, 8
 """Most operands, and numbers, of an epilogue."""
 
@@ -49,13 +52,49 @@ class RowArgs(ctypes.Structure):
         ("a", PeerArgs),
         ("arrays", ctypes.c_uint64 * MOST_ARRAYS),
         ("rows", ctypes.c_int64),
-        ("columns", ctypes.c_int64),
         ("numbers", ctypes.c_float * MOST_NUMBERS),
-        ("packs", ctypes.c_uint32),
-        ("share", ctypes.c_uint32),
-        ("ahead", ctypes.c_uint32),
-        ("unused", ctypes.c_uint32),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class RowShape:
+    """How the threads of one block, or of the blocks of a cluster, share a row.
+
+    Attributes:
+        columns: Elements of the row.
+        packs: Packs of 16 bytes of the row, the last of which may be partly filled.
+        pieces: Packs that a thread holds.
+        threads: Threads of a block.
+        cluster: Blocks.
+
+    Example:
+        >>> RowShape.of(5120, 2)
+        RowShape(columns=5120, packs=640, pieces=2, threads=320, cluster=1)
+    """
+
+    columns: int
+    packs: int
+    pieces: int
+    threads: int
+    cluster: int
+
+    @classmethod
+    def of(cls, columns: int, itemsize: int, cluster: int = 1) -> RowShape:
+        """The shape for rows of so many elements of ``itemsize`` bytes."""
+        packs = -(-columns // (_PACK_NBYTES // itemsize))
+        held = -(-packs // cluster)
+        pieces = max(-(-held // ROW_THREADS), 1)
+        threads = max(-(-held // pieces), 1)
+        return cls(columns, packs, pieces, -(-threads // WARP) * WARP, cluster)
+
+    @property
+    def places(self) -> int:
+        """Packs of a row that a block has places for."""
+        return self.pieces * self.threads
+
+    def share(self, ranks: int) -> int:
+        """Packs of a row, of those of a block, that each rank adds up in two-shot."""
+        return -(-self.places // ranks)
 
 
 _KINDS = {
@@ -74,34 +113,40 @@ class RowKernel:
         dtype: The dtype of the rows.
         epilogue: What is done with them; its numbers are arguments.
         layout: The memory; of one rank for a local kernel.
-        pieces: Packs of a row that each thread holds.
+        shape: How threads share a row.
+        aligned: Whether all rows, of all arrays, begin at multiples of 16 bytes.
+        ahead: Rows that a block sends before it finishes one.
     """
 
     form: str
     dtype: DType
     epilogue: Epilogue
     layout: PeerLayout
-    pieces: int
+    shape: RowShape
+    aligned: bool
+    ahead: int = 1
 
-    def source(self, intrinsics: str = INTRINSICS, warps: str = WARPS, **changed: int) -> str:
+    def source(self, intrinsics: str = INTRINSICS, own: str = ROW_INTRINSICS, **changed: int) -> str:
         """The whole CUDA source; the arguments take the place of what a host defines in its own way."""
-        local = self.form == LOCAL
+        local, shape = self.form == LOCAL, self.shape
         shared = PeerKernel(
             "one_shot" if local else self.form, True, self.dtype, OPS["sum"], self.layout, True
         )
         values = {
-            "PIECES": self.pieces, "ROW_THREADS": ROW_THREADS, "MOST_ARRAYS": MOST_ARRAYS,
-            "MOST_NUMBERS": MOST_NUMBERS, "ROWS": _KINDS[self.dtype.name],
-            "LIMIT": _LIMITS.get(self.epilogue.out.name, "3.4e38f"), **changed,
+            "MOST_ARRAYS": MOST_ARRAYS, "MOST_NUMBERS": MOST_NUMBERS, "ROWS": _KINDS[self.dtype.name],
+            "LIMIT": _LIMITS.get(self.epilogue.out.name, "3.4e38f"), "COLUMNS": shape.columns,
+            "PACKS": shape.packs, "PIECES": shape.pieces, "ROW_THREADS": shape.threads,
+            "CLUSTER": shape.cluster, "SHARE": shape.share(self.layout.ranks), "AHEAD": self.ahead,
+            "ALIGNED": int(self.aligned), "FULL": int(shape.places * shape.cluster == shape.packs),
         }  # fmt: skip
         head = "".join(f"#define {name} {value}\n" for name, value in values.items())
-        text = shared.prelude(intrinsics, **changed) + head + warps + ("" if local else SLOTS) + ELEMENTS
+        text = shared.prelude(intrinsics, **changed) + head + own + ("" if local else SLOTS) + ELEMENTS
         return text + "\n".join(self._generated()) + (LOCAL_ROWS if local else EXCHANGED)
 
     def _generated(self) -> Iterator[str]:
         """The parts that depend on the epilogue."""
         yield from self._loads(COLUMN, "Columns", "load_columns", "")
-        yield from self._loads(ELEMENT, "Elements", "load_elements_of", "row * r.columns + ")
+        yield from self._loads(ELEMENT, "Elements", "load_elements_of", " + row * COLUMNS")
         yield (
             "FLAGCX_DEVICE void finish_row(const RowArgs& r, i64 row, float (*values)[N],"
             " const Columns& columns, const Elements& elements, float* scratch, u32& turn) {"
@@ -114,16 +159,6 @@ class RowKernel:
             yield "  }"
             number += len(piece.numbers)
         yield f"  {self._stored(_KINDS[self.epilogue.out.name], 'r.a.recvbuf')}\n}}"
-        if self.form != LOCAL:
-            yield POISON
-            yield "FLAGCX_DEVICE void poison_rows(const RowArgs& r) {"
-            size = self.epilogue.out.numpy.itemsize
-            yield f"  poison_array(r.a.recvbuf, r.rows * r.columns * {size});"
-            for place, operand, dtype in self._given():
-                if operand.keeps:
-                    columns = " * r.columns" if operand.shape == ELEMENT else ""
-                    yield f"  poison_array(r.arrays[{place}], r.rows{columns} * {dtype.numpy.itemsize});"
-            yield "}"
 
     def _given(self) -> Iterator[tuple[int, Operand, DType]]:
         """The operands that a call has, with their places."""
@@ -140,18 +175,17 @@ class RowKernel:
         yield f"FLAGCX_DEVICE void {function}(const RowArgs& r, {row}{name}& few) {{"
         yield f"  (void)r; (void)few;{' (void)row;' if start else ''}"
         for place, operand, kind in found:
-            at = f"(const {kind}::S*)r.arrays[{place}] + {start}column_of(i)"
-            yield f"  EACH_PACK few.{operand.name}[i] = load_few<{kind}>({at}, r.columns - column_of(i));"
+            at = f"(const {kind}::S*)r.arrays[{place}]{start}"
+            yield f"  EACH_PACK few.{operand.name}[i] = load_few<{kind}>({at}, i);"
         yield "}"
 
     def _stored(self, kind: str, array: str) -> str:
-        at = f"({kind}::S*){array} + row * r.columns + column_of(i)"
-        return f"EACH_PACK store_few<{kind}>({at}, r.columns - column_of(i), values[i]);"
+        return f"EACH_PACK store_few<{kind}>(({kind}::S*){array} + row * COLUMNS, i, values[i]);"
 
     def _piece(self, piece: Piece, number: int) -> Iterator[str]:
         words = " ".join([piece.element, *(s.of + s.then for s in piece.statistics)])
         if _uses(words, "count"):
-            yield "    const float count = (float)r.columns;"
+            yield "    const float count = COLUMNS;"
         for i, name in enumerate(piece.numbers):
             yield f"    const float {name} = r.numbers[{number + i}];"
         for statistic in piece.statistics:
@@ -163,17 +197,13 @@ class RowKernel:
             if operand.shape == ELEMENT:
                 yield f"    {self._stored(_KINDS[dtype.name], f'r.arrays[{place}]')}"
             else:
-                yield f"    if (thread_index() == 0) ((float*)r.arrays[{place}])[row] = {operand.keeps};"
+                yield f"    if (is_first()) ((float*)r.arrays[{place}])[row] = {operand.keeps};"
 
     def _statistic(self, piece: Piece, statistic: Statistic) -> Iterator[str]:
         name, of = statistic.name, statistic.of
         combined = f"{name} + ({of})" if statistic.combine == "sum" else f"larger({name}, {of})"
         yield f"    float {name} = 0.0f;"
-        # What is combined must not name what it is combined into.
-        yield (
-            f"    EACH_VALUE if (column_of(i) + e < r.columns) {{ {self._names(piece, of)} "
-            f"{name} = {combined}; }}"
-        )
+        yield (f"    EACH_VALUE if (has_value(i, e)) {{ {self._names(piece, of)} {name} = {combined}; }}")
         yield f"    {name} = {statistic.combine}_of_row({name}, scratch, turn++);"
         yield f"    {name} = {statistic.then};"
 

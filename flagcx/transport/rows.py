@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import and_
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,8 +13,8 @@ import numpy as np
 from flagcx.dtypes import DType
 from flagcx.kernels.compile import load_kernel
 from flagcx.kernels.epilogue import COLUMN, ELEMENT, ONE, ROW, Epilogue
-from flagcx.kernels.peer import WARP, PeerArgs
-from flagcx.kernels.rows import NAME, ROW_THREADS, RowArgs, RowKernel
+from flagcx.kernels.peer import PeerArgs
+from flagcx.kernels.rows import NAME, RowArgs, RowKernel
 from flagcx.transport.base import Plan
 
 _PACK_NBYTES = 16
@@ -57,35 +58,11 @@ class RowArrays(NamedTuple):
     operands: Sequence[Any]
 
 
-@dataclass(frozen=True, slots=True)
-class RowShape:
-    """How the threads of a block share a row.
-
-    Attributes:
-        packs: Packs of 16 bytes of the row, the last of which may be partly filled.
-        pieces: Packs that a thread holds.
-        threads: Threads of a block.
-
-    Example:
-        >>> RowShape.of(5120, 2)
-        RowShape(packs=640, pieces=2, threads=320)
-    """
-
-    packs: int
-    pieces: int
-    threads: int
-
-    @classmethod
-    def of(cls, columns: int, itemsize: int) -> RowShape:
-        """The shape for rows of so many elements of ``itemsize`` bytes."""
-        packs = -(-columns // (_PACK_NBYTES // itemsize))
-        pieces = max(-(-packs // ROW_THREADS), 1)
-        held = max(-(-packs // pieces), 1)
-        return cls(packs, pieces, -(-held // WARP) * WARP)
-
-
 class RowLaunch:
     """A kernel for rows with prepared arguments.
+
+    Arrays that begin at multiples of 16 bytes have a kernel of their own. The other one is compiled when it
+    is needed first; to the peers both are the same.
 
     Args:
         cupy: The CuPy module.
@@ -94,50 +71,58 @@ class RowLaunch:
         rows: The operation.
         blocks: Blocks of threads.
         a: The arguments that it shares with other kernels.
-        share: Packs of a row that each rank adds up.
-        ahead: Rows that a block sends before it finishes one.
     """
 
-    __slots__ = ("_args", "_blocks", "_function", "_keep", "_launch", "_params", "_threads")
+    __slots__ = (
+        "_args",
+        "_blocks",
+        "_compiled",
+        "_keep",
+        "_launch",
+        "_load",
+        "_masks",
+        "_params",
+        "_threads",
+    )
 
     def __init__(
-        self,
-        cupy: Any,
-        device: int,
-        kernel: RowKernel,
-        rows: Rows,
-        blocks: int,
-        a: PeerArgs,
-        share: int = 0,
-        ahead: int = 0,
+        self, cupy: Any, device: int, kernel: RowKernel, rows: Rows, blocks: int, a: PeerArgs
     ) -> None:
-        shape = RowShape.of(rows.columns, rows.dtype.numpy.itemsize)
-        self._launch, self._blocks, self._threads = cupy.cuda.driver.launchKernel, blocks, shape.threads
-        self._function: Any = load_kernel(cupy, device, kernel.source(), NAME) if blocks else None
-        self._args = args = RowArgs(
-            a=a, rows=rows.rows, columns=rows.columns, packs=shape.packs, share=share, ahead=ahead
+        def load(aligned: bool) -> Any:
+            return load_kernel(cupy, device, replace(kernel, aligned=aligned).source(), NAME)
+
+        whole = rows.columns * rows.dtype.numpy.itemsize % _PACK_NBYTES == 0
+        self._launch, self._blocks, self._threads = (
+            cupy.cuda.driver.launchKernel,
+            blocks,
+            kernel.shape.threads,
         )
+        self._load, self._compiled = load, {whole: load(whole)} if blocks else {}
+        # Rows and result, and the operands that are read and written in packs.
+        packs = [True, True, *(operand.shape in (ELEMENT, COLUMN) for operand in rows.epilogue.operands)]
+        self._masks = [_PACK_NBYTES - 1 if pack else 0 for pack in packs] if whole else None
+        self._args = args = RowArgs(a=a, rows=rows.rows)
         args.numbers[: len(rows.epilogue.numbers)] = rows.epilogue.numbers
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(args))
         self._keep, self._params = pointers, ctypes.addressof(pointers)
 
-    def __call__(self, source: int, target: int, operands: Sequence[int], stream: Any) -> None:
+    def __call__(self, places: Sequence[int], stream: Any) -> None:
         """Enqueues the kernel.
 
         Args:
-            source: Address of the rows.
-            target: Address of the result.
-            operands: Addresses of the epilogue's operands; 0 where there is none.
+            places: Addresses of the rows, of the result, and of the epilogue's operands; 0 for none.
             stream: The stream.
         """
         if not self._blocks:
             return
+        aligned = self._masks is not None and not any(map(and_, places, self._masks))
+        function = self._compiled.get(aligned)
+        if function is None:
+            function = self._compiled[aligned] = self._load(aligned)
         args = self._args
-        args.a.sendbuf, args.a.recvbuf = source, target
-        args.arrays[: len(operands)] = operands
-        self._launch(
-            self._function.ptr, self._blocks, 1, 1, self._threads, 1, 1, 0, stream.ptr, self._params, 0
-        )
+        args.a.sendbuf, args.a.recvbuf = places[:2]
+        args.arrays[: len(places) - 2] = places[2:]
+        self._launch(function.ptr, self._blocks, 1, 1, self._threads, 1, 1, 0, stream.ptr, self._params, 0)
 
 
 class HostRows:

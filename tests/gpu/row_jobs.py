@@ -88,7 +88,7 @@ class Call:
         return self.comm.allreduce_then(x, names, out=out, dtype=dtype, **given, **numbers, **options)
 
     def faults(self, out: Any, given: dict[str, Any], rounded: bool = True) -> list[str]:
-        """What is wrong with its arrays, whose sum may have been rounded; all ranks must have the same bits."""
+        """What is wrong with its arrays, whose sum may be rounded; all ranks must have the same bits."""
         found, last = [], LAST[self.data[0].dtype.name] if rounded else 0.0
         for name, array in {**given, "out": out}.items():
             got = host(array)
@@ -120,7 +120,7 @@ def host(array: Any) -> np.ndarray:
 
 
 def differences(where: str, got: np.ndarray, want: np.ndarray, last: float) -> list[str]:
-    """What is wrong with an array, beyond its last bit, ``last`` of the largest, and sums in another order."""
+    """What is wrong with an array, beyond its last bit and ``last`` of its largest value."""
     a, b = got.astype(np.float32), want.astype(np.float32)
     allowed = LAST[got.dtype.name] * np.abs(b) + last * np.abs(b).max(initial=0)
     allowed += 1.0 if got.dtype.name == "int8" else 1e-5

@@ -106,9 +106,12 @@ struct Block {
   struct Warp { int arrived = 0; unsigned generation = 0, least = ~0u, result = 0; };
   std::vector<Warp> warps;
   std::map<int, std::vector<char>> shared;
+  std::vector<Block*>* blocks = nullptr;  // of the launch
+  int come = 0; unsigned round = 0;       // of a cluster, in its first block
 };
 struct Fiber {
   ucontext_t context; std::vector<char> stack; int rank, thread, block; Job* job; Block* at;
+  unsigned awaited = 0;
   bool done = false;
 };
 struct World {
@@ -145,6 +148,28 @@ void* host_shared(int line, unsigned long nbytes) {
   if (m.empty()) m.resize(nbytes, 0x5a);
   return m.data();
 }
+// The same memory of another block, and the two halves of a barrier of some blocks that follow each other.
+void* host_in_block(void* at, int block) {
+  Block& mine = *world->self->at;
+  for (auto& one : mine.shared) {
+    const long offset = (char*)at - one.second.data();
+    if (offset < 0 || offset >= (long)one.second.size()) continue;
+    std::vector<char>& theirs = (*mine.blocks)[block]->shared[one.first];
+    if (theirs.empty()) theirs.resize(one.second.size(), 0x5a);
+    return theirs.data() + offset;
+  }
+  return nullptr;
+}
+void host_arrive(int blocks) {
+  Fiber& f = *world->self;
+  Block& first = *(*f.at->blocks)[f.block / blocks * blocks];
+  f.awaited = first.round;
+  if (++first.come == blocks * (int)first.threads) { first.come = 0; first.round++; }
+}
+void host_await(int blocks) {
+  Fiber& f = *world->self;
+  while ((*f.at->blocks)[f.block / blocks * blocks]->round == f.awaited) host_yield();
+}
 }
 static void enter() {
   Fiber* f = world->self;
@@ -161,13 +186,17 @@ extern "C" u64 host_run(int ranks, int calls, Job* jobs, u64 seed, u64 limit) {
   w.random.seed(seed);
   std::vector<int> next(ranks, 0), left(ranks, 0);
   std::vector<std::unique_ptr<Block>> blocks;
+  std::vector<std::unique_ptr<std::vector<Block*>>> launches;
   for (;;) {
     for (int r = 0; r < ranks; r++) {
       if (left[r] || next[r] == calls) continue;
       Job* job = jobs + r * calls + next[r]++;
       if (job->kernel == 0) continue;  // This rank stays away.
+      launches.emplace_back(new std::vector<Block*>);
       for (int b = 0; b < job->grid; b++) {
         blocks.emplace_back(new Block);
+        launches.back()->push_back(blocks.back().get());
+        blocks.back()->blocks = launches.back().get();
         blocks.back()->threads = job->threads;
         blocks.back()->warps.resize(job->threads / HOST_WARP);
         for (int t = 0; t < job->threads; t++) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -10,14 +11,27 @@ from typing import Any
 
 import numpy as np
 
-from flagcx.dtypes import DType, dtype_of
+from flagcx.dtypes import dtype_of
 from flagcx.kernels.epilogue import Epilogue
 from flagcx.kernels.peer import PeerArgs, PeerLayout
-from flagcx.kernels.rows import LOCAL, RowArgs, RowKernel
+from flagcx.kernels.rows import LOCAL, RowArgs, RowKernel, RowShape
 from tests.kernels import peer_host
 from tests.kernels.peer_host import CONSTANTS, WARP, WORK, Host
 
-_WARPS = r"""
+_OWN = r"""
+#define FLAGCX_ROW_KERNEL extern "C" __attribute__((visibility("default"))) void
+#pragma GCC visibility push(default)
+extern "C" {
+void* host_in_block(void* at, int block); void host_arrive(int blocks); void host_await(int blocks);
+}
+#pragma GCC visibility pop
+FLAGCX_DEVICE float* in_block(float* at, int block) {
+  return (float*)host_in_block(at, host_block() / CLUSTER * CLUSTER + block);
+}
+FLAGCX_DEVICE void arrive_in_cluster() { host_arrive(CLUSTER); }
+FLAGCX_DEVICE void await_cluster() { host_await(CLUSTER); }
+FLAGCX_DEVICE u32 two_bfloat16(float a, float b) { return (u32)to_bfloat16(b) << 16 | to_bfloat16(a); }
+FLAGCX_DEVICE u32 two_float16(float a, float b) { return (u32)to_float16(b) << 16 | to_float16(a); }
 FLAGCX_DEVICE float from_lane(float x, int apart) {
   float* const lanes = (float*)host_shared(-1, 4 * 1024);
   const int t = host_thread();
@@ -41,23 +55,23 @@ class RowCall:
     result: list[np.ndarray]
     grid: int = 1
     ahead: int = 0
+    cluster: int = 1
+    aligned: bool = False
     absent: tuple[int, ...] = ()
 
     @property
-    def packs(self) -> int:
-        """Packs of a row."""
-        return -(-self.given[0].shape[1] // (16 // self.given[0].itemsize))
-
-    @property
-    def pieces(self) -> int:
-        """Packs of a row that a thread holds."""
-        return -(-self.packs // WORK)
+    def shape(self) -> RowShape:
+        """How threads share a row."""
+        columns = self.given[0].shape[1]
+        packs = -(-columns // (16 // self.given[0].itemsize))
+        pieces = -(-packs // (self.cluster * WORK))
+        held = -(-packs // (self.cluster * pieces))
+        return RowShape(columns, packs, pieces, -(-held // WARP) * WARP, self.cluster)
 
     @property
     def threads(self) -> int:
         """Threads of a block."""
-        held = -(-self.packs // self.pieces)
-        return -(-held // WARP) * WARP
+        return self.shape.threads
 
 
 class RowHost(Host):
@@ -68,7 +82,8 @@ class RowHost(Host):
             return super()._parts(call)
         layout = PeerLayout(1, 1, True) if call.form == LOCAL else self.layout
         dtype = dtype_of(call.given[0].dtype)
-        return self.directory, call.form, dtype, call.epilogue, layout, call.pieces
+        kernel = RowKernel(call.form, dtype, call.epilogue, layout, call.shape, call.aligned, call.ahead)
+        return self.directory, kernel
 
     def _compile(self, calls: list) -> None:
         super()._compile([call for call in calls if not isinstance(call, RowCall)])
@@ -87,19 +102,14 @@ class RowHost(Host):
             args.arrays[place] = 0 if array is None else array.ctypes.data
         for place, number in enumerate(call.epilogue.numbers):
             args.numbers[place] = number
-        args.rows, args.columns = call.given[rank].shape
-        args.packs, args.share = call.packs, -(-call.packs // self.ranks)
-        args.ahead = call.ahead
+        args.rows = len(call.given[rank])
         return args
 
 
 @cache
-def _kernel(
-    directory: Path, form: str, dtype: DType, epilogue: Epilogue, layout: PeerLayout, pieces: int
-) -> Any:
-    kernel = RowKernel(form, dtype, epilogue, layout, pieces)
+def _kernel(directory: Path, kernel: RowKernel) -> Any:
     source = "#include <cmath>\n" + peer_host._HEAD
-    source += kernel.source(peer_host._INTRINSICS, _WARPS, **CONSTANTS, ROW_THREADS=WORK)
-    name = f"rows_{abs(hash((source, form)))}.so"
-    library = peer_host.compile_library(source, directory / name, ctypes.RTLD_LOCAL, "-fvisibility=hidden")
+    source += kernel.source(peer_host._INTRINSICS, _OWN, **CONSTANTS)
+    made = directory / f"rows_{hashlib.sha1(source.encode()).hexdigest()}.so"
+    library = peer_host.compile_library(source, made, ctypes.RTLD_LOCAL, "-fvisibility=hidden")
     return library.flagcx_rows

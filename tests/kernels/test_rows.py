@@ -27,12 +27,13 @@ from flagcx.kernels.epilogue import (
     result_dtype,
 )
 from flagcx.kernels.peer import PeerLayout
-from flagcx.kernels.rows import LOCAL, NAME, RowKernel
+from flagcx.kernels.rows import LOCAL, NAME, RowKernel, RowShape
 from flagcx.kernels.source import OPTIONS
 from tests.kernels import nvrtc, peer_host
 from tests.kernels.peer_host import BLOCKS
 from tests.kernels.rows_host import RowCall, RowHost
 from tests.kernels.test_peer import Wanted
+from tests.ranges import exhaustive
 
 needs_compiler = pytest.mark.skipif(peer_host.COMPILER is None, reason="no C++ compiler on this machine")
 needs_nvrtc = pytest.mark.skipif(
@@ -75,8 +76,19 @@ class RowsWanted:
         self.calls: list[Any] = []
         self.want: list[Any] = []
 
-    def add(self, form: str, epilogue: Epilogue, dtype: str, rows: int, columns: int, in_place: bool = False):
+    def add(
+        self,
+        form: str,
+        epilogue: Epilogue,
+        dtype: str,
+        rows: int,
+        columns: int,
+        in_place: bool = False,
+        cluster: int = 1,
+        aligned: bool = False,
+    ) -> None:
         """A call with data that differs in every (rank, row, column); operands are the same on all ranks."""
+        self._aligned = aligned
         size = 1 if form == LOCAL else self.host.ranks
         data = [self._numbers((rows, columns), dtype) for _ in range(size)]
         shapes = {ELEMENT: (rows, columns), COLUMN: (columns,), ROW: (rows, 1), ONE: (1,)}
@@ -96,9 +108,9 @@ class RowsWanted:
         given = [self._placed(x) for x in data]
         out = given if in_place else [self._placed(np.zeros_like(result)) for _ in range(size)]
         each = [[None if a is None else self._placed(a) for a in arrays] for _ in range(size)]
-        grid = int(self.random.integers(1, min(BLOCKS, rows) + 1))
-        ahead = int(self.random.integers(0, 3))
-        self.calls.append(RowCall(form, epilogue, given, each, out, grid, ahead))
+        grid = cluster * int(self.random.integers(1, max(min(BLOCKS // cluster, rows), 1) + 1))
+        ahead = columns % 3
+        self.calls.append(RowCall(form, epilogue, given, each, out, grid, ahead, cluster, aligned))
         self.want.append((result, want))
 
     def _operand(self, operand: Operand, shape: tuple[int, ...], dtype: str) -> np.ndarray:
@@ -112,6 +124,7 @@ class RowsWanted:
     def _placed(self, array: np.ndarray) -> np.ndarray:
         """A copy that begins at a multiple of 16 bytes, or a few elements after one."""
         start = int(self.random.integers(0, 2) * self.random.integers(0, 4)) * array.itemsize
+        start = 0 if self._aligned else start
         memory = np.zeros(array.nbytes + start + 32, np.uint8)
         begin = -memory.ctypes.data % 16 + start
         view = memory[begin : begin + array.nbytes].view(array.dtype).reshape(array.shape)
@@ -148,19 +161,38 @@ def differences(where: str, got: np.ndarray, want: np.ndarray) -> list[str]:
 
 
 @needs_compiler
-@pytest.mark.parametrize("size", [2, 3, pytest.param(9, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("size", [3, *exhaustive([2, 9])])
 @pytest.mark.parametrize("form", ["one_shot", "two_shot"])
 @pytest.mark.parametrize("name", EPILOGUES)
-def test_rows_of_any_length_in_any_interleaving(directory, name, form, size):
+def test_rows_in_any_interleaving(directory, name, form, size):
     host = RowHost(directory, size)
     epilogue = epilogue_of(*EPILOGUES[name], "float32")
     for seed in range(3):
         wanted = RowsWanted(host, seed)
-        for _ in range(5):
-            # As many packs as two pieces hold, so that one kernel serves all.
-            columns = int(wanted.random.integers(33, 65))
-            wanted.add(form, epilogue, "float32", int(wanted.random.integers(1, 8)), columns)
+        for columns, cluster, aligned in ((61, 1, False), (64, 2, True), (61, 1, False), (64, 2, True)):
+            rows = int(wanted.random.integers(1, 8))
+            wanted.add(form, epilogue, "float32", rows, columns, False, cluster, aligned)
         assert wanted.faults(seed) == []
+
+
+@needs_compiler
+@pytest.mark.parametrize("form", ["one_shot", "two_shot"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (96, 3, True),
+        (32, 1, True),
+        (100, 1, True),
+        *exhaustive([(92, 2, True), (93, 3, False), (8, 2, True)]),
+    ],
+)
+def test_blocks_that_share_rows(directory, shape, form):
+    columns, cluster, aligned = shape
+    wanted = RowsWanted(RowHost(directory, 2), 5)
+    epilogue = epilogue_of(("residual", "layernorm", "quantize_rows"), "int8", "float32")
+    for rows in (1, 4):
+        wanted.add(form, epilogue, "float32", rows, columns, False, cluster, aligned)
+    assert wanted.faults(5) == []
 
 
 @needs_compiler
@@ -172,9 +204,9 @@ def test_dtypes_of_rows_and_operands(directory, dtype, operand, form):
     wanted = RowsWanted(RowHost(directory, 1 if form == LOCAL else 3), 1)
     epilogue = epilogue_of(("residual", "rmsnorm"), None, dtype, operand)
     most = 64 * 4 // BY_NAME[dtype].numpy.itemsize
-    for columns in (most, most - 1, most - 7):
-        wanted.add(form, epilogue, dtype, 4, columns)
-        wanted.add(form, epilogue, dtype, 3, columns, in_place=True)
+    for columns, aligned in ((most, True), (most - 7, False)):
+        wanted.add(form, epilogue, dtype, 4, columns, aligned=aligned)
+        wanted.add(form, epilogue, dtype, 3, columns, in_place=True, aligned=aligned)
     assert wanted.faults(1) == []
 
 
@@ -247,17 +279,16 @@ def test_a_rank_that_stays_away_is_named_and_nothing_looks_right(directory, form
 
 
 MUTANTS = {
-    "a share is added up in another order": (
-        "if (first + g == 0) widen_pack",
-        "if (first + g == 1) widen_pack",
-    ),
-    "rows overwrite each other": ("r.a.rank) + j * r.packs + pack", "r.a.rank) + pack"),
+    "a pack is left out": ("if (first + g == 0) widen_pack", "if (first + g == 1) widen_pack"),
+    "rows overwrite each other": ("r.a.rank) + j * PLACES", "r.a.rank)"),
     "what was read is not cleared": ("uint4{~0u, ~0u, ~0u, ~0u}", "uint4{0u, 0u, 0u, 0u}"),
-    "threads do not wait for each other": ("  join_block();\n  x = of_warps[0];", "  x = of_warps[0];"),
-    "both hops use the same slots": ("+ SECOND + j * r.share + k, made", "+ j * r.share + k, made"),
-    "columns beyond the end count": ("if (column_of(i) + e < r.columns)", "if (true)"),
-    "the two halves of scratch are one": ("(turn & 1) * (ROW_THREADS / WARP)", "0"),
-}
+    "threads do not wait for each other": ("parts[warp] = x;\n  join_block();", "parts[warp] = x;"),
+    "blocks do not wait for each other": ("  arrive_in_cluster();\n  await_cluster();", ""),
+    "both hops use the same slots": ("+ SECOND + j * SHARE + k, made", "+ j * SHARE + k, made"),
+    "columns beyond the end count": ("if (has_value(i, e))", "if (true)"),
+    "the two halves of scratch are one": ("(turn & 1) * ROW_PARTS", "0"),
+    "a block writes the row of another": ("block_index() % CLUSTER * PLACES", "0"),
+}  # fmt: skip
 
 
 @needs_compiler
@@ -274,12 +305,13 @@ def test_a_faulty_kernel_is_noticed(tmp_path, monkeypatch, name):
     host = RowHost(tmp_path, 3)
     host.limit_ns = 40_000
     noticed = False
-    for seed in range(6):
+    for seed in range(30):
         wanted = RowsWanted(host, seed)
         for form in ("one_shot", "two_shot"):
             for _ in range(3):
                 epilogue = epilogue_of(("layernorm", "bias"), None, "float32")
                 wanted.add(form, epilogue, "float32", 6, 61)
+            wanted.add(form, epilogue, "float32", 6, 64, False, 2, True)
         noticed = bool(wanted.faults(seed)) or any(w.any() for w in host.words)
         if noticed:
             break
@@ -295,7 +327,10 @@ def _kernels() -> list[RowKernel]:
             dtype, operand = FLOATS[(i + k) % 3], FLOATS[(i + 2 * k) % 3]
             layout = PeerLayout(1 if form == LOCAL else (2, 4, 8, 16)[(i + k) % 4], 16, i % 2 == 0)
             epilogue = epilogue_of(names, out, dtype, operand)
-            made.append(RowKernel(form, BY_NAME[dtype], epilogue, layout, (1, 2, 4, 8)[(i + 2 * k) % 4]))
+            columns = (4096, 1000, 16384, 4095)[(i + 2 * k) % 4]
+            cluster = 4 if form != LOCAL and i % 2 == 0 else 1
+            shape = RowShape.of(columns, BY_NAME[dtype].numpy.itemsize, cluster)
+            made.append(RowKernel(form, BY_NAME[dtype], epilogue, layout, shape, columns != 4095))
     return made
 
 
@@ -313,7 +348,8 @@ def test_kernels_compile_without_a_warning(architecture, kernels):
     def compiled(kernel):
         return nvrtc.compile_for(kernel.source(), architecture, OPTIONS)
 
-    kernels = _kernels()[kernels]
+    has_clusters = architecture == "sm_90"
+    kernels = [k for k in _kernels() if has_clusters or k.shape.cluster == 1][kernels]
     with ThreadPoolExecutor(2) as pool:
         for kernel, made in zip(kernels, pool.map(compiled, kernels), strict=True):
             assert made.status == 0, f"{kernel}: {made.log}"

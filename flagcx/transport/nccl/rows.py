@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from flagcx.kernels.peer import PeerArgs, PeerLayout
-from flagcx.kernels.rows import LOCAL, RowKernel
+from flagcx.kernels.rows import LOCAL, RowKernel, RowShape
 from flagcx.transport.base import Plan
 from flagcx.transport.device import address, check_alignment
 from flagcx.transport.nccl.plans import Scratch
-from flagcx.transport.rows import RowArrays, RowLaunch, Rows, RowShape
+from flagcx.transport.rows import RowArrays, RowLaunch, Rows
 from flagcx.transport.stream_order import StreamOrder
 
 _BLOCKS_PER_PROCESSOR = 4
@@ -32,7 +32,7 @@ class AddedRows:
     ) -> None:
         self._cupy, self._order, self._scratch, self._plan, self._rows = cupy, order, scratch, plan, rows
         shape = RowShape.of(rows.columns, rows.dtype.numpy.itemsize)
-        kernel = RowKernel(LOCAL, rows.dtype, rows.epilogue, PeerLayout(1, 1, True), shape.pieces)
+        kernel = RowKernel(LOCAL, rows.dtype, rows.epilogue, PeerLayout(1, 1, True), shape, True)
         most = _BLOCKS_PER_PROCESSOR * cupy.cuda.Device(device).attributes["MultiProcessorCount"]
         self._launch = RowLaunch(cupy, device, kernel, rows, min(rows.rows, most), PeerArgs())
 
@@ -48,7 +48,7 @@ class AddedRows:
         total = recvbuf if rows.dtype == rows.epilogue.out else self._array(stream)
         self._plan.run(sendbuf.x, total)
         stream = order.enter(order.what)
-        self._launch(address(total, order), target, places, stream)
+        self._launch([address(total, order), target, *places], stream)
         order.leave(stream)
 
     def _array(self, stream: Any) -> Any:

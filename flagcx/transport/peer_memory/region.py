@@ -24,6 +24,7 @@ _CONTROL_NBYTES = 64
 _CLOSE_LIMIT_S = 5.0
 _PROBE_NBYTES = 16
 _LEAST_MAJOR = 7
+_CLUSTERS_SINCE = 9
 
 
 class Unavailable(Exception):
@@ -142,16 +143,19 @@ class PeerRegion:
         # After a split the ranks of a communicator share the GPU with those of the other parts.
         sharing = max(Counter(i.uuid for i in self._identities).values(), default=1)
         sharing = _most_sharing()[self.device] = max(sharing, _most_sharing()[self.device])
-        ours = json.dumps([attributes["MultiProcessorCount"], _taken()[self.device], sharing]).encode()
-        found = [json.loads(each) for each in self._exchange("room", ours)]
+        major = int(self._cupy.cuda.Device(self.device).compute_capability) // 10
+        ours = [attributes["MultiProcessorCount"], _taken()[self.device], sharing, major]
+        found = [json.loads(each) for each in self._exchange("room", json.dumps(ours).encode())]
         fewest, taken, sharing = min(f[0] for f in found), max(f[1] for f in found), max(f[2] for f in found)
+        clusters = all(f[3] >= _CLUSTERS_SINCE for f in found)
         blocks = most_blocks(fewest, sharing, taken)
         if blocks == 0:
             raise Unavailable(
                 f"{sharing} ranks share a GPU of {fewest} multiprocessors, and other communicators have "
                 f"{taken} blocks of threads of each: no room is left for threads that wait for each other"
             )
-        self.layout = PeerLayout(self.size, blocks, len({i.uuid for i in self._identities}) == 1)
+        one_gpu = len({i.uuid for i in self._identities}) == 1
+        self.layout = PeerLayout(self.size, blocks, one_gpu, clusters)
         self._blocks = blocks
         _taken()[self.device] += blocks
 

@@ -45,7 +45,7 @@ from flagcx.transport.peer_memory.region import PeerRegion, Unavailable
 from flagcx.transport.peer_memory.replays import Graphs, Replays
 from flagcx.transport.peer_memory.rows import PeerRows, row_grid
 from flagcx.transport.peer_memory.segments import Segments
-from flagcx.transport.rows import RowLaunch, Rows, RowShape
+from flagcx.transport.rows import RowLaunch, Rows
 from flagcx.transport.stream_order import StreamOrder
 
 _DIRECT, _DISSEMINATION = "direct", "dissemination"
@@ -189,11 +189,8 @@ class PeerMemory:
         grid = next((grid for form in forms if (grid := row_grid(form, rows, self.layout))), None)
         if grid is None or call.protocol != PEER_PACKETS or not may_be_bare(grid.form, rows.dtype):
             return None
-        pieces = RowShape.of(rows.columns, rows.dtype.numpy.itemsize).pieces
-        kernel = RowKernel(grid.form, rows.dtype, rows.epilogue, self.layout, pieces)
-        launch = RowLaunch(
-            self._cupy, self._region.device, kernel, rows, grid.blocks, self._places(), grid.share, grid.ahead
-        )
+        kernel = RowKernel(grid.form, rows.dtype, rows.epilogue, self.layout, grid.shape, True, grid.ahead)
+        launch = RowLaunch(self._cupy, self._region.device, kernel, rows, grid.blocks, self._places())
         return PeerRows(call, rows, launch, self._order, self.check)
 
     def _places(self) -> PeerArgs:

@@ -7,14 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from flagcx.kernels.peer import PeerLayout
-from flagcx.kernels.rows import MOST_COLUMNS
+from flagcx.kernels.rows import MOST_COLUMNS, RowShape
 from flagcx.transport.base import Call
 from flagcx.transport.device import address, check_alignment
-from flagcx.transport.rows import RowArrays, RowLaunch, Rows, RowShape
+from flagcx.transport.rows import RowArrays, RowLaunch, Rows
 from flagcx.transport.stream_order import StreamOrder
 
 _AHEAD_PACKS = 1024
 """Packs that a block sends before it waits for those of the first row, at least."""
+_LARGEST_CLUSTER, _MOST_IN_CLUSTERS = 8, 48
+"""Most blocks of a cluster, and of all clusters of a launch."""
+_LEAST_PACKS = 64
+"""Least packs of a row for each block of a cluster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +28,13 @@ class RowGrid:
     Attributes:
         form: "one_shot" or "two_shot".
         blocks: Blocks of threads.
-        share: Packs of a row that each rank adds up, in two-shot.
+        shape: How they share a row.
         ahead: Rows that a block sends before it finishes one.
     """
 
     form: str
     blocks: int
-    share: int
+    shape: RowShape
     ahead: int
 
 
@@ -41,17 +45,32 @@ def row_grid(form: str, rows: Rows, layout: PeerLayout) -> RowGrid | None:
         >>> from flagcx.dtypes import dtype_of
         >>> from flagcx.kernels.epilogue import Epilogue
         >>> kind = dtype_of("float16")
-        >>> row_grid("one_shot", Rows(64, 4096, kind, Epilogue((), (), (), kind)), PeerLayout(2, 48, True))
-        RowGrid(form='one_shot', blocks=48, share=256, ahead=2)
+        >>> rows = Rows(64, 4096, kind, Epilogue((), (), (), kind))
+        >>> grid = row_grid("one_shot", rows, PeerLayout(2, 48, True))
+        >>> grid.blocks, grid.shape.threads
+        (48, 512)
     """
     if form not in ("one_shot", "two_shot") or rows.columns > MOST_COLUMNS:
         return None
-    packs = RowShape.of(rows.columns, rows.dtype.numpy.itemsize).packs
-    blocks = min(rows.rows, layout.blocks)
-    most = -(-rows.rows // blocks) if blocks else 0
-    share = -(-packs // layout.ranks)
-    fits = most * packs <= layout.most_bare if form == "one_shot" else most * share <= layout.most_bare // 2
-    return RowGrid(form, blocks, share, max(_AHEAD_PACKS // max(packs, 1), 1)) if fits else None
+    itemsize = rows.dtype.numpy.itemsize
+    shape = RowShape.of(rows.columns, itemsize)
+    while layout.clusters and _may_double(shape, rows.rows, layout):
+        shape = RowShape.of(rows.columns, itemsize, 2 * shape.cluster)
+    groups = min(rows.rows, layout.blocks // shape.cluster)
+    most = -(-rows.rows // groups) if groups else 0
+    if form == "one_shot":
+        fits = most * shape.places <= layout.most_bare
+    else:
+        fits = most * shape.share(layout.ranks) <= layout.most_bare // 2
+    ahead = max(_AHEAD_PACKS // shape.places, 1)
+    return RowGrid(form, groups * shape.cluster, shape, ahead) if fits else None
+
+
+def _may_double(shape: RowShape, rows: int, layout: PeerLayout) -> bool:
+    """Whether twice as many blocks may share a row: all clusters must find their place on the GPU at once."""
+    cluster = 2 * shape.cluster
+    fits = rows * cluster <= min(layout.blocks, _MOST_IN_CLUSTERS) and cluster <= _LARGEST_CLUSTER
+    return fits and shape.packs >= cluster * _LEAST_PACKS
 
 
 class PeerRows:
@@ -86,7 +105,7 @@ class PeerRows:
                 check_alignment(alignment, at)
         stream = order.enter(self.call, self._signature)
         self._check()
-        self._launch(places[0], places[1], places[2:], stream)
+        self._launch(places, stream)
         order.leave(stream)
 
     def __repr__(self) -> str:

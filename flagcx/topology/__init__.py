@@ -12,6 +12,7 @@ Example:
 from __future__ import annotations
 
 from flagcx.topology.bounds import Bound, bound
+from flagcx.topology.clusters import cluster
 from flagcx.topology.detect import detect
 from flagcx.topology.draw import plot_topology
 from flagcx.topology.files import read
@@ -20,7 +21,7 @@ from flagcx.topology.join import join
 from flagcx.topology.orders import best_order, order_bandwidth
 from flagcx.topology.paths import Path, matrix, nearest_nic, numa_node, path_class, shortest, widest
 from flagcx.topology.plan import Plan, Ring, make_plan, plan_rings
-from flagcx.topology.presets import cluster, preset, preset_names
+from flagcx.topology.presets import preset, preset_names
 from flagcx.topology.topology import Topology
 
 __all__ = [

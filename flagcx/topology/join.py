@@ -33,7 +33,7 @@ def join(machines: Sequence[Topology]) -> Topology:
     Example:
         >>> from flagcx.topology import preset
         >>> join([preset("dgx-a100"), preset("dgx-1v")])
-        <Topology 2 hosts: 2 hosts, 16 GPUs, 6 NVSwitches, 4 NUMA nodes, 12 NICs>
+        <Topology 2 hosts: 2 hosts, 16 GPUs, 6 NVSwitches, 10 NUMA nodes, 12 NICs>
     """
     if not machines:
         raise TopologyError("no machine to join; give one topology for each host")
@@ -63,11 +63,11 @@ def join(machines: Sequence[Topology]) -> Topology:
 def place_host(
     machine: Topology, host: int, devices: list[Device], links: list[Link], counts: Counter[DeviceKind]
 ) -> dict[str, str]:
-    """Adds a machine as host number ``host`` to the devices and links of a cluster.
+    """Adds a machine to the devices and links of a cluster.
 
     Args:
-        machine: One host.
-        host: Its number in the cluster.
+        machine: One host, or one NVLink domain of several.
+        host: Its number in the cluster, or that of the first of its hosts.
         devices: Takes its devices.
         links: Takes its links.
         counts: The first free index of each kind of device, from which its indices run on; moved on.
@@ -75,15 +75,17 @@ def place_host(
     Returns:
         New id by old id.
     """
-    prefix = f"host{host}/" if host else ""
+    hosts = {old: host + number for number, old in enumerate(machine.hosts)}
     order = {gpu.id: number for number, gpu in enumerate(machine.gpus)}
     first = counts.copy()
     names: dict[str, str] = {}
     for device in machine.devices():
         kind, index = device.kind, first[device.kind] + order.get(device.id, device.index)
-        local = f"gpu{index}" if kind is DeviceKind.GPU else device.id
+        at = hosts.get(device.host, -1)
+        prefix = f"host{at}/" if at > 0 else f"domain{host}/" if at < 0 < host else ""
+        local = f"gpu{index}" if kind is DeviceKind.GPU else device.id.rpartition("/")[2]
         names[device.id] = prefix + local
-        devices.append(replace(device, id=names[device.id], index=index, host=host))
+        devices.append(replace(device, id=names[device.id], index=index, host=at))
         counts[kind] = max(counts[kind], index + 1)
     links += [replace(link, a=names[link.a], b=names[link.b]) for link in machine.links]
     return names

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import combinations
 
 from flagcx.topology import speeds
 from flagcx.topology.builder import Builder, Notes
@@ -217,6 +218,29 @@ def add_fabric(machine: Builder, counts: Counts, sm: int | None) -> None:
                 f"a GPU's model is not in the file; {rate:g} GB/s assumed for each of its {kind.value} links"
             ] += 1
         machine.link(a, end, kind, rate * count, count, assumed=not any(rates))
+    for host in sorted({key[0] for key in switches}):
+        own = [switch for key, switch in sorted(switches.items()) if key[0] == host]
+        _join_boards(machine, own)
+
+
+def _join_boards(machine: Builder, switches: Sequence[str]) -> None:
+    """Joins the NVSwitches of boards with GPUs of their own (a DGX-2's); files don't have those links."""
+    ends = {switch: [link for link in machine.links if switch in (link.a, link.b)] for switch in switches}
+    boards: dict[frozenset[str], list[str]] = {}
+    for switch, links in ends.items():
+        boards.setdefault(frozenset(link.other(switch) for link in links), []).append(switch)
+    alone = [gpus for gpus in boards if all(gpus.isdisjoint(other) for other in boards if other != gpus)]
+    if len(boards) < 2 or len(alone) < len(boards) or len({len(board) for board in boards.values()}) > 1:
+        return
+    for one, other in combinations(boards.values(), 2):
+        for a, b in zip(one, other, strict=True):
+            least = min((ends[a], ends[b]), key=lambda links: sum(link.bandwidth_gb_per_s for link in links))
+            speed = sum(link.bandwidth_gb_per_s for link in least)
+            machine.link(a, b, least[0].kind, speed, sum(link.count for link in least), assumed=True)
+    machine.notes.add(
+        f"{len(boards)} groups of GPUs have NVSwitches of their own; these are taken to be joined, switch by "
+        "switch, by as many NVLinks as their GPUs have, as on a DGX-2"
+    )
 
 
 def _rate(gpu: Device, kind: LinkKind, sm: int | None) -> float | None:

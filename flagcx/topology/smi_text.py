@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 GPU = re.compile(r"GPU\d{1,4}")
-CELL = re.compile(r"NV\d{1,3}|NODE|N/A|PIX|PXB|PHB|SYS|SOC|X")
+CELL = re.compile(r"NV\d{1,3}|XGMI\d{1,2}|NODE|N/A|PIX|PXB|PHB|SYS|SOC|X")
 #: The words of ``topo -p2p``, which says what is allowed and not what is there.
 P2P = frozenset(("OK", "CNS", "GNS", "TNS", "NS", "DR", "U"))
 _FURTHER = ("CPU", "NUMA", "Affinity", "GPU", "ID", "Node", "node", "Nodes")

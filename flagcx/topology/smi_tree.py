@@ -21,6 +21,7 @@ from flagcx.topology.topology import Topology
 
 _LEVELS = ("PIX", "PXB", "PHB", "NODE")
 _MOST_LINKS = 18
+_LINKS = re.compile(r"(NV|XGMI)(\d+)")
 #: By the number of NVLinks of a GPU: its likely compute capability and PCIe GT/s.
 _BY_LINKS = {2: (75, 8.0), 4: (86, 16.0), 6: (70, 8.0), 8: (90, 32.0), 12: (80, 16.0), 18: (90, 32.0)}
 _NEWER = "; those of B200, B300, GB200 and GB300 have 40.1: name the model (--gpu-model, --sm) if it is one"
@@ -42,6 +43,7 @@ class _Tree(Builder):
         super().__init__()
         self.matrix, self.sm = matrix, sm
         self.gt = speeds.DEFAULT_PCIE_GT
+        self.fabric_kind = LinkKind.NVLINK
         others = [name for name in matrix.names if name not in matrix.gpus]
         self.ids = {name: f"gpu{int(name[3:])}" for name in matrix.gpus}
         self.ids |= {name: f"nic{number}" for number, name in enumerate(others)}
@@ -72,9 +74,15 @@ class _Tree(Builder):
     def nvlinks(self) -> dict[tuple[str, str], int]:
         """NVLinks by pair of GPUs; settles the kind of GPU."""
         cells = {pair: self.matrix.cells[pair] for pair in combinations(self.matrix.gpus, 2)}
-        counts = {pair: int(cell[2:]) for pair, cell in cells.items() if cell.startswith("NV")}
-        counts = {pair: count for pair, count in counts.items() if count > 0}
-        if counts:
+        links = {pair: match for pair, cell in cells.items() if (match := _LINKS.fullmatch(cell))}
+        counts = {pair: int(match[2]) for pair, match in links.items() if int(match[2]) > 0}
+        if any(match[1] == "XGMI" for match in links.values()):
+            self.fabric_kind = LinkKind.XGMI
+            self.notes.add(
+                f"the text does not name the GPU; {speeds.DEFAULT_XGMI_GB_PER_S:g} GB/s assumed for each of "
+                "its xGMI links"
+            )
+        elif counts:
             total = max(_total(counts, gpu) for gpu in self.matrix.gpus)
             most = total if total <= _MOST_LINKS else max(counts.values())
             sm, self.gt = _BY_LINKS.get(most, (None, self.gt))
@@ -93,6 +101,8 @@ class _Tree(Builder):
     def fabric(self, counts: dict[tuple[str, str], int]) -> None:
         """Direct links where a GPU has that many, or a switch where it could not."""
         rate = speeds.nvlink_gb_per_s(self.sm) or speeds.DEFAULT_NVLINK_GB_PER_S
+        if self.fabric_kind is LinkKind.XGMI:
+            rate = speeds.DEFAULT_XGMI_GB_PER_S
         for group in _components(self.matrix.gpus, counts):
             inside = {pair: count for pair, count in counts.items() if pair[0] in group}
             total = max(_total(inside, gpu) for gpu in group)
@@ -101,14 +111,14 @@ class _Tree(Builder):
                 count = next(iter(inside.values()))
                 switch = self.fresh(DeviceKind.NVSWITCH, "nvswitch")
                 for gpu in group:
-                    self.link(self.ids[gpu], switch, LinkKind.NVLINK, rate * count, count)
+                    self.link(self.ids[gpu], switch, self.fabric_kind, rate * count, count)
                 self.notes[
                     f"{count} NVLinks to each of {len(group) - 1} GPUs are more than a GPU has; taken "
                     "for NVSwitches"
                 ] += 1
             else:
                 for (a, b), count in inside.items():
-                    self.link(self.ids[a], self.ids[b], LinkKind.NVLINK, rate * count, count)
+                    self.link(self.ids[a], self.ids[b], self.fabric_kind, rate * count, count)
 
     # -- PCIe
 
@@ -122,7 +132,8 @@ class _Tree(Builder):
             parts[last] = _components(names, near)
         parts["NODE"] = self.same_numa(parts["NODE"])
         hidden = sum(
-            self.matrix.cells[a, b].startswith("NV") and not any(a in p and b in p for p in parts["PHB"])
+            _LINKS.fullmatch(self.matrix.cells[a, b]) is not None
+            and not any(a in p and b in p for p in parts["PHB"])
             for a, b in combinations(self.matrix.gpus, 2)
         )
         if hidden:

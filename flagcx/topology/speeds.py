@@ -16,6 +16,10 @@ from types import MappingProxyType
 _NVLINK_BY_SM = ((100, 40.1), (90, 20.6), (86, 12.0), (70, 20.0), (60, 18.0))
 #: GB/s for each xGMI link and direction, by the least ``gcn`` number that has it.
 _XGMI_BY_GCN = ((0x940, 48.0), (0x90A, 36.0), (0x900, 24.0))
+#: GB/s for each NVLink and direction by the makers' data sheets, by the least compute capability that has it.
+_NVLINK_SPEC_BY_SM = ((100, 50.0), (90, 25.0), (86, 14.0625), (70, 25.0), (60, 20.0))
+#: The same for xGMI.
+_XGMI_SPEC_BY_GCN = ((0x940, 64.0), (0x90A, 50.0), (0x900, 46.0))
 #: GB/s of a GPU's memory, of the least of its generation, by the least compute capability (times ten).
 _MEMORY_BY_SM = (
     (120, 1300.0),
@@ -60,6 +64,20 @@ def nvlink_gb_per_s(sm: int | None) -> float | None:
     return next((speed for least, speed in _NVLINK_BY_SM if sm >= least), None)
 
 
+def spec_gb_per_s(sm: int | None, gcn: str) -> float | None:
+    """Bandwidth of one NVLink or xGMI link in one direction by the data sheet, GB/s.
+
+    ``nvlink_gb_per_s`` and ``xgmi_gb_per_s`` have what NCCL and RCCL plan with, which is less.
+
+    Args:
+        sm: Compute capability times ten, or None.
+        gcn: AMD's name of the architecture, or "".
+    """
+    if gcn:
+        return _by_gcn(gcn, _XGMI_SPEC_BY_GCN)
+    return next((speed for least, speed in _NVLINK_SPEC_BY_SM if sm is not None and sm >= least), None)
+
+
 def pcie_gt_of(sm: int) -> float:
     """GT/s of the PCIe links of servers with GPUs of a compute capability (times ten)."""
     return 8.0 if sm < 80 else 16.0 if sm < 90 else 32.0
@@ -83,10 +101,14 @@ def xgmi_gb_per_s(gcn: str) -> float | None:
     Returns:
         GB/s, or None where the name is not one of a GPU with xGMI.
     """
+    return _by_gcn(gcn, _XGMI_BY_GCN)
+
+
+def _by_gcn(gcn: str, table: tuple[tuple[int, float], ...]) -> float | None:
     digits = gcn.lower().removeprefix("gfx")
     if not re.fullmatch(r"[0-9a-f]{3}", digits):
         return None
-    return next((speed for least, speed in _XGMI_BY_GCN if int(digits, 16) >= least), None)
+    return next((speed for least, speed in table if int(digits, 16) >= least), None)
 
 
 def parse_pcie_gt(text: str) -> float | None:

@@ -104,23 +104,23 @@ class DeviceQueue:
         self._side = torch.cuda.Stream(device)
         self._streams: dict[int, Any] = {}
         self._turn = threading.RLock()
+        self._get_device, self._ended = cupy.cuda.runtime.getDevice, CallWork([])
 
     def run(self, task: Task, tensors: Sequence[Any], waits: bool, value: Any = None) -> CallWork:
         """Enqueues a task after those before it, with the arguments of ``HostQueue.run``.
 
         While a graph is captured every task goes onto the stream that is captured.
         """
-        value = tensors if value is None else value
-        current = torch.cuda.current_stream(self.device)
-        captures = torch.cuda.is_current_stream_capturing()
         with self._turn:
-            if captures:
+            if waits and not torch.cuda.is_current_stream_capturing():
+                self._enqueue(task, _raw_stream(self.device))
+                return self._ended  # on the very stream that the caller goes on with
+            value = tensors if value is None else value
+            current = torch.cuda.current_stream(self.device)
+            if torch.cuda.is_current_stream_capturing():
                 # A plan may need scratch memory, which torch's rule for captures forbids to allocate.
                 with capture_mode(RELAXED):
-                    self._enqueue(task, current)
-                return StreamWork(current, value)
-            if waits:
-                self._enqueue(task, current)
+                    self._enqueue(task, current.cuda_stream)
                 return StreamWork(current, value)
             return self._start(task, tensors, value, current)
 
@@ -128,7 +128,7 @@ class DeviceQueue:
         side = self._side
         side.wait_stream(current)
         with torch.cuda.stream(side):
-            self._enqueue(task, side)
+            self._enqueue(task, side.cuda_stream)
         for tensor in tensors:
             tensor.record_stream(side)
         return StreamWork(side, value, side.record_event())
@@ -147,13 +147,13 @@ class DeviceQueue:
                 f"output of NCCL_DEBUG=WARN"
             )
 
-    def _enqueue(self, task: Task, stream: Any) -> None:
-        runtime = self._cupy.cuda.runtime
-        if runtime.getDevice() == self.device:
-            with self._as_cupys(stream.cuda_stream):
+    def _enqueue(self, task: Task, pointer: int) -> None:
+        """Runs a task with a stream of torch's, by its handle, as CuPy's current one."""
+        if self._get_device() == self.device:
+            with self._streams.get(pointer) or self._as_cupys(pointer):
                 task()
             return
-        with self._cupy.cuda.Device(self.device), self._as_cupys(stream.cuda_stream):
+        with self._cupy.cuda.Device(self.device), self._as_cupys(pointer):
             task()
 
     def _as_cupys(self, pointer: int) -> Any:
@@ -173,3 +173,11 @@ class DeviceQueue:
 
 
 CallQueue = HostQueue | DeviceQueue
+
+
+def _stream_handle(device: int) -> int:
+    return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+# torch makes an object for each look at the current stream, which takes longer than a small all-reduce.
+_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _stream_handle)

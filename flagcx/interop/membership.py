@@ -87,6 +87,8 @@ class Membership:
         first = tensors[0] if tensors else None
         if first is None or dispatch_modes() or not all(map(is_ours, tensors)):
             return None
+        if len(tensors) == 1:
+            return self.host_queue() if first.is_cpu else self.device_queue(first.get_device())
         if first.is_cpu:
             return self.host_queue() if all(t.is_cpu for t in tensors) else None
         device = first.device

@@ -12,6 +12,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from typing import Any
 
+from flagcx.kernels.cuda import RELAXED, capture_mode
+
 _URGENT = -5  # see flagcx.transport.nccl.plans
 _CAPTURE_AT = 3
 _MOST_EACH, _MOST_SEEN = 16, 256
@@ -32,7 +34,7 @@ class Graphs:
     def make(self, owner: Replays, key: Hashable, enqueue: Callable[[Any], None]) -> Any:
         """Captures what a function enqueues on a stream; the oldest graph goes where there are too many."""
         stream = self._stream = self._stream or self._cupy.cuda.Stream(non_blocking=True, priority=_URGENT)
-        with stream:
+        with capture_mode(RELAXED), stream:  # another thread may capture, and restrict all
             stream.begin_capture()
             try:
                 enqueue(stream)

@@ -10,7 +10,7 @@ from flagcx.dtypes import dtype_of, resolve_op
 from flagcx.errors import ArgumentError, CommunicatorError
 from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.selection.candidates import Request
-from flagcx.selection.explain import Explanation
+from flagcx.selection.explanation import Explanation
 
 
 def explain(comm: Any, collective: str, nbytes: int, dtype: Any, op: Any, gpu: bool | None) -> Explanation:

@@ -1,90 +1,53 @@
-"""The time of NCCL's (or RCCL's) own all-reduce: closed forms over a topology, with fitted constants.
+"""NCCL's (or RCCL's) own all-reduce over a topology: which algorithms it has there, and what they cost.
 
 NCCL chooses among its algorithms itself; the model takes the least of
 
 * a ring over all ranks, 2(n-1) steps;
 * two levels, 2(g-1) steps in a host of g ranks and 2 log2 h between h hosts;
-* in-switch reduction (NVLS) within a host of H100 or newer behind NVSwitches, 4 steps, where each GPU sends
-  the message and a share of the result.
+* in-switch reduction (NVLS) among GPUs of Hopper or newer behind the same NVSwitches, 4 steps, where each GPU
+  sends the message and a share of the result; and between hosts, in place of the steps within each.
 
-With L us of steps and b us of bytes, a pipeline cut as well as can be takes L + b + 2 sqrt(L b): that is
-(s + k - 1)(a + b/k) at its best k. The last term is what makes messages of middle size slow, and its factor
-is fitted. Constants are of the kinds of links, not of machines. A call costs ``base`` besides; replayed as
-part of a CUDA graph, where nothing is launched from the host, ``replayed``.
-
-Source: the form is that of NCCL's own tuning (``graph/tuning.cc``): latency by kind of link and number of
-steps, bandwidth by the plan times an efficiency.
+GPUs that the same NVSwitches join count as one host here, as those of an NVL72 do. The time of each
+algorithm follows from ``flagcx.cost.nccl_law``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from math import ceil, log2
-from types import MappingProxyType
 
 import numpy as np
 
 from flagcx.cost import peer_memory
 from flagcx.cost.model import Prediction
+from flagcx.cost.nccl_law import FITTED, SPREAD, NcclAlgorithm, kind_of, predict_us, stack
 from flagcx.cost.peer_memory import NATIVE, GpuLinks
-from flagcx.topology import DeviceKind, LinkKind, Topology, best_order
+from flagcx.topology import Device, DeviceKind, LinkKind, Topology, best_order
 from flagcx.topology.nccl_bandwidth import nccl_bandwidth
+from flagcx.topology.orders import hop_factor
 from flagcx.topology.routes import Routes
 
-#: The constants fitted on all published tables: ``python bench/model_vs_measured.py --fit``.
-FITTED: Mapping[str, float] = MappingProxyType(
-    {
-        "base": 22.2,
-        "replayed": 4.0,
-        "driven": 2.16,
-        "latency_nvlink": 0.896,
-        "latency_xgmi": 0.0960,
-        "latency_pcie": 1.57,
-        "latency_network": 5.00,
-        "latency_tcp": 52.7,
-        "efficiency_nvlink": 1.03,
-        "efficiency_xgmi": 1.06,
-        "efficiency_pcie": 0.929,
-        "efficiency_network": 1.05,
-        "efficiency_nvls": 0.85,
-        "pipeline": 2.55,
-    }
-)
-MOST_RANKS = 64
-"""Up to so many ranks NCCL's plan is made."""
 _NVLS_FROM_SM = 90
 _NVLS_STEPS = 4
-
-
-@dataclass(frozen=True, slots=True)
-class NcclAlgorithm:
-    """One algorithm of NCCL's on a topology.
-
-    Attributes:
-        name: ``ring``, ``levels``, ``nvls``.
-        steps: How many steps over links of each kind.
-        bounds: Algorithm bandwidth in GB/s that the links of a kind allow: the efficiency's key, the value.
-    """
-
-    name: str
-    steps: tuple[tuple[str, float], ...]
-    bounds: tuple[tuple[str, float], ...]
-
-    def time_us(
-        self, nbytes: np.ndarray, constants: Mapping[str, float], replayed: bool = False
-    ) -> np.ndarray:
-        """Time of messages of ``nbytes``, float64 of its shape; see ``predict_us``."""
-        latency = sum(count * constants[f"latency_{kind}"] for kind, count in self.steps)
-        speed = min(bound * constants[f"efficiency_{kind}"] for kind, bound in self.bounds)
-        moving = np.asarray(nbytes, np.float64) / (speed * 1000)
-        once = constants["replayed" if replayed else "base"]
-        return once + latency + moving + constants["pipeline"] * np.sqrt(latency * moving)
+_NVLS_FROM_RANKS = 5
+#: GPUs by compute capability (times ten) most of which do not reach each other's memory over PCIe (GeForce).
+_NO_PEERS = (75, 86, 89, 120, 121)
+_AMAZON = "0x1d0f"
+#: Instances of Amazon's with older GPUs have the first generation of EFA.
+_EFA_2_FROM_SM = 90
+#: The least model of Intel's CPUs (family 6) that pass data between PCIe devices through memory at full rate.
+_NEW_INTEL = 0x8F
 
 
 def nccl_algorithms(
-    topology: Topology, gpus: Sequence[int] | None = None, *, nvls: bool = True, rdma: bool = True
+    topology: Topology,
+    gpus: Sequence[int] | None = None,
+    *,
+    nvls: bool = True,
+    fabric: str | None = None,
+    peers: bool | None = None,
 ) -> tuple[NcclAlgorithm, ...]:
     """The algorithms that NCCL can choose from for an all-reduce.
 
@@ -92,7 +55,9 @@ def nccl_algorithms(
         topology: The machine or cluster.
         gpus: The GPUs that take part; all by default.
         nvls: Whether in-switch reduction is switched on, where the machine has it.
-        rdma: Whether NICs reach each other's memory (InfiniBand, RoCE); else through a stack of TCP.
+        fabric: What joins the hosts: ``network`` (InfiniBand, RoCE), ``efa``, or ``tcp`` where NICs do not
+            reach each other's memory; by the names of the NICs where it is not given.
+        peers: Whether GPUs reach each other's memory over PCIe; by their kind where it is not given.
 
     Raises:
         TopologyError: There is no GPU, or two cannot reach each other.
@@ -101,58 +66,35 @@ def nccl_algorithms(
     size = len(chosen)
     if size == 1:
         return (NcclAlgorithm("alone", (), (("nvlink", 1e6),)),)
-    hosts: dict[int, list[int]] = {}
-    for gpu in chosen:
-        hosts.setdefault(topology.gpu(gpu).host, []).append(gpu)
-    first = next(iter(hosts.values()))
-    kind = _kind(topology, first) if len(first) > 1 else ("network" if rdma else "tcp")
-    reached = nccl_bandwidth(topology, chosen)
-    narrowest = _key(reached.rings_limit) if reached.rings_limit else kind
-    far = len(hosts) if len(hosts) > 1 else 0
-    hop = "network" if rdma else "tcp"
-    in_ring = ((kind, 2.0 * (size - 1 - far)), (hop, 2.0 * far)) if far else ((kind, 2.0 * (size - 1)),)
-    found = [NcclAlgorithm("ring", in_ring, ((narrowest, reached.rings_gb_per_s),))]
-    if not far:
-        port = _port(topology, first) if nvls else 0.0
-        if port and size > 4:
-            found.append(
-                NcclAlgorithm("nvls", (("nvlink", _NVLS_STEPS),), (("nvls", port / (1 + 1 / size)),))
-            )
-        return tuple(found)
-    if reached.levels_limit is None:
-        return tuple(found)
-    across = (hop, 2.0 * ceil(log2(far)))
-    within = ((kind, 2.0 * (len(first) - 1)), across)
-    found.append(NcclAlgorithm("levels", within, ((_key(reached.levels_limit), reached.levels_gb_per_s),)))
+    hosts = _hosts(topology, chosen)
+    first, count = hosts[0], len(hosts)
+    hop = fabric or fabric_of(topology)
+    hop = "efa_1" if hop == "efa" and _sm(topology, first) < _EFA_2_FROM_SM else hop
+    kind = _kind(topology, first, peers) if len(first) > 1 else hop
     port = _port(topology, first) if nvls else 0.0
-    if port:
-        network = _nics_gb_per_s(topology, first) * far / (2 * (far - 1))
-        bounds = (("nvls", port / (1 + 1 / len(first))), ("network", network))
+    limit = "nvls" if _sm(topology, first) < 100 else "nvls_100"
+    inside = 2.0 * (size - 1 if count == 1 else size - count)
+    over = ((kind, inside), *(((hop, 2.0 * count),) if count > 1 else ()))
+    reached = None if count == 1 and _port_of(topology, chosen) else nccl_bandwidth(topology, chosen)
+    if reached is None:
+        ring = ("nvlink", _port_of(topology, chosen) * hop_factor(size))
+    else:
+        ring = (_limit(topology, reached.rings_limit, kind, hop), reached.rings_gb_per_s)
+    found = [NcclAlgorithm("ring", over, (ring,))]
+    if count == 1:
+        if port and size >= _NVLS_FROM_RANKS:
+            in_switch = ((limit, port / (1 + 1 / size)),)
+            found.append(NcclAlgorithm("nvls", (("nvlink", _NVLS_STEPS),), in_switch))
+        return tuple(found)
+    across = (hop, 2.0 * ceil(log2(count)))
+    if reached is not None and reached.levels_limit is not None:
+        levels = (_limit(topology, reached.levels_limit, kind, hop), reached.levels_gb_per_s)
+        found.append(NcclAlgorithm("levels", ((kind, 2.0 * (len(first) - 1)), across), (levels,)))
+    if port and len(first) > 1:
+        network = _nics_gb_per_s(topology, first) * count / (2 * (count - 1))
+        bounds = ((limit, port / (1 + 1 / len(first))), (hop, network))
         found.append(NcclAlgorithm("nvls levels", (("nvlink", _NVLS_STEPS), across), bounds))
     return tuple(found)
-
-
-def predict_us(
-    found: Sequence[NcclAlgorithm],
-    nbytes: np.ndarray,
-    constants: Mapping[str, float],
-    driven: int = 1,
-    replayed: bool = False,
-) -> np.ndarray:
-    """The least time over NCCL's algorithms.
-
-    Args:
-        found: What NCCL can choose from.
-        nbytes: Bytes of each message.
-        constants: As ``FITTED`` names them.
-        driven: How many GPUs one process drives: it launches for one after the other.
-        replayed: Whether calls are replayed in a CUDA graph, as schedules are.
-
-    Returns:
-        Time in us, float64 of the shape of ``nbytes``.
-    """
-    times = np.min([one.time_us(nbytes, constants, replayed) for one in found], axis=0)
-    return times + constants["driven"] * (driven - 1)
 
 
 def predict(
@@ -179,43 +121,105 @@ def predict(
         links: How the GPUs of one host reach each other; None where NCCL has no competitor.
     """
     law = None if links is None else peer_memory.predict(NATIVE, collective, nbytes, size, links)
-    if topology is None or collective != "allreduce" or not 1 < size <= MOST_RANKS:
+    if topology is None or collective != "allreduce" or size < 2:
         return None if law is None else replace(law, sent_nbytes=0.0)
     found = nccl_algorithms(topology, [gpu.index for gpu in topology.gpus[:size]] if gpus is None else gpus)
     at = np.array([0.0, nbytes])
     latency_us, time_us = predict_us(found, at, FITTED, replayed=True).tolist()
-    best = min(found, key=lambda one: float(one.time_us(at, FITTED, True)[1]))
+    plain_us = float(predict_us(found, at, FITTED)[1])
+    best = found[int(stack(found).time_us(at[1:], FITTED, True).argmin())]
     steps = int(sum(count for _, count in best.steps))
     sent = 2 * (size - 1) / size * nbytes if best.name == "ring" else float(nbytes)
     if law is not None:
+        plain_us += law.time_us - time_us
         latency_us, time_us = law.latency_us, law.time_us
-    return Prediction(NATIVE, time_us, latency_us, steps, sent)
+    spread = SPREAD[kind_of(found), nbytes >= 1 << 20]
+    return Prediction(NATIVE, time_us, latency_us, steps, sent, spread=spread, plain_us=plain_us)
 
 
-def _kind(topology: Topology, gpus: Sequence[int]) -> str:
+def fabric_of(topology: Topology) -> str:
+    """What joins hosts, by their NICs: ``efa`` where these are Amazon's, else ``network``."""
+    return "efa" if any(map(_is_amazon, topology.devices(DeviceKind.NIC))) else "network"
+
+
+def _is_amazon(nic: Device) -> bool:
+    names = [nic.name, *(port.name for port in nic.ports)]
+    named = any(name.startswith(("rdmap", "efa")) for name in names)
+    return named or nic.attribute("vendor").lower() == _AMAZON
+
+
+def _hosts(topology: Topology, gpus: Sequence[int]) -> list[list[int]]:
+    """The GPUs that are near each other: of one host, or behind the same NVSwitches."""
+    hosts: dict[object, list[int]] = {}
+    for gpu in gpus:
+        switches = _switches(topology, gpu)
+        hosts.setdefault(switches or topology.gpu(gpu).host, []).append(gpu)
+    return list(hosts.values())
+
+
+def _switches(topology: Topology, gpu: int) -> frozenset[str]:
+    around = topology.links_of(topology.gpu(gpu).id)
+    return frozenset(id for id in around if topology.device(id).kind is DeviceKind.NVSWITCH)
+
+
+def _kind(topology: Topology, gpus: Sequence[int], peers: bool | None) -> str:
     """What the slowest hop between neighbours of the planned order goes over."""
+    if _port_of(topology, gpus):
+        return "nvlink"
     order = best_order(topology, gpus)
     routes = Routes(topology)
-    kinds = set()
+    kinds, roots = set(), False
     for a, b in zip(order, [*order[1:], order[0]], strict=True):
-        kinds |= {_key(topology.links_of(u)[v].kind) for (u, v), _ in routes.route(a, b)}
-    return next(kind for kind in ("pcie", "xgmi", "nvlink") if kind in kinds)
+        route = routes.route(a, b)
+        kinds |= {topology.links_of(u)[v].kind for (u, v), _ in route}
+        roots = roots or any(topology.device(v).kind is DeviceKind.CPU for (_, v), _ in route)
+    for fabric in (LinkKind.XGMI, LinkKind.NVLINK):
+        if kinds == {fabric}:
+            return fabric.value
+    if peers is None:
+        direct = not roots or _cpu(topology).attribute("vendor") == "AuthenticAMD"
+        peers = direct and _sm(topology, gpus) not in _NO_PEERS
+    return "pcie" if peers else "host"
 
 
-def _key(kind: LinkKind) -> str:
-    return "pcie" if kind in (LinkKind.SOCKET, LinkKind.C2C) else kind.value
+def _limit(topology: Topology, found: LinkKind | None, kind: str, hop: str) -> str:
+    """The key of the efficiency of links of a kind, where GPUs of a host meet over ``kind``."""
+    if found is None or found is LinkKind.NETWORK:
+        return hop
+    if found is LinkKind.C2C:
+        found = LinkKind.PCIE
+    if kind == "host" and found in (LinkKind.PCIE, LinkKind.SOCKET):
+        cpu = _cpu(topology)
+        model = cpu.attribute("modelid")
+        old = cpu.attribute("vendor") == "GenuineIntel" and model.isdecimal() and int(model) < _NEW_INTEL
+        return "host_old" if old else "host"
+    return found.value
+
+
+def _cpu(topology: Topology) -> Device:
+    return next(iter(topology.devices(DeviceKind.CPU)), Device("", DeviceKind.CPU, 0))
+
+
+def _sm(topology: Topology, gpus: Sequence[int]) -> int:
+    return int(topology.gpu(gpus[0]).attribute("gpu.sm", "0") or 0)
 
 
 def _port(topology: Topology, gpus: Sequence[int]) -> float:
     """GB/s between a GPU and its NVSwitches where these can add up; 0 where they cannot."""
-    device = topology.gpu(gpus[0])
-    if int(device.attribute("gpu.sm", "0") or 0) < _NVLS_FROM_SM:
+    return _port_of(topology, gpus) if _sm(topology, gpus) >= _NVLS_FROM_SM else 0.0
+
+
+def _port_of(topology: Topology, gpus: Sequence[int]) -> float:
+    """GB/s between each of the GPUs and the NVSwitches that join them all; 0 where there are none."""
+    if len({_switches(topology, gpu) for gpu in gpus}) > 1 or not _switches(topology, gpus[0]):
         return 0.0
-    return sum(
-        link.bandwidth_gb_per_s
-        for id, link in topology.links_of(device.id).items()
-        if topology.device(id).kind is DeviceKind.NVSWITCH
-    )
+    speeds = []
+    for gpu in gpus:
+        around = topology.links_of(topology.gpu(gpu).id)
+        speeds.append(
+            sum(link.bandwidth_gb_per_s for id, link in around.items() if id in _switches(topology, gpu))
+        )
+    return min(speeds)
 
 
 def _nics_gb_per_s(topology: Topology, gpus: Sequence[int]) -> float:

@@ -63,6 +63,8 @@ class GpuLinks:
     ring_gb_per_s: float = H200_GB_PER_S
 
 
+SPREAD = (0.94, 1.12)
+"""Measured over predicted times of ``bench/peer_fit.py``, on H200: 80% lie between (p10 and p90)."""
 NVLINK = GpuLinks()
 """GPUs of H200 with all their NVLinks."""
 
@@ -285,7 +287,8 @@ def predict(
     """What the laws say of a call; see ``predict_us`` for the arguments."""
     load = load_of(candidate, collective, nbytes, size)
     latency_us, time_us = (predict_us(candidate, collective, n, size, links, flagged) for n in (0, nbytes))
-    return Prediction(candidate, time_us, latency_us, load.steps, _weight(candidate, flagged) * load.pushed)
+    pushed = _weight(candidate, flagged) * load.pushed
+    return Prediction(candidate, time_us, latency_us, load.steps, pushed, spread=SPREAD)
 
 
 def _weight(candidate: Candidate, flagged: bool) -> int:

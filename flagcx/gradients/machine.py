@@ -119,7 +119,8 @@ def _exchange(model: Model, model_bytes: int) -> TimeUs:
 
 def _algorithms(model: Model, model_bytes: int) -> list[tuple[str, TimeUs]]:
     """The best algorithms for buckets and for the whole, with NCCL's own."""
-    from flagcx.cost import nccl as native
+    from flagcx.cost.nccl import nccl_algorithms
+    from flagcx.cost.nccl_law import FITTED, predict_us
     from flagcx.selection.predicted import compare
 
     if model.size == 1:
@@ -134,8 +135,8 @@ def _algorithms(model: Model, model_bytes: int) -> list[tuple[str, TimeUs]]:
     for name, candidate in found.items():
         predicted = [model.timing("allreduce", candidate, n).time_us for n in sizes]
         times.append((name, _between(sizes, predicted)))
-    own = native.nccl_algorithms(model.topology, model.gpus)
-    by_nccl = native.predict_us(own, np.array(sizes, float), native.FITTED, replayed=True)
+    own = nccl_algorithms(model.topology, model.gpus)
+    by_nccl = predict_us(own, np.array(sizes, float), FITTED, replayed=True)
     times.append(("native", _between(sizes, list(by_nccl))))
     return sorted(times, key=lambda one: one[1](model_bytes))
 

@@ -1,23 +1,21 @@
-"""Why a call runs as it does: all candidates side by side, with what the models say and what was measured."""
+"""Why a call runs as it does: all candidates, with what the models say and what was measured."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from flagcx.algorithms import Algorithm, entries, entry
 from flagcx.algorithms.candidate import Candidate, Groups, Order
-from flagcx.arguments import format_nbytes
 from flagcx.cost import nccl, peer_memory
 from flagcx.cost.model import DEVICE_COSTS, Bottleneck, Prediction, model_of
 from flagcx.cost.simulate import Costs, message_nbytes
 from flagcx.dtypes import dtype_of, resolve_op
 from flagcx.errors import ArgumentError
 from flagcx.kernels.peer import MOST_RANKS, PROTOCOLS, PeerLayout, may_be_bare
-from flagcx.report import Report, Reported
 from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.selection.candidates import Request
+from flagcx.selection.explanation import Explanation, Row, in_order
 from flagcx.selection.predicted import compare
 from flagcx.selection.rules import Rules
 from flagcx.topology import LinkKind, Topology
@@ -34,52 +32,6 @@ NOT_NAMED = "registered by the user: taken only where a call names it"
 GROUPED = "needs ranks in groups, such as those of several hosts"
 _CLEARLY = 0.9
 """The model speaks up where it sees at least a tenth less time."""
-_COLUMNS = ("candidate", "steps", "sent/rank", "busiest link", "predicted us", "measured us", "")
-_MEASURED = 5
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One candidate.
-
-    Attributes:
-        name: The candidate's name.
-        algorithm: The algorithm as a call names it.
-        pieces: Its pieces.
-        steps: Steps in which messages are under way.
-        sent_nbytes: Bytes that the busiest rank sends.
-        bottleneck: The link that is busy longest; None where nothing is sent or it is not known.
-        predicted_us: Time by the model; None where it says nothing.
-        latency_us: The part of it that a message of no bytes would take.
-        measured_us: Time as measured, or None.
-        protocol: How the transport moves the data; empty where it has no choice, or chooses itself.
-        obstacle: Why it cannot be taken; empty where it can.
-    """
-
-    name: str
-    algorithm: str
-    pieces: int
-    steps: int = 0
-    sent_nbytes: float = 0.0
-    bottleneck: Bottleneck | None = None
-    predicted_us: float | None = None
-    latency_us: float = 0.0
-    measured_us: float | None = None
-    protocol: str = ""
-    obstacle: str = ""
-
-    @property
-    def time_us(self) -> float | None:
-        """What counts: the measured time where there is one."""
-        return self.predicted_us if self.measured_us is None else self.measured_us
-
-    def to_dict(self) -> dict[str, Any]:
-        """The row as plain values."""
-        values = asdict(self)
-        narrow = values.pop("bottleneck")
-        if narrow is not None:
-            narrow = {"link": [narrow.pop("a"), narrow.pop("b")], **narrow}
-        return {**values, "bottleneck": narrow}
 
 
 def _row(
@@ -95,7 +47,13 @@ def _row(
     if found is not None:
         names = ("steps", "sent_nbytes", "bottleneck", "latency_us")
         facts = {name: getattr(found, name) for name in names}
-        facts["predicted_us"] = None if obstacle else found.time_us
+        if not obstacle:
+            facts |= {"predicted_us": found.time_us, "plain_us": found.plain_us}
+            if found.spread is not None:
+                facts |= {
+                    "low_us": found.time_us * found.spread[0],
+                    "high_us": found.time_us * found.spread[1],
+                }
     elif size > 1 and candidate.other is None and candidate.algorithm != Algorithm.NATIVE:
         known = entry(collective, candidate.algorithm)
         if known.allows(size):
@@ -103,89 +61,6 @@ def _row(
             facts = {"steps": known.steps(size, pieces), "sent_nbytes": sent}
     names_of = (candidate.name, candidate.label, pieces)
     return Row(*names_of, measured_us=measured_us, protocol=candidate.protocol, obstacle=obstacle, **facts)
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Explanation(Reported):
-    """A choice with its reasons. Prints as a table; a notebook shows it as one.
-
-    Attributes:
-        collective: Name of the collective.
-        nbytes: Bytes of the message; of one block, where the collective has one a rank.
-        size: Number of ranks.
-        topology: Name of the topology.
-        rows: The candidates: the chosen one, the others, then those that cannot be taken.
-        reason: Why it is chosen, in a sentence.
-        note: Where times come from, or why there are none.
-    """
-
-    collective: str
-    nbytes: int
-    size: int
-    topology: str
-    rows: tuple[Row, ...]
-    reason: str
-    note: str = ""
-
-    @property
-    def chosen(self) -> Row:
-        """The candidate to run."""
-        return self.rows[0]
-
-    @property
-    def title(self) -> str:
-        """What is explained, in a line."""
-        where = f" on {self.topology}" if self.topology else ""
-        ranks = "1 rank" if self.size == 1 else f"{self.size} ranks"
-        block = " a block" if message_nbytes(self.collective, 2, 1) > 1 else ""
-        return f"{self.collective} of {format_nbytes(self.nbytes)}{block}, {ranks}{where}"
-
-    def report(self) -> Report:
-        """The explanation as a table."""
-        rows = []
-        for row in self.rows:
-            narrow, sent = row.bottleneck, format_nbytes(row.sent_nbytes)
-            link = "-" if narrow is None else f"{narrow.a} -> {narrow.b} {narrow.busy:.0%}"
-            steps = (str(row.steps), sent) if row.steps else ("-", "-")
-            times = ("-" if us is None else f"{us:.1f}" for us in (row.predicted_us, row.measured_us))
-            rows.append((row.name, *steps, link, *times, self._verdict(row)))
-        notes = [self.reason, *([f"Times: {self.note}."] if self.note else [])]
-        if any(row.measured_us is not None for row in self.rows):
-            return Report(self.title, _COLUMNS, rows, (0, 3, 6), notes, bold=(0,))
-        unmeasured = [cells[:_MEASURED] + cells[_MEASURED + 1 :] for cells in (_COLUMNS, *rows)]
-        return Report(self.title, unmeasured[0], unmeasured[1:], (0, 3, 5), notes, bold=(0,))
-
-    def _verdict(self, row: Row) -> str:
-        if row is self.chosen:
-            return "<- chosen"
-        if row.obstacle:
-            return f"cannot: {row.obstacle}"
-        # A time by the model says nothing beside a measured one.
-        alike = (row.measured_us is None) == (self.chosen.measured_us is None)
-        if not (row.time_us and self.chosen.time_us and alike):
-            return ""
-        return f"{row.time_us / self.chosen.time_us:.2f} x"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything as plain values."""
-        chosen = self.chosen
-        return {
-            **{name: getattr(self, name) for name in ("collective", "nbytes", "size", "topology")},
-            "chosen": chosen.name,
-            **{name: getattr(chosen, name) for name in ("algorithm", "pieces", "protocol")},
-            "reason": self.reason,
-            "note": self.note,
-            "candidates": [row.to_dict() for row in self.rows],
-        }
-
-
-def in_order(rows: Sequence[Row]) -> list[Row]:
-    """What was measured before what was not, each the fastest first; what has no time, then obstacles."""
-
-    def key(row: Row) -> tuple[bool, bool, bool, float]:
-        return bool(row.obstacle), row.time_us is None, row.measured_us is None, row.time_us or 0.0
-
-    return sorted(rows, key=key)
 
 
 # -- over a topology -------------------------------------------------------------------------------
@@ -231,19 +106,31 @@ def explain(
     request, known = Request(collective, nbytes, size), measured or {}
     model = model_of(topology, size, gpus, costs)
     found = [(one, "") for one in compare(model, collective, nbytes, root)]
-    found += _peers(request, topology, model.gpus)
-    native = nccl.predict(collective, nbytes, size, topology, model.gpus)
-    if native is not None:
-        found.append((native, ""))
+    found += unscheduled(request, topology, model.gpus)
     rows = in_order(
         [_row(request, one.candidate, one, known.get(one.candidate.name), why) for one, why in found]
     )
     return Explanation(collective, nbytes, size, topology.name, tuple(rows), reason_for(rows))
 
 
-def _peers(request: Request, topology: Topology, gpus: Sequence[int]) -> Iterator[tuple[Prediction, str]]:
-    """What goes through the peers' memory for float32 arrays, with the reason where that is not possible."""
+def unscheduled(
+    request: Request, topology: Topology, gpus: Sequence[int]
+) -> Iterator[tuple[Prediction, str]]:
+    """What runs without a schedule for float32 arrays: NCCL's own, and what goes through the peers' memory.
+
+    Args:
+        request: What is asked for.
+        topology: The machine.
+        gpus: The GPU of each rank.
+
+    Yields:
+        What the model says, and why it is not possible; empty where it is. Nothing for NCCL's own where the
+        model does not know it.
+    """
     collective, nbytes, size, *_ = request
+    native = nccl.predict(collective, nbytes, size, topology, gpus)
+    if native is not None:
+        yield native, ""
     dtype = dtype_of("float32")
     one_host = len({topology.gpu(gpu).host for gpu in gpus}) == 1
     if not (1 < size <= MOST_RANKS and one_host and nbytes):

@@ -4,6 +4,7 @@ NCCL runs several rings or trees at once, its channels. They are taken to share 
 
 - one host: the best packing of rings;
 - several hosts, rings: one ring over all hosts for each GPU of a host, so that every NIC works;
+- many hosts of one build: those of two places in the network stand for all, since each link carries as much;
 - several hosts, two levels: within a host either rings scatter and gather or trees reduce and broadcast,
   whichever is faster, and along each rail (the GPUs of one place in every host) an all-reduce.
 
@@ -31,6 +32,8 @@ _MOST_LOCAL = 64
 #: Trees are taken over rings only for more than this.
 _WORTH_TREES = 1.05
 _FORBIDDEN = 1e6
+#: From so many hosts of one build on, a few of them are looked at.
+_MANY_HOSTS = 9
 #: Rings (by order) or trees (by pairs) that run together, each with its share of the message.
 Shares = tuple[tuple[tuple, float], ...]
 
@@ -71,7 +74,8 @@ def nccl_bandwidth(topology: Graph, gpus: Sequence[int] | None = None) -> NcclBa
     if len(members) == 1:
         return NcclBandwidth(math.inf, None)
     routes = Routes(topology)
-    chains, _ = host_chains(topology, members, routes)
+    hosts = len({topology.gpu(gpu).host for gpu in members})
+    chains, _ = host_chains(topology, _few(topology, members, routes), routes)
     if len(chains) == 1:
         loads = pair_loads(topology, members, routes)
         rings = _pack_rings(loads, [members.index(gpu) for gpu in chains[0]])
@@ -81,10 +85,22 @@ def nccl_bandwidth(topology: Graph, gpus: Sequence[int] | None = None) -> NcclBa
         speed = sum(rate for _, rate in rings) * hop_factor(len(members))
         return NcclBandwidth(speed, topology.links_of(a)[b].kind)
     speed, limit = _flat_rings(topology, chains, routes)
-    levels = max(_levels(topology, chains, routes), key=lambda link: link.rate_gb_per_s, default=None)
+    speed *= hop_factor(len(members))
+    levels = max(_levels(topology, chains, routes, hosts), key=lambda link: link.rate_gb_per_s, default=None)
     if levels is None:
         return NcclBandwidth(speed, limit)
     return NcclBandwidth(speed, limit, levels.rate_gb_per_s, levels.kind)
+
+
+def _few(topology: Graph, gpus: Sequence[int], routes: Routes) -> Sequence[int]:
+    """The GPUs of the first and last two hosts, where there are many hosts of one build; else all."""
+    hosts: dict[int, list[int]] = {}
+    for gpu in gpus:
+        hosts.setdefault(topology.gpu(gpu).host, []).append(gpu)
+    if len(hosts) < _MANY_HOSTS or len({routes.shape_key(own) for own in hosts.values()}) > 1:
+        return gpus
+    ends = [*list(hosts)[:2], *list(hosts)[-2:]]
+    return [gpu for host in ends for gpu in hosts[host]]
 
 
 # -- one host
@@ -132,7 +148,7 @@ def _pack_trees(loads: PairLoads) -> tuple[tuple[tuple[tuple[int, int], ...], fl
 
 
 def _flat_rings(topology: Graph, chains: Sequence[Sequence[int]], routes: Routes) -> tuple[float, LinkKind]:
-    """GB/s of one ring over all hosts for each place in a host, and the kind of the first one's limit.
+    """GB/s of a hop of one ring over all hosts for each place in a host, together, and what limits the first.
 
     Ring k enters a host at its k-th GPU and leaves it at the one before, along the host's chain; every
     other host is walked backwards, so that both ends of each network hop stand at the same place and so on
@@ -146,22 +162,24 @@ def _flat_rings(topology: Graph, chains: Sequence[Sequence[int]], routes: Routes
             order += turned if position % 2 == 0 else turned[::-1]
         rings.append(order)
     limits = ring_limits(topology, rings, routes)
-    return sum(limit.rate_gb_per_s for limit in limits) * hop_factor(len(rings[0])), limits[0].kind
+    return sum(limit.rate_gb_per_s for limit in limits), limits[0].kind
 
 
-def _levels(topology: Graph, chains: Sequence[tuple[int, ...]], routes: Routes) -> list[LoadedLink]:
+def _levels(
+    topology: Graph, chains: Sequence[tuple[int, ...]], routes: Routes, hosts: int
+) -> list[LoadedLink]:
     """The links that limit two levels: with rings and with trees within the hosts, where possible."""
     rings, trees = _local_shares(topology, chains, routes)
     found = []
     width = len(chains[0])
     if all(len(chain) == width for chain in chains):
         hops = [(ring_hops(order), 2 * (width - 1) / width * share) for order, share in rings]
-        found.append(_with_rails(topology, hops, _rails(chains, routes), routes))
+        found.append(_with_rails(topology, hops, _rails(chains, routes), routes, hosts))
     roots = [sorted(_by_nic(sorted(chain, reverse=True), routes).items()) for chain in chains]
     if trees and all(len(one) == len(roots[0]) for one in roots):
         hops = [([hop for a, b in pairs for hop in ((a, b), (b, a))], share) for pairs, share in trees]
         rails = list(zip(*([gpu for _, gpu in one] for one in roots), strict=True))
-        found.append(_with_rails(topology, hops, rails, routes))
+        found.append(_with_rails(topology, hops, rails, routes, hosts))
     return found
 
 
@@ -202,12 +220,12 @@ def _with_rails(
     local: Sequence[tuple[Sequence[tuple[int, int]], float]],
     rails: Sequence[Sequence[int]],
     routes: Routes,
+    hosts: int,
 ) -> LoadedLink:
     """The link that limits hops within the hosts and an evenly shared ring all-reduce along each rail."""
     loads: dict[Edge, float] = {}
     for hops, weight in local:
         add_loads(loads, routes, hops, weight)
-    hosts = len(rails[0])
     for rail in rails:
         add_loads(loads, routes, ring_hops(rail), 2 * (hosts - 1) / hosts / len(rails))
     return bottleneck(topology, loads)

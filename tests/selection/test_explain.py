@@ -24,6 +24,20 @@ def test_the_table_has_every_candidate_and_the_chosen_one_first():
     assert "latency decides" in explain("allreduce", 64, 8, preset("dgx-a100")).reason
 
 
+def test_times_come_with_an_interval_and_say_whose_they_are():
+    found = explain("allreduce", 64 << 20, 96, cluster(preset("dgx-h100"), 12))
+    native = next(row for row in found.rows if row.name == "native")
+    assert found.chosen is native, "NCCL's own stays among the candidates, however many ranks"
+    assert native.low_us < native.predicted_us < native.high_us and native.plain_us > native.predicted_us
+    spread = f"{native.low_us / native.predicted_us:.2f} to {native.high_us / native.predicted_us:.2f}"
+    assert f"Likely (p10 to p90): {spread} times native, 0.90 to 1.15 times the others." in str(found)
+    assert f"A plain call of native, with launch: {native.plain_us:.1f} us." in str(found)
+    assert all(row.low_us for row in found.rows if row.predicted_us)
+    tiny = explain("allreduce", 1024, 8, preset("hgx-b200"))
+    own = next(row for row in tiny.rows if row.name == "native")
+    assert own.plain_us > own.predicted_us + 3
+
+
 def test_what_was_measured_goes_before_the_model():
     measured = {"ring": 500.0, "tree": 400.0}
     found = explain("allreduce", 1024, 8, preset("dgx-a100"), measured=measured)

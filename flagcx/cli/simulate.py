@@ -11,13 +11,16 @@ import typer
 from flagcx.errors import ArgumentError, FlagcxError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from flagcx.algorithms.candidate import Candidate
     from flagcx.cost.model import Model
-    from flagcx.cost.simulate import Timing
+    from flagcx.cost.simulate import Moment, Timing
 
 _MOST_LINKS = 32
 _MOST_LISTED = 4096
 _MOST_DRAWN = 4000
+_MOST_TRACED = 200_000
 _PICTURES = (".png", ".svg", ".pdf")
 
 
@@ -27,7 +30,12 @@ def simulate(
     ],
     algorithm: Annotated[
         str,
-        typer.Option("--algorithm", "-a", help="ring, double_binary_tree, ..., or two at once: 'ring|ring'."),
+        typer.Option(
+            "--algorithm",
+            "-a",
+            help="ring, double_binary_tree, ..., two at once: 'ring|ring', or what else explain lists: "
+            "native, 'two_shot (peer_memory)'.",
+        ),
     ],
     nbytes: Annotated[
         str,
@@ -42,12 +50,21 @@ def simulate(
     pieces: Annotated[
         int | None, typer.Option("--pieces", "-k", min=1, help="Pieces that follow each other; by the model.")
     ] = None,
+    order: Annotated[
+        str,
+        typer.Option(
+            "--order", "-o", help="Ranks along the ring or chain: plan, index, or a list such as 0,3,2,1."
+        ),
+    ] = "plan",
     network_only: Annotated[
         bool, typer.Option("--network-only", help="Leave out the costs of a call at its ranks.")
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     plot: Annotated[
         Path | None, typer.Option(help="Draw the messages over time, to a .png, .svg or .pdf file.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write the messages over time as a trace for Perfetto, a JSON file.")
     ] = None,
 ) -> None:
     """Time an algorithm on a machine that you need not have: time, bandwidth, load of the links."""
@@ -57,22 +74,85 @@ def simulate(
 
     try:
         count = parse_nbytes(nbytes)
-        _check_names(collective, algorithm)
-        _check_picture(plot)
+        scheduled = not _unscheduled(algorithm)
+        if scheduled:
+            _check_names(collective, algorithm)
+        _check_files(scheduled, algorithm, plot, trace)
         machine = machine_for(topology, ranks)
-        costs = Costs() if network_only else DEVICE_COSTS
-        model = model_of(machine, ranks or len(machine.gpus), None, costs)
-        candidate = _candidate(model, collective, algorithm, count, pieces)
-        timing = model.timing(collective, candidate, count)
-        report = _report(model, collective, algorithm, candidate, timing)
-        if plot is not None:
-            _draw(model, collective, candidate, count, plot)
+        model = model_of(machine, ranks or len(machine.gpus), None, Costs() if network_only else DEVICE_COSTS)
+        if not scheduled:
+            report = _priced(model, collective, algorithm, count)
+        else:
+            candidate = _candidate(model, collective, algorithm, count, pieces, order)
+            timing = model.timing(collective, candidate, count)
+            report = _report(model, collective, algorithm, candidate, timing)
+            for path, write in ((plot, _draw), (trace, _trace)):
+                if path is not None:
+                    write(model, collective, candidate, count, path)
     except FlagcxError as error:
         typer.echo(f"flagcx simulate: {error}", err=True)
         raise typer.Exit(2) from None
     typer.echo(json_format.dumps(report, allow_nan=False) if json else _text(report))
-    if plot is not None:
-        typer.echo(f"drawn to {plot}", err=True)
+    for path, what in ((plot, "drawn"), (trace, "traced")):
+        if path is not None:
+            typer.echo(f"{what} to {path}", err=True)
+
+
+def _unscheduled(algorithm: str) -> bool:
+    """Whether ``flagcx explain`` lists it as something that runs without a schedule."""
+    return algorithm == "native" or algorithm.endswith(")")
+
+
+def _priced(model: Model, collective: str, algorithm: str, nbytes: int) -> dict[str, Any]:
+    """What the model says of NCCL's own, or of what goes through the peers' memory."""
+    from flagcx.cost.simulate import message_nbytes
+    from flagcx.selection.candidates import Request
+    from flagcx.selection.explain import unscheduled
+
+    found = {
+        one.candidate.name: (one, why)
+        for one, why in unscheduled(Request(collective, nbytes, model.size), model.topology, model.gpus)
+    }
+    if algorithm not in found:
+        known = ", ".join(found) or "nothing"
+        raise ArgumentError(
+            f"no model of {algorithm!r} for {collective} on {model.topology.name}; besides schedules, "
+            f"there is one of {known} (NCCL's own: of the all-reduce alone; peers' memory: on one host)"
+        )
+    one, why = found[algorithm]
+    if why:
+        raise ArgumentError(f"{algorithm} of {collective} cannot be priced here: {why}")
+    total = message_nbytes(collective, model.size, nbytes)
+    speed = total / one.time_us / 1000
+    low, high = one.spread or (1.0, 1.0)
+    return {
+        "topology": model.topology.name,
+        "collective": collective,
+        "algorithm": algorithm,
+        "candidate": algorithm,
+        "ranks": model.size,
+        "pieces": 1,
+        "nbytes": total,
+        "steps": one.steps,
+        "time_us": one.time_us,
+        "low_us": one.time_us * low,
+        "high_us": one.time_us * high,
+        "plain_us": one.plain_us,
+        "algbw_gb_per_s": speed,
+        "busbw_gb_per_s": speed * _bus_share(collective, model.size),
+        "sent_nbytes": one.sent_nbytes,
+        "links_used": 0,
+        "links": [],
+    }
+
+
+def _bus_share(collective: str, size: int) -> float:
+    """The bus bandwidth over the algorithm bandwidth, as nccl-tests has them."""
+    from flagcx.schedule.collectives import COLLECTIVES
+
+    if collective == "allreduce":
+        return 2 * (size - 1) / size
+    return (size - 1) / size if COLLECTIVES[collective].blocks else 1.0
 
 
 def _check_names(collective: str, algorithm: str) -> None:
@@ -82,10 +162,12 @@ def _check_names(collective: str, algorithm: str) -> None:
     Candidate.parse(algorithm).entries(collective)
 
 
-def _candidate(model: Model, collective: str, algorithm: str, nbytes: int, pieces: int | None) -> Candidate:
+def _candidate(
+    model: Model, collective: str, algorithm: str, nbytes: int, pieces: int | None, order: str
+) -> Candidate:
     from dataclasses import replace
 
-    from flagcx.algorithms.candidate import Candidate
+    from flagcx.algorithms.candidate import FOLLOWS_ORDER, Candidate
     from flagcx.selection.candidates import candidates
     from flagcx.selection.predicted import in_pieces
 
@@ -97,9 +179,13 @@ def _candidate(model: Model, collective: str, algorithm: str, nbytes: int, piece
             f"algorithm={algorithm!r} of {collective} is not pipelined, got --pieces {pieces}"
         )
 
+    ranks = None if order in ("plan", "index") else _ranks(order, model.size)
+
     def plain(one: Candidate) -> Candidate:
-        """The algorithm with its ranks as they are, in the groups that the machine has."""
-        return next((found for found in known if found.algorithm == one.algorithm), Candidate(one.algorithm))
+        """The algorithm in the order that is asked for, and in the groups that the machine has."""
+        named = [found for found in known if found.algorithm == one.algorithm] or [Candidate(one.algorithm)]
+        found = named[-1 if order == "plan" else 0]
+        return replace(found, order=ranks) if ranks and one.algorithm in FOLLOWS_ORDER else found
 
     if asked.other is not None:
         return replace(plain(asked), other=plain(asked.other), share=asked.share)
@@ -108,15 +194,24 @@ def _candidate(model: Model, collective: str, algorithm: str, nbytes: int, piece
     return in_pieces(model, collective, plain(asked), nbytes).candidate
 
 
+def _ranks(text: str, size: int) -> tuple[int, ...]:
+    """Reads an order of all ranks."""
+    try:
+        ranks = tuple(int(word) for word in text.split(","))
+    except ValueError:
+        ranks = ()
+    if sorted(ranks) != list(range(size)):
+        raise ArgumentError(
+            f"--order {text!r} is no order of {size} ranks; expected plan, index, or each of 0 to {size - 1} "
+            f"once, such as {','.join(map(str, [0, *range(min(size, 8) - 1, 0, -1)]))}"
+        )
+    return ranks
+
+
 def _report(
     model: Model, collective: str, algorithm: str, candidate: Candidate, timing: Timing
 ) -> dict[str, Any]:
-    from flagcx.schedule.collectives import COLLECTIVES
-
     size = model.size
-    kind = COLLECTIVES[collective]
-    share = (size - 1) / size if kind.blocks else 1.0
-    share = 2 * (size - 1) / size if collective == "allreduce" else share
     busiest = sorted(range(len(timing.link_busy)), key=lambda link: -timing.link_busy[link])
     network = model.network
     speeds = network.bandwidth_gb_per_s
@@ -131,7 +226,7 @@ def _report(
         "steps": timing.steps,
         "time_us": timing.time_us,
         "algbw_gb_per_s": timing.algbw_gb_per_s,
-        "busbw_gb_per_s": timing.algbw_gb_per_s * share,
+        "busbw_gb_per_s": timing.algbw_gb_per_s * _bus_share(collective, size),
         "sent_nbytes": float(timing.sent_nbytes.max(initial=0)),
         "links_used": int((timing.link_nbytes > 0).sum()),
         "links": [
@@ -151,9 +246,11 @@ def _report(
 def _text(report: dict[str, Any]) -> str:
     lines = [
         f"{report['collective']}, {report['candidate']}: {report['ranks']} ranks on {report['topology']}",
-        f"time {report['time_us']:.1f} us   algbw {report['algbw_gb_per_s']:.2f} GB/s   "
+        f"time {report['time_us']:.1f} us{_likely(report)}   algbw {report['algbw_gb_per_s']:.2f} GB/s   "
         f"busbw {report['busbw_gb_per_s']:.2f} GB/s   steps {report['steps']}",
     ]
+    if report.get("plain_us"):
+        lines.append(f"a plain call, with launch by the host: {report['plain_us']:.1f} us")
     width = max((len(" -> ".join(link["link"])) for link in report["links"][:_MOST_LINKS]), default=0)
     for link in report["links"][:_MOST_LINKS]:
         name = " -> ".join(link["link"]).ljust(width)
@@ -166,8 +263,16 @@ def _text(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _check_picture(path: Path | None) -> None:
-    """Refuses a file that cannot be drawn to, before the simulation."""
+def _likely(report: dict[str, Any]) -> str:
+    if "low_us" not in report:
+        return ""
+    return f" (p10-p90 {report['low_us']:.1f}-{report['high_us']:.1f})"
+
+
+def _check_files(scheduled: bool, algorithm: str, path: Path | None, trace: Path | None) -> None:
+    """Refuses a file that cannot be written to, before the simulation."""
+    if not scheduled and (path or trace):
+        raise ArgumentError(f"--plot and --trace show the messages of a schedule; {algorithm} has none")
     if path is not None and path.suffix.lower() not in _PICTURES:
         raise ArgumentError(f"{path}: cannot draw to {path.suffix or 'no ending'!r}; use .png, .svg or .pdf")
 
@@ -175,16 +280,30 @@ def _check_picture(path: Path | None) -> None:
 def _draw(model: Model, collective: str, candidate: Candidate, nbytes: int, path: Path) -> None:
     from flagcx.schedule.draw import draw_times
 
+    moments = _moments(model, collective, candidate, nbytes, "--plot would draw", _MOST_DRAWN)
+    title = f"{collective}, {candidate.name}: {nbytes} B, {model.size} ranks"
+    try:
+        draw_times(title, model.size, moments, path)
+    except OSError as error:
+        raise ArgumentError(f"{path}: cannot be written: {error.strerror or error}") from None
+
+
+def _trace(model: Model, collective: str, candidate: Candidate, nbytes: int, path: Path) -> None:
+    from flagcx.cli.simulated_trace import simulated_trace
+    from flagcx.profiler.trace import write_trace
+
+    moments = _moments(model, collective, candidate, nbytes, "--trace would write", _MOST_TRACED)
+    write_trace(path, simulated_trace(model.size, moments))
+
+
+def _moments(
+    model: Model, collective: str, candidate: Candidate, nbytes: int, what: str, most: int
+) -> Iterator[Moment]:
+    """The messages of a schedule with their times, where they are not too many."""
     laid = model.laid(collective, candidate)
     messages = sum(
         count * sum(len(laid.rounds.kinds[b].source) for b in key) for key, count in laid.rounds.runs
     )
-    if messages > _MOST_DRAWN:
-        raise ArgumentError(
-            f"--plot would draw {messages} messages; expected at most {_MOST_DRAWN}: fewer ranks"
-        )
-    title = f"{collective}, {candidate.name}: {nbytes} B, {model.size} ranks"
-    try:
-        draw_times(title, model.size, laid.moments(nbytes, model.costs), path)
-    except OSError as error:
-        raise ArgumentError(f"{path}: cannot be written: {error.strerror or error}") from None
+    if messages > most:
+        raise ArgumentError(f"{what} {messages} messages; expected at most {most}: fewer ranks")
+    return laid.moments(nbytes, model.costs)

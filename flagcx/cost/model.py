@@ -15,19 +15,20 @@ from flagcx.cost.network import Network, over
 from flagcx.cost.simulate import Costs, Timed, Timing, lay
 from flagcx.errors import TopologyError
 from flagcx.schedule.collectives import COLLECTIVES
-from flagcx.schedule.traffic import Rounds, rounds_of, staggered
+from flagcx.schedule.traffic import Rounds, relabelled, rounds_of, staggered
 from flagcx.topology import Topology
 
 #: Grouped send and receive through NCCL, and one kernel for a step's local work, replayed as a CUDA graph.
 #: On two and four H200 behind NVSwitches a group took 5.8 us with the links' latency, and 0.2 us more for
 #: each further peer; a channel copied 20 GB/s, and all of them 356 of a GPU's 371; a kernel cost 2.6 us and
 #: then moved 3.6 TB/s of the memory's 4.8. ``python bench/model_vs_measured.py --part replays`` holds them
-#: against what was measured there.
+#: against what was measured there; the spread is of that, and says nothing of other machines.
 DEVICE_COSTS = Costs(
     step_us=5.2,
     message_us=0.2,
     launch_us=2.6,
     memory_gb_per_s=3600.0,
+    spread=(0.90, 1.15),
     channels=Channels(gb_per_s=20.0, reach=0.96),
 )
 
@@ -67,6 +68,10 @@ class Prediction:
         steps: Steps in which messages are under way; 0 where that is not known.
         sent_nbytes: Bytes that the busiest rank sends.
         bottleneck: The link that is busy longest; None where nothing is sent or it is not known.
+        spread: Measured over predicted time, between which 80% of what was measured lies (p10 and p90);
+            None where that is not known.
+        plain_us: Time of a call that the host launches, where ``time_us`` is of one that a CUDA graph
+            replays; None where that is not known.
     """
 
     candidate: Candidate
@@ -75,6 +80,8 @@ class Prediction:
     steps: int
     sent_nbytes: float
     bottleneck: Bottleneck | None = None
+    spread: tuple[float, float] | None = None
+    plain_us: float | None = None
 
 
 def predict(candidate: Candidate, laid: Timed, nbytes: float, costs: Costs) -> Prediction:
@@ -90,7 +97,7 @@ def predict(candidate: Candidate, laid: Timed, nbytes: float, costs: Costs) -> P
             float(timing.link_busy[worst]),
         )
     latency_us, sent = laid.time(0, costs).time_us, float(timing.sent_nbytes.max(initial=0))
-    return Prediction(candidate, timing.time_us, latency_us, timing.steps, sent, bottleneck)
+    return Prediction(candidate, timing.time_us, latency_us, timing.steps, sent, bottleneck, costs.spread)
 
 
 class Model:
@@ -156,6 +163,10 @@ class Model:
 
 def rounds(collective: str, candidate: Candidate, size: int, root: int | None = None) -> Rounds:
     """The traffic of a candidate's schedule; that of many pieces from that of one, where this can be."""
+    if candidate.order is not None and candidate.other is None and not COLLECTIVES[collective].blocks:
+        place = None if root is None else candidate.order.index(root)
+        plain = rounds(collective, replace(candidate, order=None), size, place)
+        return relabelled(plain, candidate.order)
     schedule = candidate.build(collective, size, root)
     if candidate.pieces > 1 and candidate.other is None and candidate.algorithm != "ring":
         one = rounds(collective, replace(candidate, pieces=1), size, root)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,18 +35,48 @@ def trace_events(records: Sequence[Sequence[Record]], offsets_ns: Sequence[int])
         events += _names(rank, any(r.queued_ns for r in mine))
         for record in mine:
             events += _events(rank, record, origin_ns + offset)
-    return {"traceEvents": events, "displayTimeUnit": "ns"}
+    return trace_of(events)
+
+
+def trace_of(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """A trace of events, as an object for JSON."""
+    return {"traceEvents": list(events), "displayTimeUnit": "ns"}
 
 
 def _names(rank: int, queues: bool) -> Iterator[dict[str, Any]]:
+    return process(rank, {RUNNING: "running", **({QUEUED: "queued"} if queues else {})})
+
+
+def process(rank: int, threads: Mapping[int, str]) -> Iterator[dict[str, Any]]:
+    """The events that make a rank a process of a trace.
+
+    Args:
+        rank: The rank.
+        threads: The names of its threads, by number.
+    """
+
     def named(kind: str, thread: int, value: dict[str, Any]) -> dict[str, Any]:
         return {"ph": "M", "name": kind, "pid": rank, "tid": thread, "args": value}
 
-    yield named("process_name", RUNNING, {"name": f"rank {rank}"})
-    yield named("process_sort_index", RUNNING, {"sort_index": rank})
-    yield named("thread_name", RUNNING, {"name": "running"})
-    if queues:
-        yield named("thread_name", QUEUED, {"name": "queued"})
+    first = min(threads, default=0)
+    yield named("process_name", first, {"name": f"rank {rank}"})
+    yield named("process_sort_index", first, {"sort_index": rank})
+    for thread, name in threads.items():
+        yield named("thread_name", thread, {"name": name})
+
+
+def slice_of(
+    rank: int,
+    thread: int,
+    name: str,
+    category: str,
+    start_us: float,
+    elapsed_us: float,
+    details: dict[str, Any],
+) -> dict[str, Any]:
+    """One thing that a thread of a rank does for some time."""
+    times = {"ts": start_us, "dur": elapsed_us}
+    return {"ph": "X", "name": name, "cat": category, **times, "pid": rank, "tid": thread, "args": details}
 
 
 def _events(rank: int, record: Record, origin_ns: int) -> Iterator[dict[str, Any]]:
@@ -67,16 +97,8 @@ def _events(rank: int, record: Record, origin_ns: int) -> Iterator[dict[str, Any
         details["sent_bytes"] = record.sent_nbytes
 
     def event(thread: int, start_ns: int, elapsed_ns: int) -> dict[str, Any]:
-        return {
-            "ph": "X",
-            "name": operation.collective,
-            "cat": operation.transport,
-            "ts": (start_ns - origin_ns) / 1e3,
-            "dur": elapsed_ns / 1e3,
-            "pid": rank,
-            "tid": thread,
-            "args": details,
-        }
+        times = (start_ns - origin_ns) / 1e3, elapsed_ns / 1e3
+        return slice_of(rank, thread, operation.collective, operation.transport, *times, details)
 
     yield event(RUNNING, record.start_ns, record.elapsed_ns)
     if record.queued_ns:

@@ -253,6 +253,27 @@ def _columns(rows: Sequence[tuple[int, ...]], width: int) -> Iterator[np.ndarray
     return iter(np.array(rows, np.int64).reshape(-1, width).T)
 
 
+def relabelled(one: Rounds, order: Sequence[int]) -> Rounds:
+    """The traffic where rank ``order[i]`` does what rank i does here, of a collective without blocks."""
+    ranks, size = np.asarray(order, np.int64), one.size
+    place = np.argsort(ranks)
+
+    def moved(rank: int, ends: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+        at = int(place[rank])
+        peers = ((int(ranks[(at + offset) % size] - rank) % size, chunks) for offset, chunks in ends)
+        return tuple(sorted(peers))
+
+    def sides(rank: int) -> list[_Side]:
+        own = one.sides(int(place[rank]))
+        return [(moved(rank, side[0]), moved(rank, side[1]), side[2], side[3], side[4]) for side in own]
+
+    kinds = (
+        replace(kind, source=ranks[kind.source], target=ranks[kind.target], worker=ranks[kind.worker])
+        for kind in one.kinds
+    )
+    return replace(one, kinds=tuple(kinds), sides=sides)
+
+
 # -- pieces that follow each other
 
 

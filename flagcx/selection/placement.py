@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from flagcx.topology import Topology
 
 MOST_PLANNED = 64
-"""Up to so many ranks orders of the ranks are planned, and two algorithms at once are tried."""
+"""Up to so many ranks two algorithms at once are tried."""
+_MOST_ORDERED = 4096
+"""Up to so many ranks orders of the ranks are planned."""
 
 
 def gpus_of(topology: Topology, bus_ids: Sequence[str]) -> list[int] | None:
@@ -46,7 +48,7 @@ def plan_order(topology: Topology, bus_ids: Sequence[str]) -> Order | None:
 
 def best_ring(topology: Topology | None, gpus: Sequence[int]) -> Order | None:
     """The ranks along the best ring over their GPUs, where that is another order than by rank."""
-    if topology is None or not 2 < len(gpus) <= MOST_PLANNED:
+    if topology is None or not 2 < len(gpus) <= _MOST_ORDERED:
         return None
     order = _ring(topology, gpus)
     return None if order == tuple(range(len(gpus))) else order

@@ -43,6 +43,66 @@ def test_a_cluster_a_file_and_pieces(call, tmp_path):
     assert json.loads(call(*arguments, "-k", 3).stdout)["pieces"] == 3
 
 
+def test_a_ring_goes_along_the_plan_or_any_order(call):
+    """In the planned order, NVLink joins all neighbours of a DGX-1; by index, two of them meet over PCIe."""
+    arguments = ("-t", "dgx-1v", "-a", "ring", "-b", "64MiB", "--json")
+    plan = json.loads(call(*arguments).stdout)
+    index = json.loads(call(*arguments, "--order", "index").stdout)
+    assert "along 0,3,2,1,5,6,7,4" in plan["candidate"] and index["candidate"] == "ring"
+    assert {link["kind"] for link in plan["links"]} == {"nvlink"}
+    assert "pcie" in {link["kind"] for link in index["links"]} and index["time_us"] > 3 * plan["time_us"]
+    listed = json.loads(call(*arguments, "--order", "0,4,7,6,5,1,2,3").stdout)
+    assert listed["time_us"] == pytest.approx(plan["time_us"])
+    tree = call("-t", "dgx-1v", "-a", "tree", "-b", "1M", "--order", "7,6,5,4,3,2,1,0", "--json")
+    assert json.loads(tree.stdout)["steps"] > 0
+    far = json.loads(call("-t", "dgx-1v", "-n", 128, "-a", "ring", "-b", "64MiB", "--json").stdout)
+    assert far["candidate"] == "ring along 0,3,2,1,5,6,7,4,..."
+
+
+def test_what_explain_prices_without_a_schedule(call):
+    from flagcx.selection.explain import explain
+
+    rows = {row.name: row for row in explain("allreduce", 64 << 20, 8, preset("dgx-h200")).rows}
+    arguments = ("-t", "dgx-h200", "-n", 8, "-b", "64MiB")
+    for name in ("native", "two_shot (peer_memory)"):
+        values = json.loads(call(*arguments, "-a", name, "--json").stdout)
+        assert values["time_us"] == rows[name].predicted_us and values["steps"] == rows[name].steps
+        assert values["low_us"] == rows[name].low_us < values["time_us"] < values["high_us"]
+    text = call(*arguments, "-a", "native").stdout
+    assert "p10-p90" in text and "a plain call, with launch by the host" in text
+    assert json.loads(call("-t", "dgx-h200", "-n", 96, "-b", "1G", "-a", "native", "--json").stdout)["steps"]
+
+
+def test_a_trace_for_perfetto(call, tmp_path):
+    path = tmp_path / "trace.json"
+    result = call("-t", "dgx-a100", "-n", 4, "-a", "one_shot", "-b", "1M", "--trace", path, "--json")
+    assert result.exit_code == 0 and f"traced to {path}" in result.output
+    time_us = json.loads(result.stdout.splitlines()[0])["time_us"]
+    events = json.loads(path.read_text())["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X"]
+    assert {event["pid"] for event in slices} == {0, 1, 2, 3}
+    assert max(event["ts"] + event["dur"] for event in slices) == pytest.approx(time_us)
+    sent = [event for event in slices if event["name"].startswith("to rank")]
+    assert sum(event["args"]["bytes"] for event in sent) == 12 << 20
+    assert sum(event["ph"] == "s" for event in events) == sum(event["ph"] == "f" for event in events) == 12
+    lines = {}
+    for event in sorted(slices, key=lambda event: event["ts"]):
+        line = event["pid"], event["tid"]
+        assert event["ts"] >= lines.get(line, 0.0) - 1e-9, "what is on one line does not overlap"
+        lines[line] = event["ts"] + event["dur"]
+    names = [e["args"]["name"] for e in events if e["pid"] == 2 and "name" in e.get("args", {})]
+    assert names == [
+        "rank 2",
+        "local work",
+        "sends",
+        "receives",
+        "sends 2",
+        "receives 2",
+        "sends 3",
+        "receives 3",
+    ]
+
+
 def test_a_picture_is_drawn(call, tmp_path):
     path = tmp_path / "ring.svg"
     result = call("-t", "dgx-1v", "-a", "ring", "-b", "1M", "--plot", path)
@@ -78,6 +138,21 @@ def test_mixes(call):
         (
             ("-t", "dgx-1v", "-a", "ring", "-b", "1M", "--plot", "/nonexistent/x.png"),
             "/nonexistent/x.png: cannot be written: No such file",
+        ),
+        (
+            ("-t", "dgx-1v", "-a", "ring", "-b", "1M", "--order", "0,1,1,2"),
+            "is no order of 8 ranks; expected",
+        ),
+        (("-t", "dgx-1v", "-a", "ring", "-b", "1M", "--order", "best"), "is no order of 8 ranks; expected"),
+        (("-t", "dgx-1v", "-a", "native", "-b", "1M", "-c", "alltoall"), "no model of 'native' for alltoall"),
+        (("-t", "dgx-1v", "-a", "native", "-b", "1M", "--trace", "x.json"), "of a schedule; native has none"),
+        (
+            ("-t", "4xpcie", "-a", "one_shot (peer_memory)", "-b", "1M"),
+            "whether these GPUs reach each other's memory is known on the machine alone",
+        ),
+        (
+            ("-t", "dgx-1v", "-a", "ring", "-b", "1M", "--trace", "/nonexistent/x.json"),
+            "the trace cannot be written to /nonexistent/x.json: No such file",
         ),
         (("-t", "dgx-1v", "-a", "ring|rung", "-b", "1M"), "algorithm='rung' does not serve allreduce"),
         (("-t", "dgx-1v", "-a", "bruck|bruck", "-b", "1M"), "which does the same as once"),

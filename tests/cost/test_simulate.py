@@ -364,3 +364,23 @@ def test_refusals():
         over(preset("dgx-1v"), (0, 0))
     with pytest.raises(ArgumentError, match="expected numbers above 0"):
         over(preset("dgx-1v"), efficiency={LinkKind.NVLINK: 0})
+
+
+def test_traffic_along_an_order_is_that_of_the_ordered_schedule():
+    """A renamed traffic is what the renamed programs do, for rings, chains and their pieces."""
+    from flagcx.algorithms.candidate import Candidate
+    from flagcx.cost.model import rounds
+    from flagcx.schedule.traffic import rounds_of
+
+    order = (0, 3, 1, 6, 2, 5, 4)
+    for candidate, collective, root in (
+        (Candidate("ring", order=order), "allreduce", None),
+        (Candidate("chain", 3, order=order), "allreduce", None),
+        (Candidate("chain", order=order), "broadcast", 5),
+    ):
+        quick = rounds(collective, candidate, 7, root)
+        made = rounds_of(candidate.build(collective, 7, root))
+        assert quick.steps == made.steps and quick.sent_chunks().tolist() == made.sent_chunks().tolist()
+        assert [quick.sides(rank) for rank in range(7)] == [made.sides(rank) for rank in range(7)]
+        network = uniform(7, 1.0, 10.0)
+        assert lay(quick, network).time(7000).time_us == pytest.approx(lay(made, network).time(7000).time_us)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -137,6 +138,11 @@ def check_shape(shape) -> tuple[int, ...]:
             f"shape={shape!r} is no shape of an array ({error}); expected a number of elements from 0 up, or "
             f"a tuple of lengths such as (3, 4)"
         ) from None
+
+
+def is_number(x: Any) -> bool:
+    """Whether something is a real number, of Python or NumPy, and no truth value."""
+    return isinstance(x, Real) and not isinstance(x, bool)
 
 
 def format_nbytes(nbytes: float) -> str:

@@ -13,6 +13,7 @@ from flagcx.dtypes import Op
 from flagcx.errors import ArgumentError
 from flagcx.executor.host import Executor
 from flagcx.executor.staging import stage
+from flagcx.executor.work import Work
 from flagcx.fusion.group import Pending
 from flagcx.transport.base import Plan
 
@@ -39,7 +40,8 @@ def allreduce(
         )
     executor = comm.executor_of(x)
     sendbuf, recvbuf, _, value = buffers_of(executor, "allreduce", None, x, out)
-    plan: Plan = compressor_of(comm, executor).find(compression, sendbuf, op)
+    plan: Plan
+    plan = compressed = compressor_of(comm, executor).find(compression, sendbuf, op)
     staging = stage(executor, sendbuf, recvbuf)
     if staging is not None:
         sendbuf, recvbuf, plan = staging.sendbuf, staging.recvbuf, staging.around(plan)
@@ -48,7 +50,10 @@ def allreduce(
         sendbuf = recvbuf
     if comm._group is not None:
         return comm.put_off(Pending(lambda: executor.run(plan, sendbuf, recvbuf)), async_op, value)
-    return comm.run(executor, plan, sendbuf, recvbuf, value, async_op, "allreduce")
+    result = comm.run(executor, plan, sendbuf, recvbuf, value, async_op, "allreduce")
+    if async_op and isinstance(result, Work):
+        compressed.note(result)
+    return result
 
 
 def explain(comm: Caller, x: Any, compression: Any) -> Decision:

@@ -204,6 +204,10 @@ class CompressedPlan:
         slot.end(y, self._reduce.waits)
         self.sent_nbytes = self._peers.sent_nbytes - before
 
+    def note(self, work: Any) -> None:
+        """Takes note of a started call: until it ends, the slot's memory is neither saved nor set."""
+        self._slot.work = weakref.ref(work)
+
     def explain(self) -> Decision:
         """The codec of the plan, and the reason; all ranks must call it."""
         if isinstance(self._reduce, AutoReduce):

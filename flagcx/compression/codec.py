@@ -16,8 +16,8 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from flagcx.arguments import on_device
-from flagcx.errors import ArrayError
+from flagcx.arguments import is_number, on_device
+from flagcx.errors import ArgumentError, ArrayError
 from flagcx.kernels.cuda import is_capturing
 
 ALIGNMENT = 16
@@ -179,6 +179,12 @@ def captures(array: Any) -> bool:
     """Whether the current stream of a GPU array records a caller's graph."""
     cuda = namespace(array).cuda
     return is_capturing(cuda.runtime, cuda.get_current_stream())
+
+
+def check_steps(warmup_steps: Any) -> None:
+    """Raises ArgumentError where something is no number of steps."""
+    if not (is_number(warmup_steps) and warmup_steps >= 0):
+        raise ArgumentError(f"warmup_steps={warmup_steps!r} must be a number of steps from 0")
 
 
 def check_floats(x: Any, what: str = "x") -> Any:

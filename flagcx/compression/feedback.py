@@ -17,9 +17,11 @@ clipping: Lin et al., "Deep Gradient Compression" (2018), sections 3.1 to 3.3.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
+from flagcx.arguments import is_number
 from flagcx.compression.catalogue import codec_of
 from flagcx.compression.checkpoint import (
     VERSION,
@@ -31,7 +33,8 @@ from flagcx.compression.checkpoint import (
     text_of,
     under,
 )
-from flagcx.compression.slot import Slot, end_step
+from flagcx.compression.codec import captures, namespace
+from flagcx.compression.slot import Slot
 from flagcx.errors import ArgumentError
 
 
@@ -64,14 +67,16 @@ class Feedback:
     def __init__(
         self, codec: Any, *, momentum: float = 0.0, residual: bool = True, clip: float | None = None
     ) -> None:
-        if not 0 <= momentum < 1:
-            raise ArgumentError(f"momentum={momentum!r} must be from 0 to below 1")
-        if clip is not None and not clip > 0:
-            raise ArgumentError(f"clip={clip!r} must be above 0, or None")
+        if not (is_number(momentum) and 0 <= momentum < 1):
+            raise ArgumentError(f"momentum={momentum!r} must be a number from 0 to below 1")
+        if clip is not None and not (is_number(clip) and clip > 0):
+            raise ArgumentError(f"clip={clip!r} must be a number above 0, or None")
         self.codec = codec_of(codec)
-        self.momentum = momentum
-        self._options: dict[str, Any] = {"momentum": momentum, "residual": residual, "clip": clip}
+        self.momentum, limit = float(momentum), None if clip is None else float(clip)
+        self._options: dict[str, Any] = {"momentum": self.momentum, "residual": bool(residual), "clip": limit}
         self._slots: dict[Hashable, Slot] = {}
+        self._user: Callable[[], Any] = lambda: None
+        self._before: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def slot(self, key: Hashable = None, shapes: Sequence[tuple[int, ...]] | None = None) -> Slot:
         """The memory of one array.
@@ -82,8 +87,12 @@ class Feedback:
                 array's own shape if None.
 
         Raises:
-            ArgumentError: The slot was made for other shapes.
+            ArgumentError: The slot was made for other shapes, or ``key`` cannot name one.
         """
+        if not isinstance(key, Hashable):
+            raise ArgumentError(
+                f"the key of a slot must be hashable, such as a name or a number, got a {type(key).__name__}"
+            )
         found = self._slots.get(key)
         if found is None:
             found = self._slots[key] = Slot(self.codec, key, shapes, **self._options)
@@ -104,8 +113,17 @@ class Feedback:
 
     def reset(self) -> None:
         """Clears all memory, as at the start of a training. Call it on all ranks."""
+        self._check_idle("reset()")
         for slot in self._slots.values():
             slot.reset()
+
+    def _check_idle(self, what: str) -> None:
+        for slot in self._slots.values():
+            if slot.busy():
+                raise ArgumentError(
+                    f"{what} while a call with the slot {slot.key!r} of this Feedback is under way; wait for "
+                    f"the work of that call before"
+                )
 
     def undo(self) -> None:
         """Takes the last call of each array back, for a step that the training does not use.
@@ -118,15 +136,47 @@ class Feedback:
             >>> if not all(np.isfinite(g).all() for g in gradients.values()):          # doctest: +SKIP
             ...     feedback.undo()
         """
+        self._check_idle("undo()")
         for slot in self._slots.values():
             slot.undo()
 
-    def end_step(self, undo: bool = False) -> None:
+    def end_step(self, undo: bool = False, user: Any = None) -> None:
         """Ends a step, and takes it back if one of its arrays had infinity or NaN, or if ``undo``.
 
         On a GPU the host does not wait. All ranks must call it.
+
+        Args:
+            undo: Whether it is taken back in any case.
+            user: What names the slots, such as a synchronizer. Another may follow, but not two take turns.
+
+        Raises:
+            ArgumentError: Two take turns, which would have the same names for different arrays.
         """
-        end_step(self._slots.values(), undo)
+        self._end_step([slot for slot in self._slots.values() if slot.fresh], undo)
+        last = self._user()
+        if user is None or user is last:
+            return
+        if user in self._before:
+            raise ArgumentError(
+                f"a Feedback serves {user!r} and {last!r} in turns, which share its memory by the same "
+                f"names; give each a Feedback of its own"
+            )
+        if last is not None:
+            self._before.add(last)
+        self._user = weakref.ref(user)
+
+    @staticmethod
+    def _end_step(used: Sequence[Slot], undo: bool) -> None:
+        flags = [slot.flag for slot in used if slot.flag is not None]
+        if undo or any(slot.spoilt for slot in used):
+            for slot in used:
+                slot.undo()
+        elif len(flags) > 1 and not captures(flags[0]):
+            flag = namespace(flags[0]).concatenate(flags).max(keepdims=True)
+            for slot in used:
+                slot.settle(flag)
+        for slot in used:
+            slot.fresh = False
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank remembers, for a checkpoint: NumPy arrays, numbers and text, by name.
@@ -135,12 +185,14 @@ class Feedback:
         one that went through.
 
         Raises:
-            ArgumentError: A slot has a key that is no text, number, None or tuple of them, or is in use.
+            ArgumentError: A slot has a key that is no text, number, None or tuple of them, or a call with it
+                is under way.
 
         Example:
             >>> np.savez(f"feedback{comm.rank}.npz", **feedback.state_dict())          # doctest: +SKIP
             >>> feedback.load_state_dict(np.load(f"feedback{comm.rank}.npz"))          # doctest: +SKIP
         """
+        self._check_idle("state_dict()")
         state: dict[str, Any] = {"version": VERSION} | self._settings()
         slots = [slot for slot in self._slots.values() if slot.step]
         for number, slot in enumerate(slots):
@@ -165,6 +217,7 @@ class Feedback:
             ArgumentError: It is the state of another codec or of other settings, lacks an entry, or is none
                 at all. Then what is remembered stays.
         """
+        self._check_idle("load_state_dict()")
         check_complete(state, "Feedback")
         for name, value in self._settings().items():
             check_entry(state, name, value, "Feedback")

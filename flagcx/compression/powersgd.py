@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from flagcx.compression.codec import Payload, check_floats, namespace
+from flagcx.compression.codec import Payload, check_floats, check_steps, namespace
 from flagcx.compression.peers import CodecReduce, Peers
 from flagcx.compression.slot import Slot
 from flagcx.dtypes import ReduceOp
@@ -63,6 +63,7 @@ class PowerSGD:
     def __post_init__(self) -> None:
         if not (isinstance(self.rank, int) and self.rank >= 1):
             raise ArgumentError(f"rank={self.rank!r} must be an integer from 1")
+        check_steps(self.warmup_steps)
 
     def encode(self, x: Any) -> Payload:
         """Encodes an array (float32) as P', Q' and the elements that are not part of a matrix."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
 
-from flagcx.arguments import on_device
+from flagcx.arguments import check_shape, on_device
 from flagcx.compression.carried import Carried
 from flagcx.compression.checkpoint import load_memory, on_host, save_memory
 from flagcx.compression.codec import FixedRate, Scratch, captures, is_finite, namespace
@@ -56,8 +56,9 @@ class Slot:
             keeps nothing that depends on an array's content.
         flag: One int32 on the GPU, not 0 if the last step there was spoilt; None without a GPU.
         spoilt: Whether the host knows that the last step was.
-        fresh: Whether it was used since the last ``end_step``.
+        fresh: Whether it was used since the last ``Feedback.end_step``.
         runs: Whether a call is under way.
+        work: A call that was started; a weak reference to its ``Work``.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Slot:
         lasting: bool = True,
     ) -> None:
         self.codec, self.key, self.lasting = codec, key, lasting
-        self.shapes = None if shapes is None else tuple(tuple(shape) for shape in shapes)
+        self.shapes = None if shapes is None else _checked(shapes)
         self._momentum, self._keeps, self._clip = momentum, residual, clip
         self._remembers = lasting and bool(residual or momentum or not isinstance(codec, FixedRate))
         self.plans: dict[tuple, Any] = {}
@@ -93,6 +94,7 @@ class Slot:
         self.memory: dict[str, Any] = {}
         self.flag: Any = None
         self.spoilt = self.fresh = self.runs = self._captured = False
+        self.work: Callable[[], Any] = lambda: None
         self._saved: tuple[int, dict[str, Any]] | None = None
         self.place, self.resumes = (0, 1), False
         self._count: int | None = None
@@ -102,7 +104,9 @@ class Slot:
 
     def check_shapes(self, shapes: Sequence[tuple[int, ...]]) -> None:
         """Raises ArgumentError where the slot is not one for parameters of these shapes."""
-        given = tuple(tuple(shape) for shape in shapes)
+        if shapes == self.shapes:
+            return
+        given = _checked(shapes)
         if given != self.shapes:
             known = "no shapes" if self.shapes is None else f"the shapes {_short(self.shapes)}"
             raise ArgumentError(
@@ -200,6 +204,11 @@ class Slot:
             if not self._captured:
                 carried.turn()
 
+    def busy(self) -> bool:
+        """Whether a call with it is under way on the host; on a GPU streams keep the order."""
+        work = self.work()
+        return self.runs or (work is not None and not work.done())
+
     def _all_carried(self) -> list[Carried]:
         return [carried for carried in (self.carried, self.momenta) if carried is not None]
 
@@ -275,11 +284,6 @@ class Slot:
 
     def state_dict(self) -> dict[str, Any]:
         """What the slot remembers; see ``Feedback.state_dict``."""
-        if self.runs:
-            raise ArgumentError(
-                f"the slot {self.key!r} is asked for its state while a call with it is under way; wait for "
-                f"the work of that call before"
-            )
         state: dict[str, Any] = {"step": self.step, "rank": self.place[0], "ranks": self.place[1]}
         for name, shape in (("shapes", self.shapes), ("shape", self.shape)):
             if shape is not None:
@@ -356,26 +360,10 @@ class Slot:
         return f"<flagcx.compression.Slot {self.key!r} of {self.codec}, {count}, {self.step} steps>"
 
 
-def end_step(slots: Iterable[Slot], undo: bool = False) -> None:
-    """Ends a step of a training: where one slot was spoilt, all that it used are as before it.
-
-    On a GPU nothing waits.
-
-    Args:
-        slots: All slots of the training; those that were not used since the last end are left alone.
-        undo: Whether the step is taken back in any case.
-    """
-    used = [slot for slot in slots if slot.fresh]
-    flags = [slot.flag for slot in used if slot.flag is not None]
-    if undo or any(slot.spoilt for slot in used):
-        for slot in used:
-            slot.undo()
-    elif len(flags) > 1 and not captures(flags[0]):
-        flag = namespace(flags[0]).concatenate(flags).max(keepdims=True)
-        for slot in used:
-            slot.settle(flag)
-    for slot in used:
-        slot.fresh = False
+def _checked(shapes: Any) -> tuple[tuple[int, ...], ...]:
+    if isinstance(shapes, Sequence) and all(isinstance(shape, Sequence) for shape in shapes):
+        return tuple(map(check_shape, shapes))
+    raise ArgumentError(f"shapes={shapes!r} must be a list of shapes, such as [(512, 256), (256,)]")
 
 
 def _short(shapes: Sequence[tuple[int, ...]]) -> str:

@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from flagcx.compression.codec import Payload, Scratch, check_floats, namespace
+from flagcx.arguments import is_number
+from flagcx.compression.codec import Payload, Scratch, check_floats, check_steps, namespace
 from flagcx.compression.select import estimate_threshold, is_crowded, largest, magnitudes, select
 from flagcx.errors import ArgumentError
 
@@ -79,8 +80,9 @@ class TopK(_Selecting):
 
     def __post_init__(self) -> None:
         _check_density(self.density)
-        if not (self.keep == 0 or self.keep >= 1):
+        if not (is_number(self.keep) and (self.keep == 0 or self.keep >= 1)):
             raise ArgumentError(f"keep={self.keep!r} must be 0 (all) or 1 or more times k")
+        check_steps(self.warmup_steps)
 
     def density_at(self, step: int) -> float:
         """The density in a step, counted from 1."""
@@ -219,7 +221,7 @@ class Sparse(_Selecting):
 
 
 def _check_density(density: float) -> None:
-    if not 0 < density <= 1:
+    if not (is_number(density) and 0 < density <= 1):
         raise ArgumentError(
             f"density={density!r} must be above 0 and at most 1 (0.01 keeps one in a hundred)"
         )

@@ -218,7 +218,7 @@ class GradientSynchronizer:
 
     def _begin_again(self, undo: bool = False) -> None:
         if self._feedback is not None:
-            self._feedback.end_step(undo)
+            self._feedback.end_step(undo, self)
         for bucket in self._buckets:
             bucket.begin_again()
         self._is_ready = [False] * len(self._is_ready)

@@ -86,6 +86,8 @@ class _BucketSlots:
     def __init__(self, feedback: Any) -> None:
         self._feedback = feedback
         self._layouts: dict[Any, tuple] = {}
+        # The layout before, calls with it, and with the present one.
+        self._before: dict[Any, tuple] = {}
         self._loaded: dict[int, tuple] = {}  # of loaded memory that no bucket has used yet
 
     def slot(self, bucket: Any) -> Any:
@@ -109,15 +111,25 @@ class _BucketSlots:
             )
         return self._of_layout(until_then, shapes)
 
+    def __repr__(self) -> str:
+        return f"<a hook of DDP with {self._feedback!r}>"
+
     def _of_layout(self, key: Any, shapes: tuple) -> Any:
-        if self._layouts.get(key, shapes) != shapes:
+        last, (before, others, calls) = self._layouts.get(key, shapes), self._before.get(key, (None, 0, 0))
+        if last != shapes:
+            if before == shapes and others == calls == 1:
+                raise ArgumentError(
+                    f"bucket {key} of this hook has the parameters of two models in turns, whose error "
+                    f"feedback would be lost; make a hook for each of them by ddp_hook(...)"
+                )
             self._feedback.drop(key)
-        self._layouts[key] = shapes
+            before, others, calls = last, calls, 0
+        self._layouts[key], self._before[key] = shapes, (before, others, calls + 1)
         return self._feedback.slot(key, shapes)
 
     def end_step(self) -> None:
         """Takes the step back in all buckets if one of them had infinity or NaN."""
-        self._feedback.end_step()
+        self._feedback.end_step(user=self)
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank remembers; empty where nothing is compressed."""

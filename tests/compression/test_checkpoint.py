@@ -290,6 +290,25 @@ def _load_narrow(state: dict) -> bool:
     return bool((comm.allreduce(np.ones(9), compression=feedback["w"]) == 1.5).all())
 
 
+def _under_way() -> list[str]:
+    comm, said = fc.init(), []
+    feedback, x = Feedback("int8"), np.ones(3_000_000, np.float32)
+    saved = feedback.state_dict()
+    work = comm.allreduce(x, compression=feedback["w"], async_op=True)
+    for call in (feedback.state_dict, feedback.reset, feedback.undo, lambda: feedback.load_state_dict(saved)):
+        with pytest.raises(fc.ArgumentError) as caught:
+            call()
+        said.append(str(caught.value).split(" while ")[0])
+    work.wait()
+    assert feedback.state_dict()["0.step"] == 1
+    return said
+
+
+def test_nothing_is_saved_or_set_while_a_call_is_under_way():
+    want = ["state_dict()", "reset()", "undo()", "load_state_dict()"]
+    assert run_ranks(_under_way, 2) == [want, want]
+
+
 def _other_communicator() -> None:
     """A slot goes on where the number of ranks changes in a job: regions are cut anew."""
     comm = fc.init()

@@ -9,7 +9,18 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from flagcx.compression import Cast, PowerSGD, Quantized, RandomK, Sparse, TopK, catalogue, codec_of, select
+from flagcx.compression import (
+    Cast,
+    Feedback,
+    PowerSGD,
+    Quantized,
+    RandomK,
+    Sparse,
+    TopK,
+    catalogue,
+    codec_of,
+    select,
+)
 from flagcx.compression import codec as codec_module
 from flagcx.compression.codec import Scratch
 from flagcx.errors import ArgumentError, ArrayError
@@ -170,7 +181,7 @@ def test_few_elements_are_found_with_as_small_samples_as_many(density, monkeypat
     codec, scratch, threshold, kept = TopK(density), Scratch(), None, np.zeros(1 << 20, np.float32)
     x = numbers(kept.size)
     for step in range(1, 13):
-        indices, threshold = codec.find(kept, scratch, step, threshold, np.roll(x, 1000 * step))
+        indices, threshold = codec.find(kept, scratch, step, threshold, np.roll(x, 1000 * step), kept)
         kept[indices] = 0
         assert 0.7 * codec.count(x.size, step) <= len(indices) <= 1.25 * codec.count(x.size, step)
     assert max(drawn[:2]) <= max(200 / density, 5000) and sum(n > 5000 for n in drawn[8:]) <= 4
@@ -290,3 +301,28 @@ def test_scratch_of_a_gpu_belongs_to_a_stream_of_its_own(monkeypatch):
         assert len(scratch.get("wire", count, np.uint8, None)) == count
     assert not scratch.get("seen", 4, np.uint8, None, zeros=True).any()
     assert len(made) == 3 and len(set(made)) == 1 and made[0].startswith("own")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Feedback("int8", momentum="0.5"),
+        lambda: Feedback("int8", momentum=float("nan")),
+        lambda: Feedback("int8", clip="3"),
+        lambda: Feedback("int8").slot("x", [3, 4]),
+        lambda: Feedback("int8").slot("x", [(3, -4)]),
+        lambda: Feedback("int8")[[1]],
+        lambda: TopK("a"),
+        lambda: TopK(0.1, warmup_steps="x"),
+        lambda: PowerSGD(2, warmup_steps=-1),
+    ],
+)
+def test_settings_that_are_none_are_refused(make):
+    with pytest.raises(ArgumentError, match=r"must be|no shape|\(0.01 keeps"):
+        make()
+
+
+def test_numbers_of_numpy_are_settings_as_those_of_python_are():
+    assert (
+        Feedback("int8", momentum=np.float64(0.5))._settings() == Feedback("int8", momentum=0.5)._settings()
+    )

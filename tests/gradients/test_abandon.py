@@ -104,6 +104,24 @@ def test_steps_that_are_spoilt_or_left_leave_error_feedback_as_it_was(overlap):
     assert run_ranks(_left_as_it_was, 2, overlap) == [[], []]
 
 
+def _in_turns() -> None:
+    comm, feedback = fc.init(timeout_s=20), fc.compression.Feedback("int8")
+    first = fc.GradientSynchronizer(comm, make(comm), compression=feedback)
+    whole = lambda sync: ([sync.ready(name) for name in NAMES], sync.wait())  # noqa: E731
+    whole(first)
+    with fc.GradientSynchronizer(comm, make(comm), compression=feedback) as second:
+        whole(second)  # one may follow another
+        whole(second)
+        with pytest.raises(
+            fc.ArgumentError, match="in turns, which share its memory by the same names; give"
+        ):
+            whole(first)
+
+
+def test_two_synchronizers_do_not_share_error_feedback():
+    run_ranks(_in_turns, 2)
+
+
 ALONE = """
 comm = fc.init(timeout_s=30, explain_wait_s=1)
 g = {name: np.ones(1000) for name in "ab"}

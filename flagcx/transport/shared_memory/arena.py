@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import secrets
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ _WIDER = 8
 """How much wider than its dtype a sum is made at most."""
 _MOST_VIEWS = 1 << 15
 _PROBE_NBYTES = 32
+_TELL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +180,8 @@ class Arena:
             self.signals = Signals(rank, self._segments, config.timeout_s)
         except BaseException as error:
             _tell_failure(own, rank, size, error)
+            if size > 1 and isinstance(error, Exception):
+                time.sleep(_TELL_S)  # a peer that has yet to map the segment finds the reason in it
             for segment in {own, *self._segments}:
                 segment.close()
             raise

@@ -13,17 +13,15 @@ import ctypes
 import logging
 import os
 import sys
-import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
+from flagcx.bootstrap.bounded import bounded
 from flagcx.config import environment
-from flagcx.errors import BootstrapError, ResourceError
+from flagcx.errors import BootstrapError
 
 logger = logging.getLogger("flagcx")
 
-_POLL_S = 0.05
 _SURVIVES, _FINALIZE_S = "OMPI_MCA_mpi_ft_enable", 5.0
 """What ``mpirun --with-ft ulfm`` sets, where a lost rank ends no other; and the end's limit there."""
 
@@ -77,21 +75,12 @@ class MpiProcess:
         def start() -> None:
             codes.append(init(None, None, ctypes.c_int(level), ctypes.byref(provided)))
 
-        thread = threading.Thread(target=start, name="flagcx-mpi", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as error:
-            raise ResourceError(f"no thread can be started that starts MPI ({error})") from None
-        end = time.monotonic() + limit_s
-        while thread.is_alive():
-            thread.join(_POLL_S)
-            check()
-            if time.monotonic() >= end and thread.is_alive():
-                raise BootstrapError(
-                    f"MPI_Init did not return within {limit_s:.1f} s: it waits for all ranks of the job, and "
-                    f"one of them died before it came there, is stopped or never starts MPI; a longer "
-                    f"time-out: fc.init(init_timeout_s=...) or FLAGCX_INIT_TIMEOUT_S"
-                )
+        if not bounded(start, limit_s, check):
+            raise BootstrapError(
+                f"MPI_Init did not return within {limit_s:.1f} s: it waits for all ranks of the job, and one "
+                f"of them died before it came there, is stopped or never starts MPI; a longer time-out: "
+                f"fc.init(init_timeout_s=...) or FLAGCX_INIT_TIMEOUT_S"
+            )
         if codes != [mpi.SUCCESS]:
             raise BootstrapError(f"MPI_Init failed: {mpi.Get_error_string(codes[0])}")
         if rc.errors == "exception":  # as mpi4py sets it where it starts MPI
@@ -113,10 +102,8 @@ class MpiProcess:
             mpi.Finalize()
         else:
             # A rank may have been lost that no call missed, and this job outlives that.
-            thread = threading.Thread(target=ctypes.CDLL(mpi.__file__).MPI_Finalize, daemon=True)
-            thread.start()
-            thread.join(_FINALIZE_S)
-            if thread.is_alive():
+            finalize = ctypes.CDLL(mpi.__file__).MPI_Finalize
+            if not bounded(finalize, _FINALIZE_S, lambda: None):
                 logger.info("MPI_Finalize did not return within %g s, and is left to itself", _FINALIZE_S)
 
 

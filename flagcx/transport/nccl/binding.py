@@ -11,12 +11,13 @@ import ctypes
 import itertools
 import logging
 import os
-import threading
+import time
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from flagcx.errors import CommunicationError, MissingDependencyError, PeerTimeoutError
+from flagcx.bootstrap.bounded import bounded as run_bounded
+from flagcx.errors import CommunicationError, FlagcxError, MissingDependencyError, PeerTimeoutError
 from flagcx.kernels.launch import Memories
 from flagcx.schedule.model import Buffer
 from flagcx.transport.base import Call
@@ -31,6 +32,11 @@ Enqueue = Callable[[int, int, int], None]
 """(address of sendbuf, address of recvbuf, stream): enqueues a collective."""
 
 _LIMIT_S = 10.0
+_REASON_S = 1.0
+
+
+def _nothing() -> None:
+    pass
 
 
 def load_nccl(cupy: ModuleType) -> ModuleType:
@@ -71,9 +77,18 @@ class NcclCommunicator:
         size: Number of ranks.
         unique_id: The result of rank 0's ``make_unique_id``.
         timeout_s: Time limit for all ranks to connect, in seconds.
+        check: Raises if a rank is known to have died; called while they connect.
     """
 
-    def __init__(self, cupy: ModuleType, rank: int, size: int, unique_id: bytes, timeout_s: float) -> None:
+    def __init__(
+        self,
+        cupy: ModuleType,
+        rank: int,
+        size: int,
+        unique_id: bytes,
+        timeout_s: float,
+        check: Callable[[], object] = _nothing,
+    ) -> None:
         self._nccl, self._cupy = load_nccl(cupy), cupy
         self.rank, self.size = rank, size
         made: list[Any] = []
@@ -83,7 +98,7 @@ class NcclCommunicator:
             made.append(self._nccl.NcclCommunicator(size, _unpack_id(unique_id, cupy), rank))
 
         device = cupy.cuda.runtime.getDevice()
-        bounded(make, timeout_s, f"NCCL did not connect rank {rank} with the other {size - 1} ranks")
+        bounded(make, timeout_s, f"NCCL did not connect rank {rank} with the other {size - 1} ranks", check)
         self._comm = made[0]
         # CuPy destroys a communicator that is collected, which may hang. This reference is never dropped.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._comm))
@@ -227,33 +242,34 @@ def _block_bounds(call: Call, buffer: Buffer, form: NativeForm) -> list[int]:
     return [b * form.per_element for b in bounds[:: call.schedule.chunks // call.schedule.size]]
 
 
-def bounded(function: Callable[[], None], limit_s: float, what: str) -> None:
+def bounded(
+    function: Callable[[], None], limit_s: float, what: str, check: Callable[[], object] = _nothing
+) -> None:
     """Runs a call that may hang in a thread and waits for it for at most ``limit_s`` seconds.
 
     Args:
         function: The call.
         limit_s: The limit.
         what: The failure in words, for the error.
+        check: Raises if a rank is known to have died, which NCCL may know a moment before.
 
     Raises:
         PeerTimeoutError: The call has not returned.
+        PeerDiedError: A rank died meanwhile.
         CommunicationError: The call raised an exception.
     """
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            function()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="flagcx-nccl", daemon=True)
-    thread.start()
-    thread.join(limit_s)
-    if thread.is_alive():
+    try:
+        returned = run_bounded(function, limit_s, check)
+    except FlagcxError:
+        raise
+    except BaseException as error:
+        end = time.monotonic() + (0.0 if check is _nothing else _REASON_S)
+        while time.monotonic() < end:
+            check()
+            time.sleep(_REASON_S / 20)
+        raise CommunicationError(f"{what}: {message_of(error)}; {hints()}") from error
+    if not returned:
         raise PeerTimeoutError(f"{what} within {limit_s:g} s; {hints()}")
-    if errors:
-        raise CommunicationError(f"{what}: {message_of(errors[0])}; {hints()}") from errors[0]
 
 
 def message_of(error: BaseException) -> str:

@@ -109,7 +109,7 @@ class NcclTransport(DeviceTransport):
         check_devices(self.identities, config.share_gpu)
         prepare_sharing(cupy, self.device, self.identities, self.rank)
         ids = store.exchange("nccl/id", make_unique_id(cupy) if self.rank == 0 else b"", limit)
-        self._communicator = NcclCommunicator(cupy, self.rank, self.size, ids[0], limit)
+        self._communicator = NcclCommunicator(cupy, self.rank, self.size, ids[0], limit, store.check)
         self.array_class = cupy.ndarray
         self._kernels = FusedKernels(cupy, self.device)
         self._order = StreamOrder(cupy, self.device, self.rank)

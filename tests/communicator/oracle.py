@@ -11,10 +11,9 @@ from flagcx.dtypes import OPS
 
 def contribution(rank: int, count: int, dtype, op: str = "sum", offset: int = 0) -> np.ndarray:
     """What ``rank`` contributes: small whole numbers, so that sums are exact in every dtype."""
-    return _contribution(rank, count, np.dtype(dtype), op, offset).copy()
+    return _kept_contribution(rank, count, np.dtype(dtype), op, offset).copy()
 
 
-@lru_cache(maxsize=64)
 def _contribution(rank: int, count: int, dtype: np.dtype, op: str, offset: int) -> np.ndarray:
     index = np.arange(offset, offset + count)
     if dtype == np.bool_ or op in ("land", "lor"):
@@ -29,12 +28,15 @@ def _contribution(rank: int, count: int, dtype: np.dtype, op: str, offset: int) 
     return values.astype(dtype)
 
 
+_kept_contribution = lru_cache(maxsize=256)(_contribution)
+
+
 def reduced(size: int, count: int, dtype, op: str = "sum", offset: int = 0) -> np.ndarray:
     """What all ranks' contributions come to."""
-    return _reduced(size, count, np.dtype(dtype), op, offset)
+    make = _kept_reduced if count < 200_000 else _reduced  # all algorithms ask for the same small ones
+    return make(size, count, np.dtype(dtype), op, offset)
 
 
-@lru_cache(maxsize=16)
 def _reduced(size: int, count: int, dtype: np.dtype, op: str, offset: int) -> np.ndarray:
     parts = [_contribution(q, count, dtype, op, offset) for q in range(size)]
     wide = dtype if dtype.kind in "biuc" else np.dtype(np.float64)
@@ -44,6 +46,9 @@ def _reduced(size: int, count: int, dtype: np.dtype, op: str, offset: int) -> np
     if op == "avg":
         total = np.trunc(total / size) if dtype.kind in "iu" else total / size
     return np.asarray(total).astype(dtype)
+
+
+_kept_reduced = lru_cache(maxsize=64)(_reduced)
 
 
 def assert_same(got, expected, what: str) -> None:

@@ -146,8 +146,8 @@ def test_a_job_that_takes_too_long_is_ended(script):
     assert done.returncode == 124
     assert done.stderr == "\nflagcx run: ranks 0, 1 were ended: not done after 0.5 s (--timeout)\n"
     body = "time.sleep(600 if environment()['FLAGCX_RANK'] == '1' else 0)"
-    done = flagcx_run("-n", "2", "--timeout", "1.5", script(body))
-    assert done.stderr == "\nflagcx run: rank 1 was ended: not done after 1.5 s (--timeout)\n"
+    done = flagcx_run("-n", "2", "--timeout", "4", script(body))  # in which rank 0 starts and ends
+    assert done.stderr == "\nflagcx run: rank 1 was ended: not done after 4 s (--timeout)\n"
 
 
 SLEEPERS = """

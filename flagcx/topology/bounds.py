@@ -8,7 +8,8 @@ bandwidth between group X and the rest
     algorithm bandwidth  <=  sum of cut(X) over the groups / (2 (k - 1))        for every way to cut
 
 and the least such value is the bound. It holds for every schedule in which switches only forward (neither
-add nor multiply packets). For one group against the rest of a symmetric machine it is the bound of
+add nor multiply packets); ``nvls_bound`` is that of NVSwitches that do both. For one group against the rest
+of a symmetric machine it is the bound of
 ForestColl (arXiv 2402.06787); for a ring of equal links, the known 2 (n - 1) / n. The least partition is
 found with least cuts, by Cunningham's greedy algorithm inside Dinkelbach's iteration.
 
@@ -27,7 +28,9 @@ from types import MappingProxyType
 
 from flagcx.topology.graph import DeviceKind, Graph, LinkKind
 from flagcx.topology.routes import Routes
+from flagcx.topology.speeds import whole
 
+_NVLS_FROM_SM = 90
 #: Up to so many GPUs the least partition is found; above, natural ones (GPUs, hosts, leaves) are tried.
 EXACT_UP_TO = 32
 _TOLERANCE = 1e-9
@@ -40,7 +43,8 @@ class Bound:
     """The bound, and the groups that set it.
 
     Attributes:
-        bandwidth_gb_per_s: No all-reduce of a large message does better (message bytes over time).
+        bandwidth_gb_per_s: No all-reduce of a large message does better (message bytes over time) whose
+            switches only forward.
         groups: The groups of GPUs between which it runs out of bandwidth.
         exact: Whether this is the least bound over all partitions; otherwise a valid bound, and perhaps
             not the least.
@@ -80,6 +84,39 @@ def bound(topology: Graph, gpus: Sequence[int] | None = None, *, routes: Routes 
     names = {topology.gpu(gpu).id: gpu for gpu in gpus}
     value, groups = least_partition(links, list(names))
     return Bound(value, tuple(tuple(sorted(names[id] for id in group)) for group in groups), True)
+
+
+def nvls_bound(topology: Graph, gpus: Sequence[int]) -> float | None:
+    """The best algorithm bandwidth where NVSwitches add up and multicast (NVLS), as from Hopper on.
+
+    For every byte of the message each GPU still sends once, its own data or a sum, and receives once: so no
+    more than the links of one GPU carry each way. GPUs that each read the sums of an n-th part from the
+    switches and multicast them come to n / (n + 1) of that.
+
+    Args:
+        topology: The machine or cluster.
+        gpus: Indices of the GPUs that take part.
+
+    Returns:
+        GB/s, or None where not all of the GPUs share NVSwitches, or one is older than Hopper.
+
+    Example:
+        >>> from flagcx.topology import preset
+        >>> round(nvls_bound(preset("dgx-h200"), range(8)), 1), nvls_bound(preset("dgx-a100"), range(8))
+        (370.8, None)
+    """
+    shared: set[str] | None = None
+    for gpu in gpus:
+        device = topology.gpu(gpu)
+        if (whole(device.attribute("gpu.sm")) or 0) < _NVLS_FROM_SM:
+            return None
+        own = {id for id in topology.links_of(device.id) if topology.device(id).kind is DeviceKind.NVSWITCH}
+        shared = own if shared is None else shared & own
+    if not shared or len(gpus) < 2:
+        return None
+    return min(
+        sum(topology.links_of(topology.gpu(gpu).id)[id].bandwidth_gb_per_s for id in shared) for gpu in gpus
+    )
 
 
 def usable_links(topology: Graph, gpus: Sequence[int], routes: Routes) -> dict[frozenset[str], float]:

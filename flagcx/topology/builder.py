@@ -10,8 +10,6 @@ from flagcx.topology import speeds
 from flagcx.topology.graph import Device, DeviceKind, Link, LinkKind
 from flagcx.topology.topology import Topology
 
-#: For the link between a PCIe root and its CPU, which limits nothing.
-UNBOUND_GB_PER_S = 1000.0
 #: Kinds of notes that are shown; a hostile file could have one for each of its elements.
 _MOST_NOTES = 40
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from flagcx.errors import TopologyError
 from flagcx.topology import speeds
-from flagcx.topology.builder import UNBOUND_GB_PER_S
 from flagcx.topology.graph import Device, DeviceKind, Link, LinkKind, Port
 from flagcx.topology.join import nic_speed, place_host
 from flagcx.topology.topology import Topology
@@ -111,7 +110,9 @@ def _with_network(machine: Topology, gb_per_s: float) -> Topology:
     if not nics:
         for cpu in machine.devices(DeviceKind.CPU, host=machine.hosts[0]):
             links.append(
-                Link(cpu.id, _ADDED, LinkKind.PCIE, UNBOUND_GB_PER_S, speeds.LATENCY_US["pcie"], 1, True)
+                Link(
+                    cpu.id, _ADDED, LinkKind.PCIE, speeds.UNBOUND_GB_PER_S, speeds.LATENCY_US["pcie"], 1, True
+                )
             )
         index = len(machine.devices(DeviceKind.NIC))
         devices.append(Device(_ADDED, DeviceKind.NIC, index, name=_ADDED, ports=(Port(_ADDED, gb_per_s),)))

@@ -9,7 +9,7 @@ from typing import Any
 
 from flagcx.topology import nvml as driver
 from flagcx.topology import speeds, sysfs
-from flagcx.topology.builder import UNBOUND_GB_PER_S, Builder
+from flagcx.topology.builder import Builder
 from flagcx.topology.graph import DeviceKind, LinkKind
 from flagcx.topology.nccl_links import HIDDEN_SWITCH
 from flagcx.topology.nvml import DriverGpu
@@ -175,7 +175,7 @@ class _Machine(Builder):
         root = f"{function.root or 'pci'}@{numa}"
         if root not in self.devices:
             self.add(DeviceKind.HOST_BRIDGE, root)
-            self.link(root, f"cpu{numa}", LinkKind.PCIE, UNBOUND_GB_PER_S)
+            self.link(root, f"cpu{numa}", LinkKind.PCIE, speeds.UNBOUND_GB_PER_S)
         return root
 
     def pcie(self, id: str, above: str, function: PciFunction | None) -> None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from flagcx.topology.bounds import bound
+from flagcx.topology import speeds
+from flagcx.topology.bounds import bound, nvls_bound
 from flagcx.topology.graph import Graph, LinkKind
 from flagcx.topology.loads import LoadedLink, ring_hops
 from flagcx.topology.orders import chosen, hop_factor, host_chains, ring_limits
@@ -39,6 +41,14 @@ class Ring:
     bottleneck: LoadedLink | None
 
 
+class PcieCase(NamedTuple):
+    """What a plan comes to with one generation of PCIe; GB/s of algorithm bandwidth."""
+
+    generation: int
+    bandwidth_gb_per_s: float
+    bound_gb_per_s: float
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A planned all-reduce. Bandwidths are algorithm bandwidth: message bytes over time, for a large message.
@@ -46,9 +56,13 @@ class Plan:
     Attributes:
         gpus: The GPUs that take part, as they were given.
         rings: The ring along the planned order, or that and its reverse where both together are faster.
-        bound_gb_per_s: No schedule on this graph has more (see ``flagcx.topology.bounds``).
+        bound_gb_per_s: No schedule on this graph has more whose switches neither add up nor multicast (see
+            ``flagcx.topology.bounds``).
         exact: Whether no better single ring exists (exact search), as against a heuristic one.
         why: Why the rings stay under 0.9 of the bound; "" where they do not.
+        nvls_bound_gb_per_s: The bound where NVSwitches add up and multicast; None where they can't.
+        pcie_range: Where the generation of PCIe is not known and decides: what it comes to with generation 3
+            and with generation 5.
     """
 
     gpus: tuple[int, ...]
@@ -56,6 +70,8 @@ class Plan:
     bound_gb_per_s: float
     exact: bool
     why: str
+    nvls_bound_gb_per_s: float | None = None
+    pcie_range: tuple[PcieCase, PcieCase] | None = None
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -102,7 +118,9 @@ def make_plan(topology: Graph, gpus: Sequence[int] | None = None) -> Plan:
     order = tuple(gpu for chain in chains for gpu in chain)
     rings = _rings(topology, order, routes)
     limit = bound(topology, members, routes=routes).bandwidth_gb_per_s
-    plan = Plan(members, rings, limit, exact, "")
+    plan = Plan(
+        members, rings, limit, exact, "", nvls_bound(topology, members), _pcie_range(topology, rings, limit)
+    )
     return plan if plan.ratio >= _NEAR else replace(plan, why=_why(rings[0]))
 
 
@@ -120,6 +138,31 @@ def _rings(topology: Graph, order: tuple[int, ...], routes: Routes) -> tuple[Rin
     if 2 * rate <= _WORTH_BOTH * one.rate_gb_per_s:
         return (Ring(order, one.rate_gb_per_s * factor, 1.0, one),)
     return tuple(Ring(o, rate * factor, 0.5, limit) for o, limit in zip(orders, both, strict=True))
+
+
+def _pcie_range(topology: Graph, rings: Sequence[Ring], limit: float) -> tuple[PcieCase, PcieCase] | None:
+    """The rings and the bound with PCIe 3 and 5, where no link's generation is known and that matters."""
+    pcie = [link for link in topology.links if link.kind is LinkKind.PCIE]
+    if not pcie or not all(link.assumed for link in pcie):
+        return None
+    cases = []
+    for generation, gt in ((3, 8.0), (5, 32.0)):
+        speed = speeds.pcie_gb_per_s(gt, speeds.DEFAULT_PCIE_WIDTH)
+        links = [
+            replace(link, bandwidth_gb_per_s=speed)
+            if link.kind is LinkKind.PCIE and link.bandwidth_gb_per_s < speeds.UNBOUND_GB_PER_S
+            else link
+            for link in topology.links
+        ]
+        other = Graph(topology.devices(), links)
+        routes, orders = Routes(other), [ring.order for ring in rings]
+        rate = min(link.rate_gb_per_s for link in ring_limits(other, orders, routes))
+        carried = rate * len(rings) * hop_factor(len(rings[0].order))
+        cases.append(
+            PcieCase(generation, carried, bound(other, rings[0].order, routes=routes).bandwidth_gb_per_s)
+        )
+    slow, fast = cases
+    return (slow, fast) if slow[1:] != fast[1:] else None
 
 
 def _why(ring: Ring) -> str:

@@ -10,13 +10,15 @@ from itertools import zip_longest
 from types import MappingProxyType
 from typing import Any
 
-from flagcx.topology import paths
-from flagcx.topology.graph import DeviceKind, Graph
+from flagcx.topology import paths, speeds
+from flagcx.topology.graph import Device, DeviceKind, Graph, LinkKind
 from flagcx.topology.plan import Plan
 
 #: Most GPUs and NICs for which the matrix is shown; its size is the square of their number.
 MOST_IN_MATRIX = 96
 _MOST_SHOWN = 32
+_LINK_KEYS = ("links", "link_count", "links_gb_per_s", "links_spec_gb_per_s")
+_BOUND = "(the bound of schedules without multicast and without reduction in switches)"
 #: Columns after the matrix, in nvidia-smi's order.
 _FURTHER = ("CPU Affinity", "NUMA Affinity", "GPU NUMA ID")
 LEGEND = """\
@@ -62,11 +64,39 @@ def text_report(topology: Graph, plan: Plan | None, *, legend: bool = True) -> s
         parts.append(format_matrix(topology, legend=legend))
     else:
         parts.append(f"The matrix of over {MOST_IN_MATRIX} devices is left out.")
+    if fabric := fabric_text(topology):
+        parts.append(fabric)
     if plan is not None:
         parts.append(plan_text(plan))
     if topology.notes:
         parts.append("Notes:\n" + "\n".join(f"  - {note}" for note in topology.notes))
     return "\n\n".join(parts)
+
+
+def fabric_of(topology: Graph, gpu: Device) -> tuple[str, int, float, float | None]:
+    """A GPU's NVLinks or xGMI links: name, number, GB/s each way together, and that by the data sheet."""
+    links = [link for link in topology.links_of(gpu.id).values() if link.kind.is_gpu_fabric]
+    count = sum(link.count for link in links)
+    name = "xGMI links" if any(link.kind is LinkKind.XGMI for link in links) else "NVLinks"
+    spec = speeds.spec_gb_per_s(speeds.whole(gpu.attribute("gpu.sm")), gpu.attribute("gpu.gcn"))
+    return name, count, sum(link.bandwidth_gb_per_s for link in links), spec and spec * count
+
+
+def fabric_text(topology: Graph) -> str:
+    """A line for each kind of GPU's links; "" where there are none."""
+    gpus: dict[tuple, list[int]] = {}
+    for gpu in topology.gpus:
+        gpus.setdefault(fabric_of(topology, gpu), []).append(gpu.index)
+    lines = []
+    for (name, count, speed, spec), members in gpus.items():
+        if count:
+            several = f"each of {len(members)} GPUs" if len(members) > 1 else f"GPU{members[0]}"
+            sheet = f", {spec:g} by the data sheet" if spec else ""
+            lines.append(
+                f"{several} has {count} {name}: {speed:g} GB/s each way, as NCCL plans with "
+                f"({speed / count:g} a link){sheet}"
+            )
+    return "\n".join(lines)
 
 
 def plan_text(plan: Plan) -> str:
@@ -75,7 +105,19 @@ def plan_text(plan: Plan) -> str:
         return "Plan: one GPU, nothing to send."
     speed = f"all-reduce {plan.bandwidth_gb_per_s:.2f} GB/s by algorithm='{plan.method}'"
     share = f"{100 * plan.ratio:.1f}% of the bound of {plan.bound_gb_per_s:.2f} GB/s"
-    lines = [f"Plan for {len(plan.gpus)} GPUs: {speed}, {share}"]
+    lines = [f"Plan for {len(plan.gpus)} GPUs: {speed}, {share}", f"  {_BOUND}"]
+    if plan.nvls_bound_gb_per_s is not None:
+        lines.append(
+            f"  with both in the NVSwitches (NVLS) the bound is {plan.nvls_bound_gb_per_s:.2f} GB/s, "
+            "the links of one GPU"
+        )
+    if plan.pcie_range is not None:
+        cases = " to ".join(
+            f"{case.bandwidth_gb_per_s:.2f} GB/s (bound {case.bound_gb_per_s:.2f}) with generation "
+            f"{case.generation}"
+            for case in plan.pcie_range
+        )
+        lines.append(f"  the generation of PCIe is not known: {cases}")
     for number, ring in enumerate(plan.rings):
         lines.append(
             f"  ring {number + 1}: {_order(ring.order)}  {ring.bandwidth_gb_per_s:.2f} GB/s, "
@@ -159,6 +201,7 @@ def as_dict(topology: Graph, plan: Plan | None) -> dict[str, Any]:
                 "numa_node": node.index if node else None,
                 "nearest_nic": nic.name or nic.id if nic else None,
             }
+            | dict(zip(_LINK_KEYS, fabric_of(topology, gpu), strict=True))
         )
     return {
         "name": topology.name,
@@ -177,6 +220,8 @@ def as_dict(topology: Graph, plan: Plan | None) -> dict[str, Any]:
         "method": plan.method if plan else None,
         "plan_gb_per_s": _finite(plan.bandwidth_gb_per_s) if plan else None,
         "bound_gb_per_s": _finite(plan.bound_gb_per_s) if plan else None,
+        "nvls_bound_gb_per_s": plan.nvls_bound_gb_per_s if plan else None,
+        "pcie_range": [case._asdict() for case in plan.pcie_range] if plan and plan.pcie_range else None,
         "why": plan.why if plan else "",
         "notes": list(topology.notes),
     }

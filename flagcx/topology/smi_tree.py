@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import combinations
 
 from flagcx.topology import gpu_models, speeds
-from flagcx.topology.builder import UNBOUND_GB_PER_S, Builder
+from flagcx.topology.builder import Builder
 from flagcx.topology.graph import DeviceKind, LinkKind, Port
 from flagcx.topology.smi_matrix import Matrix
 from flagcx.topology.topology import Topology
@@ -193,7 +193,7 @@ class _Tree(Builder):
     def root(self, members: list[str], cpu: str, parts: dict[str, list[list[str]]]) -> None:
         """A PCIe root with its trees of switches."""
         root = self.fresh(DeviceKind.HOST_BRIDGE, "root")
-        self.link(root, cpu, LinkKind.PCIE, UNBOUND_GB_PER_S)
+        self.link(root, cpu, LinkKind.PCIE, speeds.UNBOUND_GB_PER_S)
         for tree in (part for part in parts["PXB"] if part[0] in members):
             leaves = [part for part in parts["PIX"] if part[0] in tree]
             above = self.switch(root) if len(leaves) > 1 else root

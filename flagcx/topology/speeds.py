@@ -37,6 +37,8 @@ _PCIE_UNITS_BY_GT = {2.5: 15, 5.0: 30, 8.0: 60, 16.0: 120, 32.0: 240, 64.0: 480}
 #: Assumed where a file or driver names no generation: PCIe 3.0, 16 lanes wide.
 DEFAULT_PCIE_GT = 8.0
 DEFAULT_PCIE_WIDTH = 16
+#: For the link between a PCIe root and its CPU, which limits nothing.
+UNBOUND_GB_PER_S = 1000.0
 #: Assumed for a link between sockets of an unnamed CPU.
 DEFAULT_SOCKET_GB_PER_S = 10.0
 #: Assumed for an NVLink of an unnamed GPU.

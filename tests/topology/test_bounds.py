@@ -5,7 +5,8 @@ import math
 import pytest
 
 from flagcx.errors import TopologyError
-from flagcx.topology import bound, bounds, cluster, make_plan, preset
+from flagcx.topology import bound, bounds, cluster, make_plan, nvidia_smi, preset
+from flagcx.topology.bounds import nvls_bound
 from flagcx.topology.routes import Routes
 from tests.topology.graphs import min_cut, random_links, random_machine, slow_bound
 
@@ -90,3 +91,23 @@ def test_no_plan_exceeds_the_bound(seed):
 def test_an_unknown_gpu_is_named():
     with pytest.raises(TopologyError, match="no GPU 9"):
         bound(preset("dgx-1v"), [0, 9])
+
+
+def test_the_bound_of_nvswitches_that_add_up_is_that_of_one_gpus_links():
+    for name, expected in (("dgx-h200", 18 * 20.6), ("hgx-b200", 18 * 40.1), ("gb200-nvl72", 18 * 40.1)):
+        plan = make_plan(preset(name))
+        assert plan.nvls_bound_gb_per_s == pytest.approx(expected)
+        assert plan.nvls_bound_gb_per_s >= plan.bound_gb_per_s
+    for name in ("dgx-a100", "dgx-2", "dgx-1v", "8xmi300x", "4xpcie"):
+        assert make_plan(preset(name)).nvls_bound_gb_per_s is None
+    assert nvls_bound(cluster(preset("dgx-h100"), 2), range(16)) is None
+    assert nvls_bound(preset("dgx-h100"), [3]) is None
+
+
+def test_an_unknown_generation_of_pcie_gives_a_range():
+    text = "GPU0 GPU1\nGPU0 X {0}\nGPU1 {0} X\n"
+    slow, fast = make_plan(nvidia_smi.parse(text.format("PIX"))).pcie_range
+    assert (slow.generation, slow.bandwidth_gb_per_s, slow.bound_gb_per_s) == (3, 12.0, 12.0)
+    assert (fast.generation, fast.bandwidth_gb_per_s) == (5, 48.0)
+    assert make_plan(nvidia_smi.parse(text.format("NV4"))).pcie_range is None
+    assert make_plan(preset("4xpcie")).pcie_range is None

@@ -15,6 +15,7 @@ from flagcx.topology import (
     cluster,
     make_plan,
     nccl_xml,
+    nvidia_smi,
     plot_topology,
     preset,
     render,
@@ -66,6 +67,25 @@ def test_the_report_has_matrix_plan_and_notes():
     assert render.plan_text(make_plan(machine, [1])) == "Plan: one GPU, nothing to send."
     noted = nccl_xml.read(FIXTURES / "static_8.xml")
     assert "Notes:\n  - " in render.text_report(noted, make_plan(noted))
+
+
+def test_the_report_says_what_the_bound_and_the_speeds_mean():
+    report = render.text_report(preset("dgx-h200"), make_plan(preset("dgx-h200")))
+    assert (
+        "each of 8 GPUs has 18 NVLinks: 370.8 GB/s each way, as NCCL plans with (20.6 a link), 450 by"
+        in report
+    )
+    assert "(the bound of schedules without multicast and without reduction in switches)" in report
+    assert "with both in the NVSwitches (NVLS) the bound is 370.80 GB/s" in report
+    amd = render.text_report(preset("8xmi300x"), make_plan(preset("8xmi300x")))
+    assert "has 7 xGMI links: 336 GB/s each way, as NCCL plans with (48 a link), 448 by the data sheet" in amd
+    assert "NVLS" not in amd
+    pair = nvidia_smi.parse("GPU0 GPU1\nGPU0 X PIX\nGPU1 PIX X\n")
+    text = render.plan_text(make_plan(pair))
+    assert "the generation of PCIe is not known: 12.00 GB/s (bound 12.00) with generation 3 to 48.00" in text
+    values = render.as_dict(preset("hgx-b200"), make_plan(preset("hgx-b200")))
+    assert values["nvls_bound_gb_per_s"] == pytest.approx(721.8)
+    assert (values["gpus"][0]["link_count"], values["gpus"][0]["links_spec_gb_per_s"]) == (18, 900.0)
 
 
 def test_rich_and_html_show_the_matrix():

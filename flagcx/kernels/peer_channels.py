@@ -42,15 +42,18 @@ FLAGCX_DEVICE i64 lesser(i64 x, i64 y) { return x < y ? x : y; }
 FLAGCX_DEVICE Cut cut_of(const Args& a, i64 nbytes) {
   Cut cut = {(nbytes + 15) >> 4, 0, 0, 0};
   if (nbytes < 0) return cut;
+  // A message of some chunks goes over few channels, so that a block has one of them; a long one over more,
+  // which evens out messages of different sizes.
+  const int most = cut.packs <= (i64)a.few * BOX_PACKS * FEW_STEPS ? a.few : a.most;
   if (nbytes == 0) {
     cut.channels = 1;
-  } else if (nbytes <= MOST_SMALL && cut.packs <= (i64)a.most * SMALL_PACKS) {
+  } else if (nbytes <= MOST_SMALL && cut.packs <= (i64)a.few * SMALL_PACKS) {
     const u32 packs = (u32)cut.packs, wanted = (packs + PACKS_EACH - 1) / PACKS_EACH;
-    cut.channels = wanted < (u32)a.most ? (int)wanted : a.most;
+    cut.channels = wanted < (u32)most ? (int)wanted : most;
     cut.each = (int)((packs + cut.channels - 1) / (u32)cut.channels);
   } else {
-    cut.each = (int)lesser(over(cut.packs, (i64)a.most * 4 * WORK) * WORK, BOX_PACKS);
-    cut.channels = (int)lesser(over(cut.packs, cut.each), a.most);
+    cut.each = (int)lesser(over(cut.packs, (i64)most * 4 * WORK) * WORK, BOX_PACKS);
+    cut.channels = (int)lesser(over(cut.packs, cut.each), most);
     cut.steps = (u32)over(cut.packs, (i64)cut.channels * cut.each);
   }
   return cut;
@@ -64,7 +67,11 @@ FLAGCX_DEVICE void give_up(const Args& a, u32 why, int peer) {
   store_host(control + 1, why);
   store_flag(&((State*)(memory_of(a, a.rank) + AT_STATE))->dead, 1u);
 }
-// By one warp.
+// By one warp. The first orders no reads of data, as none follow where a place is to be written again.
+FLAGCX_DEVICE bool await_place(const Args& a, const u32* word, u32 want, int peer) {
+  const bool free = (int)(peek_flag(word) - want) >= 0;
+  return all_of_warp(free || await(a, word, want, peer));
+}
 FLAGCX_DEVICE bool await_word(const Args& a, const u32* word, u32 want, int peer) {
   return all_of_warp(await(a, word, want, peer));
 }

@@ -33,6 +33,8 @@ from flagcx.kernels.peer_cuda import INTRINSICS, WAITS
 from flagcx.kernels.source import CONVERSIONS, DEVICE_FUNCTION
 
 MOST_JOBS = 2 * MOST_RANKS
+FEW_STEPS = 8
+"""A message of so many chunks in each of few channels is not long."""
 WRONG_SIZE, TOO_MANY = 2, 3
 """What the kernel tells the host, besides 1 for a wait that timed out: a message has another size than is
 expected; the counts that lie on the GPU are negative, or more than the arrays have."""
@@ -62,8 +64,8 @@ class MoveArgs(ctypes.Structure):
         ("limit_ns", ctypes.c_uint64),
         ("sent_counts", ctypes.c_uint64),
         ("taken_counts", ctypes.c_uint64),
-        ("sendbuf_nbytes", ctypes.c_int64),
-        ("recvbuf_nbytes", ctypes.c_int64),
+        ("sendbuf_count", ctypes.c_int64),
+        ("recvbuf_count", ctypes.c_int64),
         ("itemsize", ctypes.c_int32),
         ("rank", ctypes.c_int32),
         ("jobs", ctypes.c_int32),
@@ -71,7 +73,7 @@ class MoveArgs(ctypes.Structure):
         ("channels", ctypes.c_int32),
         ("first", ctypes.c_int32),
         ("most", ctypes.c_int32),
-        ("padding", ctypes.c_int32),
+        ("few", ctypes.c_int32),
         ("job", Job * MOST_JOBS),
     )
 
@@ -98,7 +100,7 @@ class MoveKernel:
             "RANKS": layout.ranks, "MOST_RANKS": MOST_RANKS, "MOST_JOBS": MOST_JOBS, "WORK": shape.work,
             "RESIDENT": shape.resident, "LAG": shape.lag, "FLIGHT": FLIGHT, "POLLS": POLLS,
             "BOXES": layout.boxes, "BOX_PACKS": layout.box_packs, "SMALL_PACKS": layout.small_packs,
-            "PACKS_EACH": layout.packs_each, "MOST_SMALL": layout.most_small,
+            "PACKS_EACH": layout.packs_each, "MOST_SMALL": layout.most_small, "FEW_STEPS": FEW_STEPS,
             "WRONG_SIZE": WRONG_SIZE, "TOO_MANY": TOO_MANY,
             **{name: f"{at}ull" for name, at in layout.places.items()}, **changed,
         }  # fmt: skip
@@ -120,14 +122,14 @@ struct Args {
   u64 control;  // words of the host: stop, what went wrong, for which peer
   u64 limit_ns;
   u64 sent_counts, taken_counts;  // elements to and from each rank, where the counts lie on the GPU; else 0
-  i64 sendbuf_nbytes, recvbuf_nbytes;
+  i64 sendbuf_count, recvbuf_count;  // elements of the arrays, where the counts lie on the GPU
   int itemsize, rank;
   int jobs;      // how many there are
   int own;       // whether one more follows, which this rank copies for itself
   int channels;  // how many the largest message has, where that is known; else ``most``
-  int first;     // the first channel of those of this kind of call, and how many a message may have
-  int most;
-  int padding;
+  int first;     // the first channel of those of this kind of call
+  int most;      // channels that a message may have, and that one may have which is not long
+  int few;
   Job job[MOST_JOBS];
 };
 """
@@ -147,15 +149,8 @@ FLAGCX_DEVICE i64 first_of(const Cut& cut, int channel, u32 step) {
 FLAGCX_DEVICE int length_of(const Cut& cut, i64 first) {
   return (int)(cut.packs - first < cut.each ? (cut.packs - first < 0 ? 0 : cut.packs - first) : cut.each);
 }
-FLAGCX_DEVICE void copy_own(const Args& a, const Job& own, int t) {
-  const Bytes from = {(u8*)a.sendbuf + own.from, own.sends}, to = {(u8*)a.recvbuf + own.to, own.takes};
-  if (from.at == to.at) return;
-  const i64 packs = over(lesser(from.count, to.count), 16), stride = (i64)grid_size() * WORK;
-  for (i64 i = (i64)block_index() * WORK + t; i < packs; i += stride) save_pack(to, i, load_pack(from, i));
-}
-// ``own``: what this rank copies for itself while small messages are under way, or 0.
-FLAGCX_DEVICE void work(
-    const Args& a, const Job& job, const Way& w, Progress* progress, int t, const Job* own) {
+// ``ahead``: this thread's first pack of a small message that is sent.
+FLAGCX_DEVICE void work(const Args& a, const Job& job, const Way& w, Progress* progress, int t, uint4 ahead) {
   const int c = w.channel;
   const u32 gone = w.gone.sent_calls + 1, come = w.come.taken_calls + 1;
   const u32 out = w.sends ? w.out.steps : 0, in = w.takes ? w.in.steps : 0, lag = out && in ? LAG : 0;
@@ -163,20 +158,17 @@ FLAGCX_DEVICE void work(
   if (w.sends && out == 0) {
     const i64 first = first_of(w.out, c, 0);
     const int length = length_of(w.out, first);
-    uint4 v = uint4{0, 0, 0, 0};
-    if (t < length) v = load_pack(w.from, first + t);  // under way while the numbers are read
-    ok = await_word(a, word_of(a, a.rank, AT_CALLS_TAKEN, c, job.target), gone - 2, job.target);
+    ok = await_place(a, word_of(a, a.rank, AT_CALLS_TAKEN, c, job.target), gone - 2, job.target);
     uint4* const slot = packets_of(a, job.target, c, gone, a.rank);
     for (int i = t; ok && i < length; i += WORK) {
-      if (i != t) v = load_pack(w.from, first + i);
-      store_flagged(slot + i, SMALL_PACKS, v, flag_of(gone));
+      if (i != t) ahead = load_pack(w.from, first + i);
+      store_flagged(slot + i, SMALL_PACKS, ahead, flag_of(gone));
     }
   }
-  if (own) copy_own(a, *own, t);
   for (u32 i = 0; i < out || (in && i < in + lag); i++) {
     if (i < out) {
       const u32* const emptied = word_of(a, a.rank, AT_BOXES_TAKEN, c, job.target);
-      ok = ok && await_word(a, emptied, w.gone.sent + i + 1 - BOXES, job.target);
+      ok = ok && await_place(a, emptied, w.gone.sent + i + 1 - BOXES, job.target);
       const i64 first = first_of(w.out, c, i);
       uint4* const box = box_of(a, job.target, c, w.gone.sent + i, a.rank);
       if (ok) fill_box(w.from, first, length_of(w.out, first), box, t);
@@ -214,7 +206,7 @@ FLAGCX_DEVICE void guide(const Args& a, const Job& job, const Way& w, Progress* 
   if (w.sends) {
     const u32* const taken = word_of(a, a.rank, AT_CALLS_TAKEN, c, job.target);
     const u32 flag = flag_of(gone);
-    if (await_word(a, taken, gone - 2, job.target) && lane == 0) {
+    if (await_place(a, taken, gone - 2, job.target) && lane == 0) {
       const u64 n = (u64)job.sends;
       store_packet(size_of(a, job.target, c, gone, a.rank), uint4{(u32)n, flag, (u32)(n >> 32), flag});
     }
@@ -250,60 +242,69 @@ FLAGCX_DEVICE void guide(const Args& a, const Job& job, const Way& w, Progress* 
 
 _KERNEL = r"""
 // The elements that go to, or come from, the ranks before ``rank``, and that one's; by counts on the GPU.
-FLAGCX_DEVICE bool place_by(u64 counts_at, int rank, int itemsize, i64 nbytes, u64* at, i64* bytes) {
+FLAGCX_DEVICE bool place_by(u64 counts_at, int rank, int itemsize, i64 most, u64* at, i64* bytes) {
   const i64* const counts = (const i64*)counts_at;
   i64 before = 0, all = 0;
   bool fit = true;
+#pragma unroll
   for (int q = 0; q < RANKS; q++) {
     const i64 n = counts[q];
-    fit = fit && n >= 0 && n <= nbytes / itemsize;
+    fit = fit && n >= 0 && n <= most;
     if (q < rank) before += n;
+    if (q == rank) *bytes = n * itemsize;
     all += n;
   }
   *at = (u64)(before * itemsize);
-  *bytes = counts[rank] * itemsize;
-  return fit && all * itemsize <= nbytes;
+  return fit && all <= most;
 }
 FLAGCX_DEVICE bool count(const Args& a, Job* job) {
   const bool sent = place_by(
-      a.sent_counts, job->target, a.itemsize, a.sendbuf_nbytes, &job->from, &job->sends);
-  return sent && place_by(
-      a.taken_counts, job->source, a.itemsize, a.recvbuf_nbytes, &job->to, &job->takes);
+      a.sent_counts, job->target, a.itemsize, a.sendbuf_count, &job->from, &job->sends);
+  return place_by(
+      a.taken_counts, job->source, a.itemsize, a.recvbuf_count, &job->to, &job->takes) && sent;
+}
+FLAGCX_DEVICE void copy_own(const Args& a, const Job& own, int part, int parts, int t) {
+  const Bytes from = {(u8*)a.sendbuf + own.from, own.sends}, to = {(u8*)a.recvbuf + own.to, own.takes};
+  if (from.at == to.at) return;
+  const i64 packs = (lesser(from.count, to.count) + 15) >> 4, stride = (i64)parts * WORK;
+  for (i64 i = (i64)part * WORK + t; i < packs; i += stride) save_pack(to, i, load_pack(from, i));
 }
 // After a wait that timed out: see ``poison`` of the other kernels.
-FLAGCX_DEVICE void spoil(const Args& a, const Job& job, int t) {
-  const Bytes to = {(u8*)a.recvbuf + job.to, job.takes};
+FLAGCX_DEVICE void spoil(const Args& a, const Job* jobs, int t) {
   const i64 stride = (i64)grid_size() * WORK;
-  for (i64 i = (i64)block_index() * WORK + t; i < over(to.count, 16); i += stride)
-    save_pack(to, i, uint4{~0u, ~0u, ~0u, ~0u});
+  for (int j = 0; j < a.jobs + a.own && t < WORK; j++) {
+    const Bytes to = {(u8*)a.recvbuf + jobs[j].to, jobs[j].takes};
+    for (i64 i = (i64)block_index() * WORK + t; i * 16 < to.count; i += stride)
+      save_pack(to, i, uint4{~0u, ~0u, ~0u, ~0u});
+  }
+}
+FLAGCX_DEVICE Pair read_pair(const Pair* pair) {
+  const uint4 v = load_shared_pack((const uint4*)pair);
+  return Pair{v.x, v.y, v.z, v.w};
 }
 FLAGCX_KERNEL(WORK + WARP, RESIDENT) flagcx_move(FLAGCX_PARAMETER Args a) {
   FLAGCX_SHARED(Progress, progress, 1);
   FLAGCX_SHARED(Job, counted, RANKS);
-  FLAGCX_SHARED(u32, wrong, 1);
-  const int t = thread_index(), lane = t % WARP;
-  const u32 dead = ((State*)(memory_of(a, a.rank) + AT_STATE))->dead;
+  FLAGCX_SHARED(u32, fits, RANKS);
+  const int t = thread_index(), lane = t % WARP, items = a.jobs * a.channels;
+  // Under way while other numbers are read: there is one look at it, when the first item begins.
+  const u32 dead = peek_flag(&((State*)(memory_of(a, a.rank) + AT_STATE))->dead);
   const Job* jobs = a.job;
   if (a.sent_counts) {
-    if (t == 0) wrong[0] = 0;
-    join_block();
     for (int i = t; i < a.jobs + a.own; i += WORK + WARP) {
       counted[i] = a.job[i];
-      if (!count(a, counted + i)) store_shared(wrong, 1u);
+      fits[i] = count(a, counted + i);
     }
     join_block();
-    if (wrong[0]) {
+    bool fit = true;
+    for (int i = 0; i < a.jobs + a.own; i++) fit = fit && fits[i];
+    if (!fit) {
       if (t == 0 && !dead) give_up(a, TOO_MANY, a.rank);
       return;
     }
     jobs = counted;
   }
-  if (dead) {
-    for (int i = 0; i < a.jobs + a.own && t < WORK; i++) spoil(a, jobs[i], t);
-    return;
-  }
-  const Job* own = a.own ? jobs + a.jobs : 0;
-  for (int item = block_index(); item < a.jobs * a.channels; item += grid_size()) {
+  for (int item = block_index(); item < items; item += grid_size()) {
     const int c = item / a.jobs;
     const Job job = jobs[item - c * a.jobs];
     Way w;
@@ -317,16 +318,20 @@ FLAGCX_KERNEL(WORK + WARP, RESIDENT) flagcx_move(FLAGCX_PARAMETER Args a) {
     w.to = Bytes{(u8*)a.recvbuf + job.to, job.takes};
     Pair* const gone = pair_of(a, c, w.sends ? job.target : a.rank);
     Pair* const come = pair_of(a, c, w.takes ? job.source : a.rank);
-    w.gone = *gone;
-    w.come = *come;
-    const bool chunks = w.out.steps || w.in.steps;
-    if (chunks) {
+    w.gone = read_pair(gone);
+    w.come = read_pair(come);
+    uint4 ahead = uint4{0, 0, 0, 0};
+    if (w.sends && w.out.steps == 0) {
+      const i64 first = first_of(w.out, c, 0);
+      if (t < length_of(w.out, first)) ahead = load_pack(w.from, first + t);
+    }
+    if (dead) break;
+    if (w.out.steps || w.in.steps) {
       if (t < (int)(sizeof(Progress) / 4)) ((u32*)progress)[t] = 0;
       join_block();
     }
-    if (t < WORK) work(a, job, w, progress, t, chunks ? 0 : own);
+    if (t < WORK) work(a, job, w, progress, t, ahead);
     else guide(a, job, w, progress, lane);
-    if (!chunks) own = 0;
     join_block();
     if (t == 0 && w.sends) {
       gone->sent = w.gone.sent + w.out.steps;
@@ -337,6 +342,13 @@ FLAGCX_KERNEL(WORK + WARP, RESIDENT) flagcx_move(FLAGCX_PARAMETER Args a) {
       come->taken_calls = w.come.taken_calls + 1;
     }
   }
-  if (own && t < WORK) copy_own(a, *own, t);
+  if (dead) {
+    spoil(a, jobs, t);
+  } else if (a.own && t < WORK) {
+    // Blocks beyond the items have this alone to do; where there are none, all do it last.
+    const int beyond = grid_size() - items, block = block_index();
+    if (beyond <= 0) copy_own(a, jobs[a.jobs], block, grid_size(), t);
+    else if (block >= items) copy_own(a, jobs[a.jobs], block - items, beyond, t);
+  }
 }
 """

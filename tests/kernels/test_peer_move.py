@@ -58,6 +58,7 @@ class Messages:
         args.jobs = len(jobs) - args.own
         args.first = layout.channels if pairs else 0
         args.most = layout.pair_channels if pairs else layout.channels
+        args.few = max(args.most // 2, 1)
         args.channels = args.most
         for i, job in enumerate(jobs):
             args.job[i] = job
@@ -85,7 +86,7 @@ class Messages:
                 counts = [np.ascontiguousarray(c // unit, np.int64) for c in (sizes[r], sizes[:, r])]
                 self.kept.append(counts)
                 args.sent_counts, args.taken_counts = (c.ctypes.data for c in counts)
-                args.sendbuf_nbytes, args.recvbuf_nbytes = sent[r].nbytes, taken.nbytes
+                args.sendbuf_count, args.recvbuf_count = len(sent[r]) // unit, len(taken) // unit
                 args.itemsize = unit
             self.launch(r, args)
             ends = sizes.cumsum(axis=1)

@@ -71,9 +71,23 @@ def test_a_launch_of_jobs_fits_its_blocks(ranks, one_gpu):
         for many in (1, 2, ranks, 2 * ranks - 2):
             args = MoveArgs(rank=0)
             jobs = [Job(0, 0, nbytes, -1, 1, 0)] * many + [Job(0, 0, nbytes, nbytes, 0, 0)]
-            grid = fill_jobs(args, layout, jobs, layout.pair_channels)
+            grid = fill_jobs(args, layout, jobs, pairs=True)
             assert (args.jobs, args.own) == (many, 1)
-            assert 1 <= args.channels <= layout.pair_channels
-            assert grid.blocks == min(layout.blocks, many * args.channels)
-            fill_jobs(args, layout, jobs, layout.pair_channels, on_gpu=True)
-            assert args.channels == layout.pair_channels, "the largest is not known"
+            assert 1 <= args.channels <= args.most == layout.pair_channels
+            assert min(layout.blocks, many * args.channels) <= grid.blocks <= layout.blocks
+            fill_jobs(args, layout, jobs, pairs=True, on_gpu=True)
+            assert args.channels == args.most, "the largest is not known"
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("one_gpu", [True, False])
+def test_messages_that_are_not_long_leave_one_channel_to_each_block(ranks, one_gpu):
+    layout = PeerLayout(ranks, 12, one_gpu)
+    jobs = [Job(0, 0, 200_000, 200_000, (k + 1) % ranks, -k % ranks) for k in range(ranks - 1)]
+    args = MoveArgs(rank=0)
+    fill_jobs(args, layout, jobs)
+    assert args.jobs * args.channels <= layout.blocks
+    for job in jobs:
+        job.sends = 1 << 30
+    fill_jobs(args, layout, jobs)
+    assert args.jobs * args.channels >= layout.blocks

@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import Any
 
 from flagcx.kernels.peer import WARP, PeerLayout
-from flagcx.kernels.peer_move import MOST_JOBS, Job, MoveArgs
+from flagcx.kernels.peer_move import FEW_STEPS, MOST_JOBS, Job, MoveArgs
 from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.transport.base import Call
 from flagcx.transport.device_messages import Message
@@ -18,6 +18,8 @@ from flagcx.transport.peer_memory.plans import PeerPlan
 ALWAYS_MOVED = ("gather", "scatter")
 _MOVED = (*ALWAYS_MOVED, "allgather", "alltoall")
 _NO_MESSAGE = -1
+_COPIED_NBYTES = 64 << 10
+"""Bytes that a block copies which has nothing else to do."""
 
 
 def is_moved(call: Call) -> bool:
@@ -94,7 +96,7 @@ def rounds_of(rank: int, size: int, messages: Sequence[Message]) -> Iterator[lis
 
 
 def fill_jobs(
-    args: MoveArgs, layout: PeerLayout, jobs: Sequence[Job], most: int, on_gpu: bool = False
+    args: MoveArgs, layout: PeerLayout, jobs: Sequence[Job], pairs: bool = False, on_gpu: bool = False
 ) -> Grid:
     """Enters jobs in the arguments of a launch, and returns its grid.
 
@@ -102,23 +104,38 @@ def fill_jobs(
         args: The arguments, with the rank.
         layout: The memory.
         jobs: The jobs; what a rank has for itself comes last.
-        most: Channels that a message may have.
+        pairs: Whether they are sends and receives, which have channels of their own.
         on_gpu: Whether sizes are known on the GPU alone.
     """
     last = jobs[-1]
     args.own = last.target == last.source == args.rank
-    args.jobs, args.most = len(jobs) - args.own, most
+    args.jobs = len(jobs) - args.own
+    args.first = layout.channels if pairs else 0
+    args.few, args.most = few, most = channels_for(layout, pairs)
     for i, job in enumerate(jobs):
         args.job[i] = job
     largest = max(max(job.sends, job.takes) for job in jobs)
-    args.channels = most if on_gpu else channels_of(layout, largest, most)
-    return Grid(min(layout.blocks, max(args.jobs * args.channels, 1)), layout.shape.work + WARP, 0, 0, 1)
+    args.channels = most if on_gpu else channels_of(layout, largest, few, most)
+    copying = (
+        -(-last.sends // _COPIED_NBYTES) if args.own else 0
+    )  # by blocks of their own, where there is room
+    items = args.jobs * args.channels
+    return Grid(min(layout.blocks, max(items + copying, 1)), layout.shape.work + WARP, 0, 0, 1)
 
 
-def channels_of(layout: PeerLayout, nbytes: int, most: int) -> int:
+def channels_for(layout: PeerLayout, pairs: bool) -> tuple[int, int]:
+    """Channels of a message that is not long, of which each block has one at most, and of one that is."""
+    if pairs:
+        return max(layout.pair_channels // 2, 1), layout.pair_channels
+    return max(layout.blocks // max(layout.ranks - 1, 1), 1), layout.channels
+
+
+def channels_of(layout: PeerLayout, nbytes: int, few: int, most: int) -> int:
     """Channels that a message goes over; ``cut_of`` in the kernel."""
     packs = -(-nbytes // 16)
-    if nbytes <= layout.most_small and packs <= most * layout.small_packs:
+    if packs <= few * layout.box_packs * FEW_STEPS:
+        most = few
+    if nbytes <= layout.most_small and packs <= few * layout.small_packs:
         return max(min(-(-packs // layout.packs_each), most), 1)
     work = layout.shape.work
     chunk = min(-(-packs // (most * 4 * work)) * work, layout.box_packs)
@@ -142,7 +159,7 @@ class CountedPlan:
         args = self._plan.args
         (x, sent), (out, taken) = sendbuf, recvbuf
         args.sent_counts, args.taken_counts = sent.data.ptr, taken.data.ptr
-        args.sendbuf_nbytes, args.recvbuf_nbytes = x.nbytes, out.nbytes
+        args.sendbuf_count, args.recvbuf_count = x.size, out.size
         self._plan.run(x, out)
 
     def __repr__(self) -> str:

@@ -214,7 +214,7 @@ class PeerMemory:
     def _compile_moved(self, call: Call) -> PeerPlan | CountedPlan:
         """Compiles a call that moves blocks of any size."""
         jobs, on_gpu = jobs_of(call), counted_on_gpu(call)
-        args, grid = self._move_args(jobs, self.layout.channels, on_gpu)
+        args, grid = self._move_args(jobs, on_gpu=on_gpu)
         args.itemsize = call.dtype.numpy.itemsize
         plan = PeerPlan(
             call, "blocks", self._launch, self._mover(), grid, args, self._order, self.check,
@@ -228,12 +228,14 @@ class PeerMemory:
             self._move = load_kernel(self._cupy, self._region.device, kernel.source(), kernel.name)
         return self._move
 
-    def _move_args(self, jobs: Sequence[Job], most: int, on_gpu: bool = False) -> tuple[MoveArgs, Grid]:
+    def _move_args(
+        self, jobs: Sequence[Job], pairs: bool = False, on_gpu: bool = False
+    ) -> tuple[MoveArgs, Grid]:
         args = MoveArgs()
         for q, at in enumerate(self._region.at):
             args.peer[q] = at
         args.control, args.limit_ns, args.rank = self._region.control_at, self._limit_ns, self.rank
-        return args, fill_jobs(args, self.layout, jobs, most, on_gpu)
+        return args, fill_jobs(args, self.layout, jobs, pairs, on_gpu)
 
     def transfer(self, messages: Sequence[Message], stream: Any) -> None:
         """Enqueues sends and receives, all at once, on a stream that the communicator's order has entered."""
@@ -250,8 +252,7 @@ class PeerMemory:
 
     def _enqueue(self, messages: Sequence[Message], stream: Any) -> None:
         for jobs in rounds_of(self.rank, self.size, messages):
-            args, grid = self._move_args(jobs, self.layout.pair_channels)
-            args.first = self.layout.channels
+            args, grid = self._move_args(jobs, pairs=True)
             pointers = (ctypes.c_void_p * 1)(ctypes.addressof(args))
             at = ctypes.addressof(pointers)
             self._launch(self._mover().ptr, grid.blocks, 1, 1, grid.threads, 1, 1, 0, stream.ptr, at, 0)

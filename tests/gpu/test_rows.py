@@ -14,7 +14,7 @@ ALGORITHMS = [None, "one_shot", "two_shot"]
 
 @pytest.mark.parametrize("size", SIZES)
 def test_rows_of_any_length(ranks, size):
-    sizes = [(1, 64), (1, 4096), (3, 5120), (2, 4095), (5, 1), (257, 72), (2, 16384), (1, 16383)]
+    sizes = [(1, 4096), (3, 4095), (5, 1), (257, 72), (2, 16384)]
     assert (
         faults_of(ranks(size, row_jobs.shapes, ["norm"], [("bfloat16", "bfloat16")], sizes, ALGORITHMS)) == ""
     )

@@ -3,8 +3,8 @@
 The k-th send to a rank meets its k-th receive. On the host any number of messages is under way at once, begun
 and waited for in any order, beside collectives too: whatever MPI's rules let end does.
 
-On GPUs messages go by NCCL, which runs them in the order of the calls, collectives among them: what must move
-together stands in one ``comm.group()`` or ``sendrecv``.
+On GPUs messages go through the peers' memory, or by NCCL, in the order of the calls, collectives among them:
+what must move together stands in one ``comm.group()`` or ``sendrecv``.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ def send(comm: Caller, x: Any, to: int, *, async_op: bool = False, stream: Any =
     """
     if stream is not None:
         return comm.run_on(stream, partial(send, comm), (x,), to=to, async_op=async_op)
+    if not async_op and _again_on_device(comm, x, to, None, None):
+        return None
     executor = comm.executor_of(x)
     sends = [(executor.take(x, "x", False), check_rank(to, comm.size, "to"))]
     return _transfer(comm, executor, (sends, []), None, async_op)
@@ -56,6 +58,8 @@ def recv(comm: Caller, out: Any, source: int, *, async_op: bool = False, stream:
     """
     if stream is not None:
         return comm.run_on(stream, partial(recv, comm), (out,), source=source, async_op=async_op)
+    if not async_op and _again_on_device(comm, None, None, out, source):
+        return out
     executor = comm.executor_of(out)
     receives = [(executor.take(out, "out", True), check_rank(source, comm.size, "source"))]
     return _transfer(comm, executor, ([], receives), out, async_op)
@@ -82,6 +86,8 @@ def sendrecv(
             return sendrecv(comm, x, to, out, source, async_op=async_op)
 
         return comm.run_on(stream, call, (x, out))
+    if not async_op and _again_on_device(comm, x, to, out, source):
+        return out
     executor = comm.executor_of(x)
     sendbuf, recvbuf = executor.take(x, "x", False), executor.take(out, "out", True)
     if executor.is_plain(sendbuf) and np.may_share_memory(sendbuf, recvbuf):  # any other is copied anyway
@@ -95,7 +101,10 @@ def _transfer(
     comm: Caller, executor: Executor, messages: tuple[Messages, Messages], value: Any, async_op: bool
 ) -> Any:
     if comm._group is None:
-        return _together(executor, [messages], value, async_op)
+        done = _together(executor, [messages], value, async_op)
+        if executor is comm._device:
+            _remember(executor, messages)
+        return done
 
     def together(items: list[tuple[Messages, Messages]]) -> None:
         _together(executor, items)
@@ -130,6 +139,51 @@ def _together(
         return executor.messages.start(sends, receives, back, what, value)
     executor.messages.run(sends, receives, back, what)
     return value
+
+
+def _again_on_device(comm: Caller, x: Any, to: int | None, out: Any, source: int | None) -> bool:
+    """Sends and receives arrays of a GPU like earlier ones, which are plain and apart; whether it did."""
+    device = comm._device
+    if device is None or (out if x is None else x).__class__ is not device.array_class:
+        return False
+    try:
+        plan = device.quick.get(_key(x, to, out, source))
+    except (AttributeError, TypeError):
+        return False
+    if plan is None or not (x is None or device.is_contiguous(x)):
+        return False
+    if out is not None and not (device.is_contiguous(out) if x is None else device.is_apart(out, x)):
+        return False
+    device.run(plan, x, out)
+    return True
+
+
+def _key(x: Any, to: int | None, out: Any, source: int | None) -> tuple:
+    sent = None if x is None else (x.shape, x.dtype)
+    return "sendrecv", sent, to, None if out is None else (out.shape, out.dtype), source
+
+
+def _remember(device: Executor, messages: tuple[Messages, Messages]) -> None:
+    """Lets sends and receives of arrays like these go straight to the transport."""
+    (x, to), (out, source) = (each[0] if each else (None, None) for each in messages)
+    if all(array is None or array.__class__ is device.array_class for array in (x, out)):
+        nbytes = sum(array.nbytes for array in (x, out) if array is not None)
+        plan = device.recorded_transfer(_Exchange(device.transport, to, source), nbytes)
+        device.remember(_key(x, to, out, source), plan)
+
+
+@dataclass(frozen=True, slots=True)
+class _Exchange:
+    """A message to a rank, or from a rank, or both, of any arrays."""
+
+    transport: Any
+    to: int | None
+    source: int | None
+
+    def run(self, sendbuf: Any, recvbuf: Any) -> None:
+        """Sends and receives at once."""
+        sends = [] if sendbuf is None else [(sendbuf, self.to)]
+        self.transport.transfer(sends, [] if recvbuf is None else [(recvbuf, self.source)])
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,16 +47,18 @@ class ToSelf:
         self._cupy, self._order = cupy, order
         self._kept: deque[tuple[Any, int]] = deque()
 
-    def check(self, messages: Sequence[Message]) -> None:
+    def check(self, own: Sequence[Message]) -> None:
         """Refuses to receive what was not sent, which would be waited for forever.
+
+        Args:
+            own: The messages of a call that this rank sends to itself or receives from itself.
 
         Raises:
             ArgumentError: This rank receives more from itself than it has sent, or of another size.
         """
-        rank = self._order.rank
-        if all(message.peer != rank for message in messages):
+        if not own:
             return
-        own = [message for message in messages if message.peer == rank]
+        rank = self._order.rank
         sizes = [nbytes for _, nbytes in self._kept] + [m.nbytes for m in own if m.sends]
         receives = [m.nbytes for m in own if not m.sends]
         for i, expected in enumerate(receives):
@@ -74,8 +76,6 @@ class ToSelf:
     def settle(self, messages: Sequence[Message], stream: Any) -> Sequence[Message]:
         """Copies what goes to this rank itself, in the order of the calls; returns the other messages."""
         rank = self._order.rank
-        if all(message.peer != rank for message in messages):
-            return messages
         for sends, at, nbytes, peer in messages:
             if peer == rank and sends:
                 copy = self._cupy.cuda.alloc(max(nbytes, 1))

@@ -256,9 +256,9 @@ class NcclTransport(DeviceTransport):
         order, peers = self._order, self.peers
         messages = [Message(True, address(a, order), a.nbytes, peer) for a, peer in sends]
         messages += [Message(False, address(a, order), a.nbytes, peer) for a, peer in receives]
-        self._to_self.check(messages)
+        self._to_self.check(own := [message for message in messages if message.peer == self.rank])
         stream = order.enter(Transfer(messages))
-        others = self._to_self.settle(messages, stream)
+        others = self._to_self.settle(messages, stream) if own else messages
         if peers is not None:
             peers.transfer(others, stream)
         elif sized := [(m.sends, 0, m.at, m.nbytes, m.peer) for m in others if m.nbytes]:

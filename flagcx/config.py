@@ -80,7 +80,7 @@ class Config:
 
     timeout_s: float = 300.0
     init_timeout_s: float = 120.0
-    slot_nbytes: int = 256 << 10
+    slot_nbytes: int = 1 << 20
     cross_memory: bool = True
     peer_memory: bool = True
     topology_detection: bool = True

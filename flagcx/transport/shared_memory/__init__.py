@@ -33,7 +33,7 @@ from flagcx.dtypes import DType, ReduceOp
 from flagcx.transport.average import averaging
 from flagcx.transport.base import Call, Plan, TransportContext
 from flagcx.transport.shared_memory.arena import ONE_SHOT_NBYTES, Arena
-from flagcx.transport.shared_memory.channel import RENDEZVOUS_NBYTES, Receive, Receiving, Sending
+from flagcx.transport.shared_memory.channel import RENDEZVOUS_NBYTES, Places, Receive, Receiving, Sending
 from flagcx.transport.shared_memory.direct import Direct
 from flagcx.transport.shared_memory.exchange import Exchange
 from flagcx.transport.shared_memory.messages import SharedMemoryMessenger
@@ -45,6 +45,8 @@ from flagcx.transport.steps import HostTransport, Messages
 CROSS_MEMORY_PAIR_NBYTES = 32 << 10
 """What each rank must move for each peer, times their number, before one copy by a system call for each of
 them beats two through slots."""
+MOST_SLOTS_NBYTES = 16 << 20
+"""Up to here an all-reduce may be faster through slots, which stay in the cache."""
 SHARED_NBYTES = 8 << 10
 """From here on arrays that peers map are worked on where they lie."""
 SLOTS, CROSS_MEMORY = "slots", "cross_memory"
@@ -128,8 +130,10 @@ class SharedMemoryTransport(HostTransport):
         if nbytes < SHARED_NBYTES:
             return TwoShotSlots(self._arena, call, signature)
         pays = nbytes >= CROSS_MEMORY_PAIR_NBYTES * self.size * (self.size - 1)
+        short = nbytes <= MOST_SLOTS_NBYTES
         attaches = call.protocol == CROSS_MEMORY if call.protocol else pays
-        return Direct(self._arena, call, signature, self.cross_memory and attaches)
+        adapts = attaches and short and not call.protocol
+        return Direct(self._arena, call, signature, self.cross_memory and attaches, adapts)
 
     def transfer(self, sends: Messages, receives: Messages) -> None:
         """Sends and receives at once; see ``Transport.transfer``."""
@@ -147,7 +151,8 @@ class SharedMemoryTransport(HostTransport):
             Receiving(arena, lane, Receive(peer, part), raw, kind, None, True)
             for peer, part, kind in each[len(sends) :]
         ]
-        places = [arena.heap.place(a) for a in arrays[: len(sends)]]
+        places = Places(arena)
+        places.look_up(*arrays)
         Exchange(arena, leaving, coming, True).run(arrays, places, 0)
 
     def _kind(self, dtype: np.dtype) -> int:

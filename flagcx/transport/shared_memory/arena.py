@@ -21,6 +21,7 @@ from flagcx.transport.scratch import Scratch
 from flagcx.transport.shared_memory.call_log import CallLog
 from flagcx.transport.shared_memory.cross_memory import CrossMemory, allow_peers, probe
 from flagcx.transport.shared_memory.heap import Heap, PeerHeaps
+from flagcx.transport.shared_memory.pace import PROBE_NBYTES, Pace
 from flagcx.transport.shared_memory.segment import (
     ONE_NAMESPACE,
     Handle,
@@ -32,7 +33,7 @@ from flagcx.transport.shared_memory.segment import (
 from flagcx.transport.shared_memory.signals import Signals
 from flagcx.transport.shared_memory.words import ABORTED, LANES, MESSAGES, READY, STEPS, words_nbytes
 
-ONE_SHOT_NBYTES = 64 << 10
+ONE_SHOT_NBYTES, ONE_SHOTS = 64 << 10, 32
 STAGES = 4
 PIECE_NBYTES = 64 << 10
 PIECES = 4
@@ -44,6 +45,7 @@ _WIDER = 8
 _MOST_VIEWS = 1 << 15
 _PROBE_NBYTES = 32
 _TELL_S = 0.5
+_BYTE = np.dtype(np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +55,9 @@ class Areas:
     Attributes:
         size: Number of ranks.
         slot_nbytes: Size of one stage.
-        one_shot: Two slots of ONE_SHOT_NBYTES.
+        one_shot: ONE_SHOTS slots of ONE_SHOT_NBYTES.
         contributed: STAGES slots: what this rank contributes to the other stripes of a piece.
-        reduced: STAGES slots: this rank's reduced stripe of a piece.
+        reduced: Half as much: this rank's reduced stripes, where three ranks or more have one each.
         pairs: For each peer and lane PIECES slots of PIECE_NBYTES, each with its header.
         nbytes: Size of a segment.
     """
@@ -72,9 +74,9 @@ class Areas:
     def of(cls, size: int, slot_nbytes: int) -> Areas:
         """Lays a segment out for ``size`` ranks."""
         one_shot = words_nbytes(size)
-        contributed = one_shot + 2 * ONE_SHOT_NBYTES
+        contributed = one_shot + ONE_SHOTS * ONE_SHOT_NBYTES
         reduced = contributed + STAGES * slot_nbytes
-        pairs = reduced + STAGES * slot_nbytes
+        pairs = reduced + STAGES * slot_nbytes // 2
         nbytes = pairs + size * LANES * PIECES * PIECE_NBYTES
         return cls(size, slot_nbytes, one_shot, contributed, reduced, pairs, nbytes)
 
@@ -157,6 +159,8 @@ class Arena:
     Attributes:
         scratch: Memory of this rank alone that plans share.
         prepared: What plans have prepared for arrays of the peers.
+        part_nbytes: What is added up at a time at most.
+        pace: What writing into slots costs this rank.
 
     Raises:
         ResourceError: There is no room for shared memory.
@@ -189,10 +193,13 @@ class Arena:
         self.pids = [card["segment"][0] for card in cards]
         self.memory = [np.frombuffer(s.memory, np.uint8) for s in self._segments]
         self._slots: dict[tuple, list[np.ndarray]] = {}
+        nbytes = min(PROBE_NBYTES, STAGES * config.slot_nbytes)
+        probes = [self.view(q, self.areas.contributed, nbytes, _BYTE) for q in range(size)]
+        self.pace = Pace(probes[rank], probes[rank - 1])
         self.scratch = Scratch()
-        longest = max(MAPPED_PART_NBYTES, ONE_SHOT_NBYTES, config.slot_nbytes)
+        self.part_nbytes = 2 * MAPPED_PART_NBYTES if size == 2 else MAPPED_PART_NBYTES
         # Pages are taken when they are first written, so what no plan uses costs nothing.
-        self._accumulator = np.empty(_WIDER * longest, np.uint8)
+        self._accumulator = np.empty(_WIDER * self.part_nbytes, np.uint8)
         self._incoming = np.empty((size, COPIED_PART_NBYTES), np.uint8)
         self.prepared = Prepared(_MOST_VIEWS // size)
         self.heap = Heap(self.signals.own)
@@ -284,6 +291,7 @@ class Arena:
         self.peer_heaps.close()
         self.memory = []
         self._slots.clear()
+        self.pace.close()
         segments, self._segments = self._segments, []
         for segment in segments:
             segment.close()

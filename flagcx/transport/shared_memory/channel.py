@@ -11,7 +11,8 @@ between runs: the number of the call, and the arrays.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,41 @@ from flagcx.transport.steps import Part
 
 RENDEZVOUS_NBYTES = 256 << 10
 """From this size on a message is read where it lies, where it can be and nothing says otherwise."""
+
+
+class Places:
+    """Where the arrays of a plan lie, looked up anew only where they are not those of the run before.
+
+    Args:
+        arena: The shared memory.
+
+    Attributes:
+        words: A location word for each array, as peers read it.
+        addresses: The address of each in this process.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        self._heap = arena.heap
+        self._last: list[Callable[[], np.ndarray | None]] = []
+        self.words: list[int] = []
+        self.addresses: list[int] = []
+
+    def look_up(self, *arrays: np.ndarray | None) -> None:
+        """Takes the arrays of a run, each None where the rank has none."""
+        last = self._last
+        while len(last) < len(arrays):
+            last.append(_nothing)
+            self.words.append(0)
+            self.addresses.append(0)
+        for i, array in enumerate(arrays):
+            if array is not None and last[i]() is not array:
+                last[i] = weakref.ref(array)
+                self.addresses[i] = address = array.__array_interface__["data"][0]
+                self.words[i] = self._heap.locate(array) or address
+
+
+def _nothing() -> None:
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +102,10 @@ class Sending:
         dtype: The element type.
         kind: The signature of the call that it belongs to; see ``CallLog.kind``.
         attach_nbytes: From this size on it is read where it lies, in private memory.
+
+    Attributes:
+        in_place: Whether it may be read where it lies, so that ``begin`` needs to know where that is.
+        finished: Whether it has left.
     """
 
     sends = True
@@ -77,7 +117,6 @@ class Sending:
         "_fence",
         "_header",
         "_headers",
-        "_in_place",
         "_length",
         "_low",
         "_message",
@@ -94,6 +133,7 @@ class Sending:
         "_theirs",
         "_where",
         "finished",
+        "in_place",
         "peer",
     )
 
@@ -105,7 +145,7 @@ class Sending:
         self._length = stop - self._low
         nbytes = self._length * dtype.itemsize
         self._header, self._shift = header_of(kind, nbytes), self._low * dtype.itemsize
-        self._in_place = nbytes >= min(RENDEZVOUS_NBYTES, attach_nbytes)
+        self.in_place = nbytes >= min(RENDEZVOUS_NBYTES, attach_nbytes)
         self._where = arena.cross_memory and nbytes >= attach_nbytes
         self._piece, self._slots = PIECE_NBYTES // dtype.itemsize, arena.slots(arena.rank, peer, lane, dtype)
         signals = arena.signals
@@ -116,23 +156,18 @@ class Sending:
         self._message: np.ndarray | None = None
         self.finished = False
 
-    @property
-    def in_place(self) -> bool:
-        """Whether it may be read where it lies, so that ``begin`` needs to know where that is."""
-        return self._in_place
-
-    def begin(self, arrays: Sequence[np.ndarray], places: Sequence[int], number: int) -> None:
+    def begin(self, arrays: Sequence[np.ndarray], places: Places, number: int) -> None:
         """Begins the message of one run.
 
         Args:
             arrays: One-dimensional arrays that messages are parts of.
-            places: Where each lies, as a location word; needed for messages read in place alone.
+            places: Where they lie; needed for messages that may be read in place alone.
             number: What the number of the call adds to headers; see ``words.number_of_header``.
         """
         self._described = self._header ^ number
         self._start, self._posted, self.finished, self._place = 0, -1, False, -1
-        if self._in_place:
-            place = places[self._buffer]
+        if self.in_place:
+            place = places.words[self._buffer]
             if self._where or place & SHARED:
                 # The peer reads this very memory, which must not be freed where the caller drops the array.
                 self._place, self._message = place + self._shift, arrays[self._buffer]
@@ -207,10 +242,10 @@ class Receiving:
         "_expected",
         "_header",
         "_headers",
-        "_incoming",
         "_length",
         "_low",
         "_piece",
+        "_places",
         "_point_to_point",
         "_received",
         "_received_at",
@@ -245,10 +280,7 @@ class Receiving:
         self._ufunc: Any = ufunc if plan.reduce else None
         self._staged, self._combines = plan.staged, plan.reduce and not plan.staged
         self._piece = PIECE_NBYTES // dtype.itemsize
-        self._slots, self._incoming = (
-            arena.slots(plan.peer, arena.rank, lane, dtype),
-            arena.incoming(plan.peer, dtype),
-        )
+        self._slots = arena.slots(plan.peer, arena.rank, lane, dtype)
         signals = arena.signals
         self._signals, self._theirs, self._attached = (
             signals,
@@ -264,9 +296,9 @@ class Receiving:
         self._target: Any = None
         self.finished = False
 
-    def begin(self, arrays: Sequence[np.ndarray], number: int) -> None:
+    def begin(self, arrays: Sequence[np.ndarray], places: Places, number: int) -> None:
         """Begins the message of one run; see ``Sending.begin``."""
-        self._expected = self._header ^ number
+        self._expected, self._places = self._header ^ number, places
         self._start, self.finished = 0, False
         self._target = self._dst = arrays[self._buffer][self._low : self._low + self._length]
         if self._staged:
@@ -342,9 +374,13 @@ class Receiving:
                 dst[...] = arrived
             return
         if not self._combines:
-            read(dst.__array_interface__["data"][0], location, dst.nbytes)
+            if self._staged or not self._places.addresses:
+                address = dst.__array_interface__["data"][0]
+            else:
+                address = self._places.addresses[self._buffer] + self._low * dst.itemsize
+            read(address, location, dst.nbytes)
             return
-        incoming, itemsize = self._incoming, dst.itemsize
+        incoming, itemsize = self._arena.incoming(self.peer, dst.dtype), dst.itemsize
         address, piece = incoming.__array_interface__["data"][0], len(incoming)
         for start in range(0, len(dst), piece):
             part = dst[start : start + piece]

@@ -20,7 +20,15 @@ from flagcx.transport.shared_memory.arena import COPIED_PART_NBYTES, MAPPED_PART
 from flagcx.transport.shared_memory.heap import SHARED
 from flagcx.transport.shared_memory.reduction import accumulator_dtype, combiner
 from flagcx.transport.shared_memory.two_shot import TwoShotSlots
-from flagcx.transport.shared_memory.words import ABORTED, CALL_LOG_MASK, CLOSED, DONE, LOCATIONS, SHARED_BIT
+from flagcx.transport.shared_memory.words import (
+    ABORTED,
+    CALL_LOG_MASK,
+    CLOSED,
+    DONE,
+    LOCATIONS,
+    SHARED_BIT,
+    THROUGH_SLOTS,
+)
 
 _STRIPE_ALIGNMENT = 64
 
@@ -70,13 +78,16 @@ class Direct:
         call: The call.
         signature: Its signature.
         cross_memory: Whether arrays that are not shared are reached too.
+        adapts: Whether they go through slots all the same while all ranks write these quickly.
     """
 
-    def __init__(self, arena: Arena, call: Call, signature: int, cross_memory: bool) -> None:
+    def __init__(
+        self, arena: Arena, call: Call, signature: int, cross_memory: bool, adapts: bool = False
+    ) -> None:
         self._arena, self._signals, self._signature = arena, arena.signals, signature
         self._dtype, self._count = call.dtype.numpy, int(call.counts)  # type: ignore[arg-type]
-        self._cross_memory = cross_memory
-        self._slots = None if cross_memory else TwoShotSlots(arena, call, signature)
+        self._cross_memory, self._adapts = cross_memory, adapts
+        self._slots = None if cross_memory and not adapts else TwoShotSlots(arena, call, signature)
         self._combine = combiner(call.op, call.dtype, arena.size)  # type: ignore[arg-type]
         part = MAPPED_PART_NBYTES // self._dtype.itemsize
         self._accumulator = arena.accumulator(part, accumulator_dtype(call.op, call.dtype, arena.size))  # type: ignore[arg-type]
@@ -107,6 +118,11 @@ class Direct:
         own = signals.own
         own[LOCATIONS + 2 * index] = sent_from
         own[LOCATIONS + 2 * index + 1] = received_at
+        probes = self._adapts and self._arena.pace.is_due()
+        if probes:
+            self._arena.pace.write()
+        if self._adapts:
+            own[THROUGH_SLOTS] = not self._arena.pace.slow
         if signals.fence:
             signals.fence()
         value = signals.enter(self._signature | SHARED_BIT if shared else self._signature)
@@ -117,9 +133,14 @@ class Direct:
             signals.fence()
         at = LOCATIONS + 2 * index
         places = [words[i] for words in signals.words for i in (at, at + 1)]
-        if not (self._cross_memory or all(words[index] & SHARED_BIT for words in signals.others)):
+        slots = self._adapts and all(words[THROUGH_SLOTS] for words in signals.words)
+        if (slots or not self._cross_memory) and not all(
+            words[index] & SHARED_BIT for words in signals.words
+        ):
             self._slots.run_entered(sendbuf.reshape(-1), recvbuf.reshape(-1))  # type: ignore[union-attr]
             return
+        if probes:
+            self._arena.pace.read()
         try:
             if places != binding.places:
                 binding.pieces = self._prepare(sendbuf, recvbuf, places)

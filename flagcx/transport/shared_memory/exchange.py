@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from flagcx.transport.shared_memory.arena import Arena
-from flagcx.transport.shared_memory.channel import Receiving, Sending
+from flagcx.transport.shared_memory.channel import Places, Receiving, Sending
 
 
 class Exchange:
@@ -32,12 +32,12 @@ class Exchange:
         self._arena, self._sends, self._receives = arena, sends, receives
         self._point_to_point = point_to_point
 
-    def run(self, arrays: Sequence[np.ndarray], places: Sequence[int], number: int) -> None:
+    def run(self, arrays: Sequence[np.ndarray], places: Places, number: int) -> None:
         """Sends and receives all messages, whichever can move first; see ``Sending.begin``."""
         for send in self._sends:
             send.begin(arrays, places, number)
         for receive in self._receives:
-            receive.begin(arrays, number)
+            receive.begin(arrays, places, number)
         sending, receiving = _advance(self._sends), _advance(self._receives)
         while sending or receiving:
             self._pause(_held_up_by_peers([*receiving, *sending]))

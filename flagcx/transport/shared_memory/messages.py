@@ -8,7 +8,7 @@ import numpy as np
 
 from flagcx.transport.messenger import Message, Messenger
 from flagcx.transport.shared_memory.arena import Arena
-from flagcx.transport.shared_memory.channel import RENDEZVOUS_NBYTES, Receive, Receiving, Sending
+from flagcx.transport.shared_memory.channel import RENDEZVOUS_NBYTES, Places, Receive, Receiving, Sending
 
 _BYTES = np.dtype(np.uint8)
 
@@ -30,14 +30,17 @@ class SharedMemoryMessenger(Messenger):
     def begin(self, sends: bool, array: np.ndarray, peer: int) -> Message:
         """Begins a message; see ``Messenger.begin``."""
         arena, kind = self._arena, self._kind_of(array.dtype)
+        places = Places(arena)
         arrays = (array.reshape(-1).view(_BYTES),)
         part = (0, 0, len(arrays[0]))
         if sends:
             send = Sending(arena, arena.messages, peer, part, _BYTES, kind, RENDEZVOUS_NBYTES)
-            send.begin(arrays, [arena.heap.place(arrays[0])] if send.in_place else (), 0)
+            if send.in_place:
+                places.look_up(*arrays)
+            send.begin(arrays, places, 0)
             return send
         receive = Receiving(arena, arena.messages, Receive(peer, part), _BYTES, kind, None, True)
-        receive.begin(arrays, 0)
+        receive.begin(arrays, places, 0)
         return receive
 
     def examine(self, message: Message, waited_s: float, late: bool, caller: bool) -> None:

@@ -2,7 +2,8 @@
 
 Two slots take turns. A rank that writes a slot for the second time has seen every peer's signal of the
 call between, and a peer signals that call only after it has read the slot; so nothing else is needed.
-The entry in the call log is the signal.
+The entry in the call log is the signal. Longer messages take turns in as many slots as hold more than a
+second-level cache: a rank writes a slot far quicker that the peers' caches have forgotten.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import numpy as np
 
 from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.transport.base import Call
-from flagcx.transport.shared_memory.arena import ONE_SHOT_NBYTES, Arena
+from flagcx.transport.shared_memory.arena import ONE_SHOT_NBYTES, ONE_SHOTS, Arena
 from flagcx.transport.shared_memory.reduction import Combine, accumulator_dtype, combiner
 from flagcx.transport.shared_memory.words import CALL_LOG_MASK, SEQUENCE_MASK
+
+_LONG_NBYTES = 32 << 10
 
 
 class OneShot:
@@ -29,7 +32,9 @@ class OneShot:
         blocks = collective.input_blocks(arena.size)
         own_block = arena.rank * count if blocks > 1 else 0  # what this rank reads of each slot
         self._slots = []
-        for turn in (0, 1):
+        long = blocks * count * dtype.itemsize >= _LONG_NBYTES
+        self._turns = (ONE_SHOTS if long else 2) - 1
+        for turn in range(self._turns + 1):
             at = arena.areas.one_shot + turn * ONE_SHOT_NBYTES
             mine = arena.view(arena.rank, at, blocks * count, dtype)
             read = at + own_block * dtype.itemsize
@@ -59,7 +64,7 @@ class OneShot:
         arena, signals = self._arena, self._signals
         turn = arena.one_shots
         arena.one_shots = turn + 1
-        mine, slots = self._slots[turn & 1]
+        mine, slots = self._slots[turn & self._turns]
         if sendbuf.ndim != 1:
             sendbuf = sendbuf.reshape(-1)
         if recvbuf is not sendbuf and recvbuf.ndim != 1:

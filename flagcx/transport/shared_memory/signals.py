@@ -59,6 +59,7 @@ class Signals:
         log: What each rank called.
         sequence: Number of collective calls made so far.
         waited_ns: Time spent waiting for peers so far, in ns.
+        crowded: Whether ranks outnumber the cores, so that one that waits keeps another from its work.
         fence: Memory fence, or None where the hardware keeps the order.
     """
 
@@ -72,7 +73,7 @@ class Signals:
         self.waited_ns = 0
         self.timeout_s = timeout_s
         self.fence = memory_fence()
-        crowded = self.size > (os.cpu_count() or 1)
+        self.crowded = crowded = self.size > (os.cpu_count() or 1)
         self._busy_spins = range(_SPINS_CROWDED if crowded else _SPINS)
         if crowded:
             ask_for_short_slices()

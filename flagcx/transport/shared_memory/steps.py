@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from flagcx.schedule.model import Buffer
 from flagcx.transport.base import Call
 from flagcx.transport.shared_memory.arena import PIECE_NBYTES, PIECES, Arena
-from flagcx.transport.shared_memory.channel import RENDEZVOUS_NBYTES, Receive, Receiving, Sending
+from flagcx.transport.shared_memory.channel import (
+    RENDEZVOUS_NBYTES,
+    Places,
+    Receive,
+    Receiving,
+    Sending,
+)
 from flagcx.transport.shared_memory.exchange import Exchange
 from flagcx.transport.shared_memory.words import SIGNATURE_SHIFT, number_of_header
 from flagcx.transport.steps import Part, StepParts, Steps
@@ -54,7 +58,9 @@ class ChannelSteps(Steps):
         for plan in receives:
             before = [*(coming[i] for i in plan.after), *(leaving if plan.after_sends else ())]
             coming.append(Receiving(arena, lane, plan, self._dtype, kind, self._ufunc, False, before))
-        self._looks_up = self._looks_up or any(message.in_place for message in leaving)
+        long = min(RENDEZVOUS_NBYTES, self._attach_nbytes) // self._dtype.itemsize
+        parts = [*(part for _, part in sends), *(plan.part for plan in receives)]
+        self._looks_up = self._looks_up or any(stop - start >= long for _, start, stop in parts)
         return Exchange(arena, leaving, coming)
 
     def _too_long_to_leave(self, sends: Sequence[tuple[int, Part]]) -> bool:
@@ -75,31 +81,4 @@ class ChannelSteps(Steps):
         signals.enter(self._signature)
 
     def _exchange(self, messages: Exchange, arrays: Sequence[np.ndarray]) -> None:
-        messages.run(arrays, self._places.words, self._number)
-
-
-class Places:
-    """Where the arrays of a plan lie, looked up anew only where they are not those of the run before.
-
-    Args:
-        arena: The shared memory.
-
-    Attributes:
-        words: A location word for INPUT, OUTPUT and SCRATCH.
-    """
-
-    def __init__(self, arena: Arena) -> None:
-        self._heap = arena.heap
-        self._last: list[Callable[[], np.ndarray | None]] = [_nothing] * len(Buffer)
-        self.words = [0] * len(Buffer)
-
-    def look_up(self, *arrays: np.ndarray | None) -> None:
-        """Takes the arrays of a run, each None where the rank has none."""
-        for i, array in enumerate(arrays):
-            if array is not None and self._last[i]() is not array:
-                self._last[i] = weakref.ref(array)
-                self.words[i] = self._heap.place(array)
-
-
-def _nothing() -> None:
-    return None
+        messages.run(arrays, self._places, self._number)

@@ -1,14 +1,19 @@
-"""Middle-sized messages: the two-shot all-reduce, cut into pieces that flow through a ring of slots.
+"""Middle-sized messages: the two-shot all-reduce, cut into pieces that flow through slots.
 
-Each piece has one stripe a rank. Three stages work on three successive pieces: leave the other ranks'
-stripes in this rank's slot; reduce this rank's stripe from all slots; gather the reduced stripes. A slot is
-written again four pieces later, when the signals already waited for prove that all have read it. (A
-call of one piece has waited for the same signals when it ends, so the next may use the same slot.)
+Each piece has one stripe a rank. Three stages work on it: leave the other ranks' stripes in this rank's slot;
+reduce this rank's stripe from all slots; gather the reduced stripes. Of two ranks each reduces the whole
+piece, since a copy of a reduced stripe and a sum cost the same; then nothing is gathered.
+
+Where every rank has a core, the three stages work on three successive pieces. A slot is written again three
+pieces later or more, when the signals already waited for prove that all have read it. Where ranks share
+cores, each signal costs a change of the rank that runs, so pieces are as long as the slots together, and each
+is done before the next begins; then one slot does, and so it does for a call of one piece.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from time import perf_counter_ns as now
 
 import numpy as np
 
@@ -18,68 +23,89 @@ from flagcx.transport.shared_memory.arena import STAGES, Arena
 from flagcx.transport.shared_memory.reduction import accumulator_dtype, combiner
 from flagcx.transport.shared_memory.words import ARRIVED, REDUCED
 
+_LINE_NBYTES = 64
+_LEAST_DEPTH, _MOST_DEPTH = 3, 8
+_RING_NBYTES = 2 << 20
+"""What the slots that take turns have together: more than a second-level cache. A rank writes a slot far
+quicker that the peer's cache has forgotten."""
+_STRIPE_NBYTES = 256 << 10
+"""What each rank reduces of a piece at most, where every rank has a core."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
     """The slots of one stage, cut for one length of piece.
 
     Attributes:
-        low, high, end: Where this rank's stripe begins and ends, and where the piece ends.
-        before, after: This rank's slot for what it contributes to the stripes before and after its own.
-        sources: All ranks' parts of this rank's stripe; its own is put in when it is known.
-        reduced: This rank's slot for its reduced stripe.
-        gathered: The other ranks' reduced stripes: start, stop, slot.
+        low, high: Where the part that this rank reduces begins and ends.
+        contributed: What the others need of this rank's piece: start, stop, slot.
+        sources: All ranks' parts of what this rank reduces; its own is put in when it is known.
+        reduced: This rank's slot for what it has reduced; None where nobody gathers it.
+        gathered: What the other ranks have reduced: start, stop, slot.
+        nbytes: Bytes that this rank contributes.
     """
 
     low: int
     high: int
-    end: int
-    before: np.ndarray
-    after: np.ndarray
+    contributed: list[tuple[int, int, np.ndarray]]
     sources: list[np.ndarray]
-    reduced: np.ndarray
+    reduced: np.ndarray | None
     gathered: list[tuple[int, int, np.ndarray]]
+    nbytes: int
 
 
 class TwoShotSlots:
-    """All-reduce through slots. The owner of a stripe adds in rank order, so all get the same bits."""
+    """All-reduce through slots. Sums are made in rank order, so all ranks get the same bits."""
 
     def __init__(self, arena: Arena, call: Call, signature: int) -> None:
         self._arena, self._signals, self._signature = arena, arena.signals, signature
         self._dtype, self._count = call.dtype.numpy, int(call.counts)  # type: ignore[arg-type]
-        self._piece = min(arena.areas.slot_nbytes // self._dtype.itemsize, self._count)
-        pieces = -(-self._count // self._piece)
-        last = self._count - (pieces - 1) * self._piece
-        self._whole = [self._stage(stage, self._piece) for stage in range(STAGES)]
-        self._final = [self._stage(stage, last) for stage in range(STAGES)]
-        self._pieces = pieces
-        self._combine = combiner(call.op, call.dtype, arena.size)  # type: ignore[arg-type]
-        widest = -(-self._piece // arena.size)
-        self._accumulator = arena.accumulator(widest, accumulator_dtype(call.op, call.dtype, arena.size))  # type: ignore[arg-type]
+        size, itemsize, line = arena.size, self._dtype.itemsize, _LINE_NBYTES
+        slots_nbytes = STAGES * arena.areas.slot_nbytes
+        longest = (
+            slots_nbytes if arena.signals.crowded else min(arena.areas.slot_nbytes, _STRIPE_NBYTES * size)
+        )
+        pieces = -(-self._count * itemsize // longest)
+        self._piece = min(-(-self._count * itemsize // (pieces * line)) * line // itemsize, self._count)
+        self._pieces = -(-self._count // self._piece)
+        self._lag, self._pace = self._pieces > 1 and not arena.signals.crowded, arena.pace
+        nbytes = self._piece * itemsize
+        depth = _LEAST_DEPTH if self._lag else 1
+        if nbytes >= _RING_NBYTES // _MOST_DEPTH // 2:
+            depth = max(min(_RING_NBYTES // nbytes, slots_nbytes // nbytes, _MOST_DEPTH), depth)
+        last = self._count - (self._pieces - 1) * self._piece
+        self._final = [self._stage(stage, last) for stage in range(depth)]
+        self._whole = self._final
+        if last < self._piece:
+            self._whole = [self._stage(stage, self._piece) for stage in range(depth)]
+        self._combine = combiner(call.op, call.dtype, size)  # type: ignore[arg-type]
+        wide = accumulator_dtype(call.op, call.dtype, size)  # type: ignore[arg-type]
+        self._tile = arena.part_nbytes // itemsize
+        self._accumulator = arena.accumulator(self._tile, wide)
 
     def _stage(self, stage: int, length: int) -> _Stage:
-        arena, areas = self._arena, self._arena.areas
-        stripes, rank = cut(length, arena.size), arena.rank
-
-        def slots(area: int) -> list[np.ndarray]:
-            at = area + stage * areas.slot_nbytes
-            return [arena.view(q, at, length, self._dtype) for q in range(arena.size)]
-
-        sendbuf, reduced = slots(areas.contributed), slots(areas.reduced)
-        low, high = stripes[rank], stripes[rank + 1]
+        arena, areas, size, rank = self._arena, self._arena.areas, self._arena.size, self._arena.rank
+        each = size > 2
+        stripes = cut(length, size) if each else [0, length]
+        widest = -(-self._piece // size) if each else 0
+        at = areas.contributed + stage * self._piece * self._dtype.itemsize
+        slots = [arena.view(q, at, length, self._dtype) for q in range(size)]
+        low, high = (stripes[rank], stripes[rank + 1]) if each else (0, length)
+        contributed = [(0, low), (high, length)] if each else [(0, length)]
+        at = areas.reduced + stage * widest * self._dtype.itemsize
+        reduced = [arena.view(q, at, widest, self._dtype) for q in range(size)]
         return _Stage(
             low,
             high,
-            length,
-            sendbuf[rank][:low],
-            sendbuf[rank][high:],
-            [slot[low:high] for slot in sendbuf],
-            reduced[rank][: high - low],
+            [(a, b, slots[rank][a:b]) for a, b in contributed if b > a],
+            [slot[low:high] for slot in slots],
+            reduced[rank][: high - low] if each else None,
             [
                 (a, b, slot[: b - a])
                 for q, (slot, a, b) in enumerate(zip(reduced, stripes, stripes[1:], strict=False))
-                if q != rank and b > a
+                if each and q != rank and b > a
             ],
+            sum(b - a for a, b in contributed) * self._dtype.itemsize,
         )
 
     def run(self, sendbuf: np.ndarray, recvbuf: np.ndarray) -> None:
@@ -89,39 +115,45 @@ class TwoShotSlots:
 
     def run_entered(self, sendbuf: np.ndarray, recvbuf: np.ndarray) -> None:
         """Runs the call after it is entered in the call log. The arrays are one-dimensional."""
-        pieces, first = self._pieces, self._arena.pieces
+        pieces, first, lag = self._pieces, self._arena.pieces, self._lag
         self._arena.pieces = first + pieces
-        for turn in range(pieces + 2):
+        for turn in range(pieces + 2 * lag):
             if turn < pieces:
                 self._contribute(turn, first, sendbuf)
-            if 1 <= turn <= pieces:
-                self._reduce(turn - 1, first, sendbuf, recvbuf)
-            if turn >= 2:
-                self._gather(turn - 2, first, recvbuf)
+            if lag <= turn < pieces + lag:
+                self._reduce(turn - lag, first, sendbuf, recvbuf)
+            if turn >= 2 * lag:
+                self._gather(turn - 2 * lag, first, recvbuf)
 
     def _at(self, piece: int, first: int) -> tuple[int, _Stage]:
-        if self._pieces == 1:  # no rank is a piece behind, so one slot does, and stays in the cache
-            return 0, self._final[0]
         stages = self._final if piece == self._pieces - 1 else self._whole
-        return piece * self._piece, stages[(first + piece) % STAGES]
+        return piece * self._piece, stages[(first + piece) % len(stages)]
 
     def _contribute(self, piece: int, first: int, sendbuf: np.ndarray) -> None:
         start, stage = self._at(piece, first)
-        if stage.low:
-            stage.before[...] = sendbuf[start : start + stage.low]
-        if stage.high < stage.end:
-            stage.after[...] = sendbuf[start + stage.high : start + stage.end]
+        begin = now()
+        for low, high, slot in stage.contributed:
+            slot[...] = sendbuf[start + low : start + high]
+        self._pace.note(stage.nbytes, now() - begin)
         self._signal(ARRIVED, first + piece + 1)
 
     def _reduce(self, piece: int, first: int, sendbuf: np.ndarray, recvbuf: np.ndarray) -> None:
         start, stage = self._at(piece, first)
         low, high = start + stage.low, start + stage.high
-        stage.sources[self._arena.rank] = sendbuf[low:high]
+        sources, tile = stage.sources, self._tile
+        sources[self._arena.rank] = sendbuf[low:high]
         out = recvbuf[low:high]
         self._await(ARRIVED, first + piece + 1)
-        self._combine(stage.sources, out, self._accumulator[: high - low])
-        stage.reduced[...] = out
-        stage.sources[self._arena.rank] = stage.reduced  # let go of the caller's array
+        if high - low <= tile:
+            self._combine(sources, out, self._accumulator[: high - low])
+        else:
+            for at in range(0, high - low, tile):
+                part = slice(at, at + tile)
+                into = out[part]
+                self._combine([source[part] for source in sources], into, self._accumulator[: len(into)])
+        if stage.reduced is not None:
+            stage.reduced[...] = out
+        sources[self._arena.rank] = sources[self._arena.rank - 1]  # let go of the caller's array
         self._signal(REDUCED, first + piece + 1)
 
     def _gather(self, piece: int, first: int, recvbuf: np.ndarray) -> None:

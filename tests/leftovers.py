@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -21,6 +22,9 @@ def check_nothing_is_left(place: Path) -> None:
     deadline = time.monotonic() + _END_S
     while (processes := _processes(place)) and time.monotonic() < deadline:
         time.sleep(0.05)
+    for number in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(number, signal.SIGKILL)
     files = [path for path in place.iterdir() if not path.name.startswith(OF_OPEN_MPI) and _holds(path)]
     assert not processes, f"the tests have left processes: {processes}"
     assert not files, f"the tests have left files: {sorted(path.name for path in files)}"

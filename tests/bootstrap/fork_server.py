@@ -20,7 +20,7 @@ from flagcx.executor import host  # noqa: F401
 from flagcx.transport import shared_memory, stream_order  # noqa: F401
 
 MOST_NBYTES = 1 << 17
-"""Of a program and its environment, pickled."""
+"""Of a program, its environment and its directory, pickled."""
 
 
 def serve(link: socket.socket) -> str:
@@ -45,9 +45,10 @@ def serve(link: socket.socket) -> str:
             os.close(descriptor)
 
 
-def _begin(program: str, environ: dict[str, str], read: int, write: int) -> str:
+def _begin(program: str, environ: dict[str, str], directory: str, read: int, write: int) -> str:
     """What a new process does first."""
     os.setsid()
+    os.chdir(directory)
     for source, standard in ((read, 0), (write, 1), (write, 2)):
         os.dup2(source, standard)
     os.close(read)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -58,6 +59,7 @@ class _Server:
             self._process = subprocess.Popen(
                 [sys.executable, *options, "-m", module, str(number)],
                 pass_fds=[number],
+                cwd=Path(__file__).parents[2],  # where -m looks first
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
             )
@@ -67,7 +69,7 @@ class _Server:
         prctl = ctypes.CDLL(None).prctl
         prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         try:
-            socket.send_fds(self._link, [pickle.dumps((program, dict(environ)))], [read, write])
+            socket.send_fds(self._link, [pickle.dumps((program, dict(environ), os.getcwd()))], [read, write])
             return int(self._link.recv(64))
         finally:
             prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)

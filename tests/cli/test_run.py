@@ -240,11 +240,9 @@ def test_what_is_no_number_of_ranks_is_refused(arguments, said):
 
 
 def test_far_more_ranks_than_cores_are_refused_before_any_is_started(script):
-    start = time.monotonic()
     done = flagcx_run("-n", "100000", script("tell('started')"))
     assert (done.returncode, done.stdout) == (2, "")
     assert re.match(r"flagcx: 100000 ranks are too many for \d+ cores", done.stderr)
-    assert time.monotonic() - start < 10
 
 
 @pytest.mark.parametrize(("a_core", "words"), [(1, False), (16, False), (17, True), (64, True)])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from flagcx.algorithms import Algorithm, entry
 from flagcx.algorithms.candidate import MOST_PIECES, Candidate, Groups
 from flagcx.selection.candidates import Request, schedules, why_not
-from flagcx.transport.shared_memory import CROSS_MEMORY, SLOTS
+from flagcx.transport.shared_memory import CROSS_MEMORY, SLOTS, STEP_NBYTES
 
 if TYPE_CHECKING:
     from flagcx.cost.model import Prediction
@@ -115,13 +115,12 @@ class HostRules(Rules):
     def predict(self, candidate: Candidate, request: Request) -> Prediction | None:
         """What the model of cores and memory says, of a transport that it knows."""
         from flagcx.cost.shared_memory import MOST_RANKS, predict_on_host
-        from flagcx.transport.shared_memory.channel import RENDEZVOUS_NBYTES
 
         collective, nbytes, size, *_ = request
         if not self._transport.modelled or not 1 < size <= MOST_RANKS:
             return None
         attached = self._transport.cross_memory
-        if not candidate.protocol and attached and nbytes >= RENDEZVOUS_NBYTES:
+        if not candidate.protocol and attached and nbytes >= STEP_NBYTES:
             candidate = replace(candidate, protocol=CROSS_MEMORY)
         return predict_on_host(collective, candidate, nbytes, size, cores=self._cores, attached=attached)
 
@@ -169,10 +168,7 @@ def choose_on_host(request: Request, attached: bool = True) -> Candidate:
 def _reduce_on_host(nbytes: int, size: int, attached: bool) -> Candidate:
     """Measured with 2 and 4 ranks: ``bench/tune_check.py --collectives reduce``."""
     if size == 2:
-        protocol = SLOTS if attached and nbytes >= _PIPELINE_NBYTES else ""
-        return Candidate(
-            Algorithm.BINOMIAL, 1, protocol, reason="two ranks: one adds up what the other writes"
-        )
+        return Candidate(Algorithm.BINOMIAL, reason="two ranks: one adds up what the other writes")
     if nbytes <= _TINY_NBYTES:
         return Candidate(Algorithm.TREE, reason="tiny: few steps, and no rank waits for more than two")
     if nbytes < _ATTACH_NBYTES:

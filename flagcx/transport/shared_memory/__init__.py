@@ -53,9 +53,10 @@ SLOTS, CROSS_MEMORY = "slots", "cross_memory"
 """The protocols: through slots of the shared memory, or by a system call between private memories."""
 _NEVER = 1 << 62
 _LEAST_ATTACHED_NBYTES = 4 << 10
-_ATTACH_NBYTES = MappingProxyType(
-    {"": RENDEZVOUS_NBYTES, SLOTS: _NEVER, CROSS_MEMORY: _LEAST_ATTACHED_NBYTES}
-)
+STEP_NBYTES = 64 << 10
+"""From here on the messages of steps are read where they lie; from twice as much where ranks share cores,
+since the sender has to wait then."""
+_ATTACH_NBYTES = MappingProxyType({"": STEP_NBYTES, SLOTS: _NEVER, CROSS_MEMORY: _LEAST_ATTACHED_NBYTES})
 
 
 class SharedMemoryTransport(HostTransport):
@@ -122,7 +123,7 @@ class SharedMemoryTransport(HostTransport):
         two_shot = schedule.collective == "allreduce" and schedule.algorithm == "two_shot"
         if two_shot and call.counts and self.size > 1:
             return self._compile_two_shot(call, signature)
-        attach_nbytes = _ATTACH_NBYTES[call.protocol]
+        attach_nbytes = _ATTACH_NBYTES[call.protocol] << arena.signals.crowded
         return averaging(call, lambda call: ChannelSteps(arena, call, signature, attach_nbytes))
 
     def _compile_two_shot(self, call: Call, signature: int) -> Plan:

@@ -26,10 +26,11 @@ from gpu_peer_memory import parse_size, versions
 
 import flagcx as fc
 
-REDUCING = ("allreduce", "reduce_scatter", "reduce")
+REDUCING = ("allreduce", "reduce_scatter", "reduce", "reduce_scatterv")
 NAMES = (
     "allgather", "reduce_scatter", "allreduce", "broadcast", "reduce", "gather", "scatter", "alltoall",
-    "allgatherv", "gatherv", "scatterv", "alltoallv", "alltoallv_gpu", "sendrecv", "barrier",
+    "allgatherv", "gatherv", "scatterv", "reduce_scatterv", "alltoallv", "alltoallv_gpu", "sendrecv",
+    "barrier",
 )  # fmt: skip
 NATIVE = ("allgather", "reduce_scatter", "allreduce", "broadcast", "reduce", "gather", "scatter", "alltoall")
 
@@ -63,6 +64,7 @@ class Bench:
         on_gpu = cupy.asarray(sent), cupy.asarray(taken)
         exchanged = sum(c * (p + 1.0) for p, c in enumerate(taken))
         y = part.copy()
+        added = n * (n + 1) / 2
         first, few = x if at_root else None, out[: uneven[r]]
         calls: dict[str, tuple[Callable[[], Any], Any, Any]] = {
             "allgather": (lambda: comm.allgather(part, out=out, **options), out, ranks),
@@ -75,6 +77,7 @@ class Bench:
             "alltoall": (lambda: comm.alltoall(x, out=out, **options), out, ranks),
             "allgatherv": (lambda: comm.allgatherv(own, uneven, out=out), out, mixed),
             "gatherv": (lambda: comm.gatherv(own, uneven, out=out if at_root else None), out, mixed),
+            "reduce_scatterv": (lambda: comm.reduce_scatterv(x, uneven, out=few), few, few.size * added),
             "scatterv": (lambda: comm.scatterv(first, uneven, out=few), few, uneven[r]),
             "alltoallv": (lambda: comm.alltoallv(x, sent, taken, out=out), out, exchanged),
             "alltoallv_gpu": (lambda: comm.alltoallv(x, *on_gpu, out=out), out, exchanged),

@@ -81,6 +81,12 @@ class PeerArgs(ctypes.Structure):
     )
 
 
+class BlockArgs(PeerArgs):
+    """The argument of a reduce-scatter's kernels, whose blocks may differ in size."""
+
+    _fields_ = (("starts", ctypes.c_int64 * (MOST_RANKS + 1)),)  # type: ignore[assignment]
+
+
 @dataclass(frozen=True, slots=True)
 class KernelShape:
     """The constants of ``flagcx_exchange``.

@@ -119,6 +119,9 @@ struct Args {
   u32 steps;  // chunks of each block of threads
   int rank, root, finish;
   int pull;  // whether arrays that all ranks see are read in place between GPUs too
+#if FORM == REDUCE_SCATTER
+  i64 starts[RANKS + 1];  // where each rank's block begins, which may differ in size, and the end of the last
+#endif
 };
 """
 
@@ -235,6 +238,9 @@ FLAGCX_DEVICE uint4 load_elements(const Run& run, i64 pack) {
   }
   return x.raw;
 }
+FLAGCX_DEVICE uint4 load_any(const Run& run, i64 pack) {
+  return whole(run, pack + 1) ? load_own_pack((const uint4*)run.at + pack) : load_elements(run, pack);
+}
 FLAGCX_DEVICE void store_elements(const Run& run, i64 pack, uint4 v) {
   Pack x;
   x.raw = v;
@@ -271,6 +277,8 @@ FLAGCX_DEVICE Run send_run(const Args& a, int peer) {
   return PARTS ? part_run(a, a.recvbuf, peer) : Run{(T*)a.recvbuf, a.count};
 #elif PARTS
   return part_run(a, a.sendbuf, peer);
+#elif FORM == REDUCE_SCATTER
+  return Run{(T*)a.sendbuf + a.starts[peer], a.starts[peer + 1] - a.starts[peer]};
 #elif FORM == ONE_SHOT || FORM == ALLGATHER || FORM == REDUCE || FORM == BARRIER
   (void)peer;
   return Run{(T*)a.sendbuf, a.count};

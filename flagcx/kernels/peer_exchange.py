@@ -90,7 +90,8 @@ FLAGCX_DEVICE void push(const Args& a, int t, u32 box, i64 first, int length) {
     const int p = peer_after(a, k);
     const Run run = send_run(a, p);
     uint4* const to = box_of(a, p, AT_INBOX, box, a.rank);
-    for (int i = t; i < length; i += WORK) store_pack(to + i, load_elements(run, first + i));
+    for (int i = t; i < length; i += WORK)
+      store_pack(to + i, load_any(run, first + i));
   }
 }
 
@@ -201,7 +202,7 @@ FLAGCX_DEVICE void sum_elements(const Args& a, int t, u32 box, i64 first, int le
   for (int i = t; i < length; i += WORK) {
     A sum[N];
     for (int q = 0; q < RANKS; q++) {
-      const uint4 v = q == a.rank ? load_elements(own, first + i)
+      const uint4 v = q == a.rank ? load_any(own, first + i)
                                   : load_shared_pack(box_of(a, a.rank, AT_INBOX, box, q) + i);
       if (q == 0) widen_pack(sum, v);
       else combine_pack(sum, v);

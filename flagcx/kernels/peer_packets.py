@@ -58,8 +58,7 @@ FLAGCX_DEVICE bool see_pack(const uint4* from, u32 flag, uint4* v) {
 #endif
 }
 FLAGCX_DEVICE uint4 load_run(const Run& run, i64 pack) {
-  return without_mark(
-      whole(run, pack + 1) ? load_own_pack((const uint4*)run.at + pack) : load_elements(run, pack));
+  return without_mark(load_any(run, pack));
 }
 FLAGCX_DEVICE void store_run(const Run& run, i64 pack, uint4 v) {
   if (whole(run, pack + 1)) store_pack((uint4*)run.at + pack, v);

@@ -118,8 +118,8 @@ class DeviceRules(Rules):
             for protocol in self._transport.protocols(collective, algorithm, nbytes, dtype, op)
         )
         reduces = COLLECTIVES[collective].reduces
-        if uneven:  # One kernel moves such blocks, and none adds them up.
-            peers = frozenset(one for one in peers if one.protocol == PEER_MEMORY and not reduces)
+        if uneven and not reduces:  # One kernel moves such blocks, whether they are small or large.
+            peers = frozenset(one for one in peers if one.protocol == PEER_MEMORY)
         return Capabilities(
             native_form(collective, dtype, op, self._transport.nccl_version) is not None,
             peers,

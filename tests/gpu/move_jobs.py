@@ -36,6 +36,10 @@ def v_forms(times: int, large: int = 0) -> list[str]:
         faults += compare(f"{r}: allgatherv {counts}", comm.allgatherv(x, counts), want)
         got = comm.gatherv(x, counts, root)
         faults += compare(f"{r}: gatherv {counts}", got, want if r == root else None)
+        numbers = [(np.arange(len(want)) % 97 + q).astype(np.float32) for q in range(n)]
+        start, total = int(row[:r].sum()), np.sum(numbers, axis=0)[: int(row[: r + 1].sum())]
+        got = comm.reduce_scatterv(placed(cupy, numbers[r], offset), counts)
+        faults += compare(f"{r}: reduce_scatterv {counts}", got, total[start:])
         whole = placed(cupy, want, offset) if r == root else None
         got = comm.scatterv(whole, counts, root, out=placed(cupy, np.zeros_like(blocks[r]), offset))
         faults += compare(f"{r}: scatterv {counts}", got, blocks[r])
@@ -50,8 +54,8 @@ def v_forms(times: int, large: int = 0) -> list[str]:
         want = np.concatenate([want, np.full(40, 9, np.uint8)])
         faults += compare(f"{r}: alltoallv by counts on the GPU {sizes.tolist()}", out, want)
     ran = {(o.operation.collective, o.operation.protocol) for o in comm.profiler.records()}
-    for collective in ("allgather", "gather", "scatter", "alltoall"):
-        if (collective, "peer_memory") not in ran:
+    for collective in ("allgather", "gather", "scatter", "alltoall", "reduce_scatter"):
+        if not {(collective, "peer_memory"), (collective, "peer_packets")} & ran:
             faults.append(f"{collective} did not go through peer memory: {sorted(ran)}")
     return faults
 

@@ -14,13 +14,14 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from flagcx.dtypes import DTYPES, OPS, dtype_of
-from flagcx.kernels.peer import MOST_RANKS, OFFSET_BITS, PeerArgs, PeerKernel, PeerLayout
+from flagcx.kernels.peer import MOST_RANKS, OFFSET_BITS, BlockArgs, PeerArgs, PeerKernel, PeerLayout
 from flagcx.kernels.peer_move import MoveKernel
 from flagcx.transport.peer_memory.grids import parts_of
 
@@ -276,6 +277,7 @@ class Made:
     absent: tuple[int, ...] = ()
     bare: bool = False
     pull: bool = False
+    blocks: list[int] | None = None
 
     @property
     def threads(self) -> int:
@@ -373,7 +375,7 @@ class Host:
         return self.directory, call.form, call.packets, dtype.name, call.op, self.layout, call.bare
 
     def _args(self, call: Made, rank: int) -> PeerArgs:
-        args = PeerArgs()
+        args = BlockArgs()
         for q, memory in enumerate(self.memory):
             args.peer[q] = memory.ctypes.data
         args.sendbuf, args.recvbuf = _at(call.given[rank]), _at(call.result[rank])
@@ -381,6 +383,9 @@ class Host:
             args.sendbuf_handle, args.recvbuf_handle = call.handles[rank]
         args.segments, args.control = self._table.ctypes.data, self.words[rank].ctypes.data
         args.limit_ns, args.count, args.rank, args.root = self.limit_ns, call.count, rank, call.root
+        blocks = call.blocks or [call.count] * self.ranks
+        args.starts[: self.ranks + 1] = [0, *accumulate(blocks)]
+        args.count = blocks[rank]
         some = next(a for a in (*call.given, *call.result) if a is not None)
         args.part = parts_of(call.form, call.count, some.itemsize, self.ranks, call.packets)
         args.chunk, args.pull = call.chunk, call.pull

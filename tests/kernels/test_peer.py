@@ -87,6 +87,21 @@ class Wanted:
         self.calls.append(Made("two_shot", False, where, where, count, grid, chunk, "sum", 0, handles))
         self.want.append([np.sum(data, axis=0)] * self.size)
 
+    def add_uneven(self, packets: bool, bare: bool) -> None:
+        """A reduce-scatter with blocks of different sizes, some of them empty."""
+        blocks = self.random.choice([0, 1, 4, 16, 90, 200, 333], self.size).tolist()
+        blocks[0] += 1
+        data = [self._numbers(sum(blocks), "float32", q) for q in range(self.size)]
+        total, ends = np.sum(data, axis=0), np.cumsum(blocks)
+        want = [total[end - count : end] for end, count in zip(ends, blocks, strict=True)]
+        given, result = [self._placed(x) for x in data], [self._placed(np.zeros_like(x)) for x in want]
+        grid, chunk = self._grid("reduce_scatter", packets, max(blocks), 4)
+        made = Made(
+            "reduce_scatter", packets, given, result, max(blocks), grid, chunk, bare=bare, blocks=blocks
+        )
+        self.calls.append(made)
+        self.want.append(want)
+
     def _numbers(self, count: int, dtype: str, rank: int) -> np.ndarray:
         element = next(d for d in DTYPES.values() if d.name == dtype).numpy
         return ((np.arange(count) * (2 * rank + 3) + self.random.integers(0, 9)) % 5 + 1).astype(element)
@@ -180,6 +195,16 @@ def test_calls_back_to_back_in_any_interleaving(directory, size, one_gpu):
         wanted = Wanted(host, seed)
         for i in wanted.random.integers(0, len(SHAPES), 14):
             wanted.add(*SHAPES[i])
+        assert wanted.faults(seed) == []
+
+
+@needs_compiler
+@pytest.mark.parametrize(("packets", "bare"), [(False, False), (True, False), (True, True)])
+def test_blocks_of_different_sizes_are_added_up(directory, packets, bare):
+    for seed in range(3):
+        wanted = Wanted(Host(directory, 3, one_gpu=seed > 0), seed)
+        for _ in range(4):
+            wanted.add_uneven(packets, bare)
         assert wanted.faults(seed) == []
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 from flagcx.bootstrap.store import Store
@@ -18,6 +19,7 @@ from flagcx.kernels.peer import (
     PEER_PACKETS,
     PROTOCOLS,
     REDUCING,
+    BlockArgs,
     PeerArgs,
     PeerKernel,
     PeerLayout,
@@ -27,6 +29,7 @@ from flagcx.kernels.peer import (
 from flagcx.kernels.peer_move import TOO_MANY, WRONG_SIZE, Job, MoveArgs, MoveKernel
 from flagcx.kernels.rows import RowKernel
 from flagcx.kernels.source import base_name
+from flagcx.schedule.collectives import largest_block
 from flagcx.transport.base import Call
 from flagcx.transport.device import DeviceIdentity
 from flagcx.transport.device_messages import Message
@@ -123,7 +126,8 @@ class PeerMemory:
         """Whether there is a kernel for the call's protocol, algorithm, dtype and operation."""
         form = form_of(call.schedule.collective, call.schedule.algorithm)
         fits = form is not None and has_peer_kernel(form, call.dtype, call.op)
-        return fits and call.protocol in PROTOCOLS and (isinstance(call.counts, int) or is_moved(call))
+        serves = isinstance(call.counts, int) or is_moved(call) or form == "reduce_scatter"
+        return fits and call.protocol in PROTOCOLS and serves
 
     def beside(self, plan: PeerPlan) -> PeerPlan:
         """A plan of the same call to run while a computation does too, to which it leaves most of the GPU.
@@ -156,8 +160,7 @@ class PeerMemory:
             raise ArgumentError(f"peer memory does not carry {call.describe()}; leave its protocol empty")
         if is_moved(call):
             return self._compile_moved(call)
-        assert isinstance(call.counts, int)
-        count, itemsize, layout = call.counts, call.dtype.numpy.itemsize, self.layout
+        count, itemsize, layout = largest_block(call.counts), call.dtype.numpy.itemsize, self.layout
         bare = may_be_bare(form, call.dtype)
         grid = None
         if call.protocol == PEER_PACKETS:
@@ -193,9 +196,9 @@ class PeerMemory:
         launch = RowLaunch(self._cupy, self._region.device, kernel, rows, grid.blocks, self._places())
         return PeerRows(call, rows, launch, self._order, self.check)
 
-    def _places(self) -> PeerArgs:
-        """What the arguments of all kernels have in common."""
-        args = PeerArgs()
+    def _places(self, args: Any = None) -> Any:
+        """The arguments of a kernel, with what all kernels have in common."""
+        args = args or PeerArgs()
         for q, at in enumerate(self._region.at):
             args.peer[q] = at
         args.segments, args.control = self._region.table, self._region.control_at
@@ -203,8 +206,15 @@ class PeerMemory:
         return args
 
     def _args(self, call: Call, grid: Grid) -> PeerArgs:
-        args = self._places()
-        args.count, args.part, args.chunk, args.steps = call.counts, grid.part, grid.chunk, grid.steps
+        counts = call.counts
+        if call.schedule.collective == "reduce_scatter":
+            args = self._places(BlockArgs())
+            blocks = (counts,) * self.size if isinstance(counts, int) else counts
+            args.starts[: self.size + 1] = [0, *accumulate(blocks)]
+            counts = blocks[self.rank]
+        else:
+            args = self._places()
+        args.count, args.part, args.chunk, args.steps = counts, grid.part, grid.chunk, grid.steps
         args.root = call.schedule.root or 0
         args.finish, args.factor = int(Finish.NONE), 1.0
         if call.op is not None and call.op.average:

@@ -165,7 +165,7 @@ class CompressedPlan:
         self._shape, self._what, self._count, self._itemsize = shape, what, count, dtype.numpy.itemsize
         self.sent_nbytes, self._place = 0, (peers.rank, peers.size)
         single = dtype.numpy == np.float32 or (dtype.numpy == np.float64 and codec.lossless)
-        self._wide = not single
+        self._wide, self._narrow = not single, dtype.numpy.itemsize < 4  # where rounding may end at infinity
         self._ring, self._progress = executor.ring, executor.transport.progress or Uncounted()
         nbytes, transport = count * self._itemsize, executor.transport.name
         self._info = OperationInfo("allreduce", nbytes, dtype.name, "compressed", 1, codec.name, transport)
@@ -201,7 +201,7 @@ class CompressedPlan:
         except BaseException:
             slot.undo()
             raise
-        slot.end(y, self._reduce.waits)
+        slot.end(y, self._reduce.waits, None if self._narrow else self._reduce.spoilt)
         self.sent_nbytes = self._peers.sent_nbytes - before
 
     def note(self, work: Any) -> None:

@@ -249,7 +249,7 @@ class AutoReduce(CodecReduce[Auto]):
 
     def run(self, sendbuf: Any, recvbuf: Any) -> None:
         decision = self.settle(sendbuf.dtype.itemsize)
-        self.waits = True
+        self.waits, self.spoilt = True, None
         chosen = decision.chosen
         residual = self._slot.residual
         if decision.sparse_below and residual is None:
@@ -264,7 +264,7 @@ class AutoReduce(CodecReduce[Auto]):
             codec = Sparse() if chosen == Sparse.name else self._codecs[chosen]
             reduce = self._reduces[chosen] = self._make(codec)
         reduce.run(sendbuf, recvbuf)
-        self.waits = reduce.waits
+        self.waits, self.spoilt = reduce.waits, reduce.spoilt
 
     def _run_dense(self, sendbuf: Any, recvbuf: Any) -> None:
         source = self._slot.total(sendbuf, self._peers.scratch, self._peers.size)

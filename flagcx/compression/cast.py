@@ -17,6 +17,7 @@ from flagcx.errors import ArgumentError
 _DTYPES = MappingProxyType({"fp16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)})
 _TILE = 1 << 16
 _BLOCK = 512  # numbers of a warp
+_MAGNITUDE, _INFINITY = np.uint16(0x7FFF), MappingProxyType({"fp16": 0x7C00, "bf16": 0x7F80})  # as bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,11 @@ class Cast(FixedRate):
             np.copyto(wide, numbers[start : start + _TILE])
             with np.errstate(invalid="ignore"):  # infinity less infinity is NaN, for a loop that looks for it
                 np.add(tile, wide, out=tile)
+
+    def is_spoilt(self, wire: Any, count: int) -> bool:
+        bits, least = wire[: 2 * count].view(np.uint16), _INFINITY[self.name]
+        tiles = (bits[start : start + _TILE] for start in range(0, count, _TILE))
+        return any(int((tile & _MAGNITUDE).max()) >= least for tile in tiles)
 
     def _numbers(self, wire: np.ndarray, count: int) -> np.ndarray:
         return wire[: 2 * count].view(_DTYPES[self.name])

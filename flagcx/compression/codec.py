@@ -131,6 +131,10 @@ class FixedRate:
         """Decodes ``wire`` into ``out`` (float32), or adds the decoded numbers to it."""
         raise NotImplementedError
 
+    def is_spoilt(self, wire: Any, count: int) -> bool | None:
+        """Whether encoded elements decode to infinity or NaN anywhere; None where only decoding shows it."""
+        return None
+
     def encode(self, x: Any) -> Payload:
         """Encodes an array (float32)."""
         flat = namespace(x).ascontiguousarray(check_floats(x)).reshape(-1)

@@ -127,7 +127,7 @@ def _measured(codec: Any, device: bool, ranks: int, feedback: bool, count: int) 
     def call() -> None:
         slot.begin(x)
         reduce.run(x, out)
-        slot.end(out, reduce.waits)
+        slot.end(out, reduce.waits, reduce.spoilt)
         if finish is not None:
             finish()
 

@@ -166,9 +166,12 @@ class CodecReduce(Generic[CodecT]):
     Attributes:
         waits: Whether the host may wait for a GPU after ``run``. Otherwise the slot's flag says there, then,
             whether the step was spoilt.
+        spoilt: Whether ``run`` saw that the result has infinity or NaN; None where it did not look. That
+            takes less than a look at the whole result where this is made from few numbers.
     """
 
     waits: bool = True
+    spoilt: bool | None = None
 
     def __init__(self, peers: Peers, codec: CodecT, count: int, op: ReduceOp, slot: Slot) -> None:
         self._peers, self._codec, self._slot = peers, codec, slot

@@ -22,13 +22,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from flagcx.compression.codec import Payload, check_floats, check_steps, namespace
+from flagcx.compression.codec import Payload, check_floats, check_steps, is_finite, namespace
 from flagcx.compression.peers import CodecReduce, Peers
 from flagcx.compression.slot import Slot
 from flagcx.dtypes import ReduceOp
 from flagcx.errors import ArgumentError
 
 _TILE = 1 << 16
+_SAFE = 1e38  # sums of products with orthogonal rows of length 1 are finite up to there
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +164,7 @@ class PowerReduce(CodecReduce[PowerSGD]):
         if slot.step <= self._codec.warmup_steps:
             peers.allreduce(kept, recvbuf)
             slot.sent_all()
+            self.spoilt = None
             if self._factor != 1:
                 recvbuf *= self._factor
             return
@@ -177,6 +179,7 @@ class PowerReduce(CodecReduce[PowerSGD]):
             self._keep_lost(matrices, left, own, kept)
         self._write(recvbuf, left, right, vectors)
         if slot.lasting:
+            self.spoilt = self._look([*left, *right, *vectors], right)
             slot.memory["factors"] = [revived(q, self._codec, slot.step) for q in right]
 
     def _left(self, kept: Any, matrices: list[Any], factors: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -214,6 +217,13 @@ class PowerReduce(CodecReduce[PowerSGD]):
         if flat.size:
             self._peers.allreduce(flat, flat)
         return views
+
+    def _look(self, parts: list[Any], right: list[Any]) -> bool | None:
+        """Whether the result has infinity or NaN, by the parts that it is made from; None if it may have."""
+        if not all(map(is_finite, parts)):
+            return True
+        large = max((float(abs(q).max()) * len(q) for q in right), default=0.0)
+        return None if large * max(abs(self._factor), 1.0) > _SAFE else False
 
     def _write(self, recvbuf: Any, left: list[Any], right: list[Any], vectors: list[Any]) -> None:
         for (start, m, n), p, q in zip(self._layout.matrices, left, right, strict=True):

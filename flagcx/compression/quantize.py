@@ -10,6 +10,7 @@ loop that looks for NaN finds it. A block of numbers up to 2e-34 becomes zero.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -28,6 +29,7 @@ TINY = 2e-34
 """A block whose largest magnitude is no larger becomes zero: the inverse of its factor may exceed float32."""
 _TILE = 1 << 16
 _LARGEST = float(np.finfo(np.float32).max)
+_SAFE = 0.999 * _LARGEST
 
 Pack = Callable[[np.ndarray, np.ndarray, Scratch], None]
 
@@ -109,6 +111,13 @@ class Quantized(FixedRate):
                 unpack(packed, wide, scratch)
                 np.multiply(wide, factors[:, None], out=wide)
                 np.add(numbers, wide, out=numbers)
+
+    def is_spoilt(self, wire: Any, count: int) -> bool | None:
+        scales = self._views(wire, count)[0]
+        largest = float(scales.max()) if len(scales) else 0.0  # NaN if any is
+        if math.isnan(largest):
+            return True
+        return None if largest * _CODES[self.name].limit > _SAFE else False
 
     def _views(self, wire: Any, count: int) -> tuple[Any, Any]:
         blocks, at = -(-count // self.block), self._codes_at(count)

@@ -165,19 +165,20 @@ class Slot:
             self.flag.fill(0)
             self._captured = self._captured or captures(x)
 
-    def end(self, y: Any, waits: bool = True) -> None:
+    def end(self, y: Any, waits: bool = True, spoilt: bool | None = None) -> None:
         """Ends a call: if its result has an infinite number or NaN, as on all ranks then, it is taken back.
 
         Args:
             y: The result as the caller gets it.
             waits: Whether the host may wait for a GPU. Otherwise the flag must say already what was found.
+            spoilt: What is known of the result; None for nothing.
         """
         self.runs = False
         if not self._remembers:
             return
         if not waits:
             self.settle(self.flag)
-        elif not is_finite(y):
+        elif not is_finite(y) if spoilt is None else spoilt:
             self.undo()
             self.spoilt = True
 

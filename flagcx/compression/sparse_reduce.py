@@ -47,10 +47,12 @@ class TopKReduce(CodecReduce[TopK]):
             peers.allreduce(kept, recvbuf)
             _scale(recvbuf, np.float32(self._factor))
             slot.sent_all()
+            self.spoilt = None
             return
         if remembers:
             slot.sent(self._common(indices, total.indices, kept))
         _scatter(recvbuf, total.indices, total.values, np.float32(self._factor))
+        self.spoilt = not is_finite(total.values) if slot.lasting else None
 
     def _common(self, own: Any, summed: Any, like: Any) -> Any:
         """The indices of this rank's elements that are in the sum."""
@@ -83,6 +85,7 @@ class RandomKReduce(CodecReduce[RandomK]):
         slot.sent(indices)
         values *= spoilt + np.float32(self._factor)
         _scatter(recvbuf, indices, values)
+        self.spoilt = not is_finite(values) if slot.lasting else None
 
 
 class SparseReduce(CodecReduce[Sparse]):
@@ -100,11 +103,13 @@ class SparseReduce(CodecReduce[Sparse]):
         total = sum_sparse(peers, indices, values, source.size, regions, full=full)
         if total is None:
             peers.allreduce(source, recvbuf, op)
+            self.spoilt = None
         else:
             sums = total.values
             if op.average:
                 sums /= source.dtype.type(peers.size)
             _scatter(recvbuf, total.indices, sums)
+            self.spoilt = not is_finite(sums) if slot.lasting else None
 
 
 def _scatter(out: Any, indices: Any, values: Any, factor: Any = 1) -> None:

@@ -94,12 +94,15 @@ class LoopedStripes:
             codec.decode_into(reduced, decoded, scratch)
             _keep_lost(total, decoded, residual.now[own], self._factor)
 
-    def decode(self, piece: Piece, gathered: Any, recvbuf: Any, spoilt: Any = None) -> None:
-        """Decodes all stripes."""
+    def decode(self, piece: Piece, gathered: Any, recvbuf: Any, spoilt: Any = None) -> bool | None:
+        """Decodes all stripes. Returns whether one has infinity or NaN, and None if that is not known."""
+        found: set[bool | None] = {False}
         for q, wire in enumerate(self._blocks(piece, gathered)):
             numbers = recvbuf[piece.stripe(q)]
             if numbers.size:
                 self._codec.decode_into(wire, numbers, self._peers.scratch)
+                found.add(self._codec.is_spoilt(wire, numbers.size))
+        return True if True in found else None if None in found else False
 
     def _blocks(self, piece: Piece, wire: Any) -> Sequence[Any]:
         width = self._codec.wire_nbytes(piece.width)
@@ -135,10 +138,11 @@ class FusedStripes:
         stride, ranks = self._codec.wire_nbytes(piece.width), (peers.rank, peers.size)
         self._kernels.reduce(arrived, source[own], kept, reduced, stride, ranks, self._factor)
 
-    def decode(self, piece: Piece, gathered: Any, recvbuf: Any, spoilt: Any = None) -> None:
+    def decode(self, piece: Piece, gathered: Any, recvbuf: Any, spoilt: Any = None) -> bool | None:
         stride = self._codec.wire_nbytes(piece.width)
         part = recvbuf[piece.start : piece.stop]
         self._kernels.decode(gathered, part, piece.width, stride, self._peers.size, spoilt=spoilt)
+        return None
 
 
 Stripes = LoopedStripes | FusedStripes

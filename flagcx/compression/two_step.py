@@ -60,7 +60,7 @@ class TwoStep(CodecReduce[FixedRate]):
     def run(self, sendbuf: Any, recvbuf: Any) -> None:
         source = self._slot.source(sendbuf, self._peers.scratch, self._peers.size)
         residual = self._slot.carried
-        self.waits = isinstance(self._stripes, LoopedStripes)
+        self.waits, self.spoilt = isinstance(self._stripes, LoopedStripes), False
         if self._stages == 1:
             for turn in range(len(self._pieces)):
                 self._run_piece(turn, source, residual, recvbuf)
@@ -81,7 +81,7 @@ class TwoStep(CodecReduce[FixedRate]):
         reduced, gathered = self._allgather_buffers(turn, source)
         stripes.reduce(piece, arrived, source, residual, reduced)
         self._peers.allgather(reduced, gathered)
-        stripes.decode(piece, gathered, recvbuf, self._slot.flag)
+        self._see(stripes.decode(piece, gathered, recvbuf, self._slot.flag))
 
     def _run_pieces(self, source: Any, residual: Any, recvbuf: Any, pending: list[Future]) -> None:
         """Works on three pieces at a time; ``pending`` has all calls that may be under way."""
@@ -105,8 +105,13 @@ class TwoStep(CodecReduce[FixedRate]):
             if turn >= 2:
                 done = turn - 2
                 gathered.pop(done).result()
-                stripes.decode(pieces[done], self._allgather_buffers(done, source)[1], recvbuf)
+                self._see(stripes.decode(pieces[done], self._allgather_buffers(done, source)[1], recvbuf))
             del pending[: -2 * _STAGES]
+
+    def _see(self, spoilt: bool | None) -> None:
+        """Takes note of what is known of another piece."""
+        if spoilt or (spoilt is None and not self.spoilt):
+            self.spoilt = spoilt
 
     def _buffer(self, name: str, turn: int, blocks: int, like: Any) -> Any:
         scratch, nbytes = self._peers.scratch, blocks * self._wire

@@ -89,7 +89,7 @@ def test_the_plan_does_what_was_decided(link, density, caplog):
         slot.begin(x)
         out = np.empty_like(x)
         plan.run(x, out)
-        slot.end(out, plan.waits)
+        slot.end(out, plan.waits, plan.spoilt)
         return x, out, peers.dense_calls
 
     with caplog.at_level(logging.INFO, "flagcx.compression"):
@@ -113,7 +113,7 @@ def test_a_dense_choice_empties_the_residual():
         slot.carried.before[...] = 1
         out = np.empty_like(x)
         plan.run(x, out)
-        slot.end(out, plan.waits)
+        slot.end(out, plan.waits, plan.spoilt)
         return out, slot.residual
 
     for out, residual in on_ranks(2, rank):

@@ -47,7 +47,7 @@ def train(peers, codec, count, steps, factor=1.0, in_place=False, **options):
         out = x if in_place else np.full_like(x, np.nan)
         slot.begin(x)
         plan.run(x, out)
-        slot.end(out, plan.waits)
+        slot.end(out, plan.waits, plan.spoilt)
         if not in_place:
             np.testing.assert_array_equal(x, gradient(peers.rank, step, count))
         results.append(out.copy())
@@ -134,7 +134,7 @@ def test_topk_traffic_does_not_grow_with_the_ranks(size, keep):
             x = gradient(peers.rank, step, count)
             slot.begin(x)
             plan.run(x, x)
-            slot.end(x, plan.waits)
+            slot.end(x, plan.waits, plan.spoilt)
         return (peers.sent_nbytes - before) / 3
 
     most = max(on_ranks(size, rank))
@@ -227,7 +227,7 @@ def test_momentum_correction_gathers_velocity_and_masks_what_was_sent():
     def rank(peers):
         plan, out = TopKReduce(peers, TopK(0.5), 4, SUM, slot), np.empty_like(x)
         plan.run(x, out)
-        slot.end(out, plan.waits)
+        slot.end(out, plan.waits, plan.spoilt)
         return out
 
     # Alone a rank goes dense, and keeps its momentum; else look at the slot's own arithmetic.
@@ -255,7 +255,7 @@ def test_all_of_a_gradient_arrives_with_momentum_as_without_compression(codec):
             given += x
             slot.begin(x)
             plan.run(x, out)
-            slot.end(out, plan.waits)
+            slot.end(out, plan.waits, plan.spoilt)
             total += out
         kept = slot.residual + slot.velocity.astype(float) * 4
         return total, given, kept
@@ -316,7 +316,7 @@ def test_powersgd_comes_nearer_with_each_step():
             out = np.empty_like(x)
             slot.begin(x)
             plan.run(x, out)
-            slot.end(out, plan.waits)
+            slot.end(out, plan.waits, plan.spoilt)
             errors.append(float(np.linalg.norm(out - x)))
         return errors
 
@@ -335,7 +335,7 @@ def test_a_zero_gradient_does_not_end_powersgd():
             out = np.empty_like(x)
             slot.begin(x)
             plan.run(x, out)
-            slot.end(out, plan.waits)
+            slot.end(out, plan.waits, plan.spoilt)
         return x, out
 
     for x, out in on_ranks(2, rank):
@@ -361,7 +361,7 @@ def test_a_step_with_infinity_or_nan_leaves_nothing_behind(codec, bad):
                 x[150] = bad
             slot.begin(x)
             plan.run(x, x)
-            slot.end(x, plan.waits)
+            slot.end(x, plan.waits, plan.spoilt)
             results.append(x)
         return results, slot.residual
 

@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import typer
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from flagcx.diagnosis.state import RankState
     from flagcx.report import Report
 
+_SHORT_S = 0.3
 _COLUMNS = ("rank", "process", "it", "communicator", "call", "waits for", "waited")
 
 
@@ -73,7 +75,7 @@ def _show(job: Job, as_json: bool) -> None:
 
     from flagcx.diagnosis.explain import explain
 
-    states = job.states()
+    states = [_settled(state) for state in job.states()]
     problem = ""
     try:
         states += job.states_elsewhere()
@@ -89,6 +91,15 @@ def _show(job: Job, as_json: bool) -> None:
     print(_headline(job), "", *found.sentences, sep="\n")
     table = report(states)
     Console().print(table) if sys.stdout.isatty() else print(table)
+
+
+def _settled(state: RankState) -> RankState:
+    """Where a rank is, less its short waits: a job at work is full of them, and no two are seen at once."""
+    seen = (
+        replace(p, waits_in="", waits_for=None, waited_s=0.0) if p.waited_s < _SHORT_S else p
+        for p in state.progress
+    )
+    return replace(state, progress=tuple(seen))
 
 
 def _to_dict(job: Job, states: Sequence[RankState], found: Explanation) -> dict:

@@ -74,7 +74,7 @@ def _lives(state: RankState) -> bool:
 
 def _targets(wait: Progress, seen: Mapping[int, RankState], rank: int) -> tuple[int, ...]:
     """The ranks that have not come to a call of all ranks; else the one that is waited for."""
-    if wait.calls is not None and wait.waits_in not in (_RECEIVE, _SEND):
+    if wait.calls is not None and not wait.waits_in.startswith((_RECEIVE, _SEND)):
         behind = [q for q in wait.ranks if q != rank and _is_behind(seen.get(q), wait)]
         if behind:
             return tuple(behind)
@@ -133,9 +133,9 @@ def _circle_in_words(
 def _why(waits: Sequence[Progress]) -> str:
     calls = {wait.waits_in for wait in waits}
     names = list(dict.fromkeys(_name(wait) for wait in waits))
-    if calls == {_RECEIVE}:
+    if all(call.startswith(_RECEIVE) for call in calls):
         return "Each of them receives before it sends: use comm.sendrecv or comm.group()."
-    if calls == {_SEND}:
+    if all(call.startswith(_SEND) for call in calls):
         return "Each of them sends before it receives: use comm.sendrecv or comm.group()."
     if len(names) > 1:
         listed = " and ".join(names)

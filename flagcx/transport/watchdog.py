@@ -38,7 +38,8 @@ _TICK_S = 0.25
 _PUBLISH_S = 1.0
 _ABORT_LIMIT_S = 3.0
 _ANSWER_S = 1.0
-_END_S = 0.5
+_END_S, _ENDED_S = 0.5, 0.5
+"""How long a close compares calls, and after what wait ranks that have closed are looked for, in seconds."""
 _ASK = 1 << 32  # added to the counter of failures, so that one look at it tells of both
 _FINAL = 1 << 30  # the number of a question that the calls of a rank that closes answer
 _TOLD_MARKS = 16
@@ -158,8 +159,11 @@ class Watchdog:
             return self._reason()
         if asked != self._asked:
             self._answer(asked)
-        if since is not None and time.monotonic() - since > self._timeout_s:
+        waited_s = 0.0 if since is None else time.monotonic() - since
+        if waited_s > self._timeout_s:
             return self._late()
+        if waited_s > _ENDED_S:
+            self._look_for_closed()
         self._explain(since)
         return None
 
@@ -267,6 +271,7 @@ class Watchdog:
         Raises:
             MismatchError: They differ.
         """
+        self._tell_closed()
         if not self._order.calls:
             return
         self._ended = True
@@ -277,6 +282,32 @@ class Watchdog:
             return  # The job is ending.
         alike = {rank: told for rank, told in answers.items() if told.calls == self._order.calls}
         _compare(alike)  # after other numbers of calls a difference may come from a graph of the caller
+
+    def _tell_closed(self) -> None:
+        """Lets the other ranks know that this one makes no further call."""
+        store, order = self._store, self._order
+        try:
+            store.set(f"nccl/closed/{store.rank}", json.dumps([order.calls, bool(order.captured)]).encode())
+            store.add("nccl/closed", 1)
+        except FlagcxError:
+            return  # The job is ending.
+
+    def _look_for_closed(self) -> None:
+        """Looks for a rank that has closed and never came to the call that this one waits in.
+
+        Raises:
+            PeerDiedError: There is one.
+        """
+        store, order = self._store, self._order
+        if order.captured or not store.add("nccl/closed", 0):
+            return
+        for rank in range(store.size):
+            try:
+                calls, captured = json.loads(store.get(f"nccl/closed/{rank}", 0.0))
+            except PeerTimeoutError:
+                continue
+            if rank != store.rank and not captured and calls < order.calls:
+                raise PeerDiedError(f"rank {rank} has ended or closed its communicator", peer=rank)
 
     def _publish_progress(self) -> None:
         at, issued = self._published

@@ -70,7 +70,7 @@ def test_a_receive_without_a_send():
     (warned, error, peer), _, _ = run_ranks(_told, 3, "a receive without a send")
     (warning,) = warned
     assert warning.endswith(
-        "for rank 1 in a receive of communicator world; rank 1 itself waits for no rank"
+        "for rank 1 in a receive of 32 bytes of communicator world; rank 1 itself waits for no rank"
     ), warning
     assert error.startswith("PeerTimeoutError: rank 1 did not take part") and peer == 1
 
@@ -79,7 +79,8 @@ def test_two_receives_that_wait_for_each_other():
     told = run_ranks(_told, 2, "two receives")
     for rank, (warned, error, peer) in enumerate(told):
         (warning,) = warned
-        other = f"rank {1 - rank} waits for rank {rank} in a receive of communicator world, so none of them"
+        call = "in a receive of 32 bytes of communicator world, so none of them"
+        other = f"rank {1 - rank} waits for rank {rank} {call}"
         assert f"rank {rank} has waited" in warning and other in warning, warning
         assert error and peer in (0, 1)
     assert any("so none of them can go on" in error for _, error, _ in told)

@@ -92,7 +92,7 @@ def _recorded(path: Path) -> int:
 
 
 _EXPECTED = {
-    "receive": (r"rank 0 waits for rank 1 in a receive of communicator world", [1], []),
+    "receive": (r"rank 0 waits for rank 1 in a receive of 48 bytes of communicator world", [1], []),
     "receives": (r"rank 0 waits for rank 1 in a receive.*receives before it sends", [], [[0, 1]]),
     "different": (r"in a receive.*in allreduce of 6 float64.*different calls of commun", [], [[0, 1]]),
     "loop": (r"ranks? 1.* wait.* for rank 0 in broadcast of 6 float64", [0], []),

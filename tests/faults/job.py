@@ -27,8 +27,8 @@ from tests.mpi import MPIRUN
 _MARK = "FLAGCX_FAULTS_JOB"
 _STUCK = 75
 """What a rank ends with whose thread NCCL does not give back."""
-_END_S = 15.0
-"""How long what is left of a job may take to end after its ranks have ended."""
+_START_S, _END_S = 300.0, 15.0
+"""How long ranks may take to start, and what is left of a job to end after its ranks have ended."""
 
 
 class Runner:
@@ -128,6 +128,7 @@ class Job:
         self.directory = Path(tempfile.mkdtemp(prefix="ff"))
         self._before = shared_memory_files()
         self._begun, self._ended_at, self._late = time.monotonic(), 0.0, set[int]()
+        self._given_up_at = self._begun + _START_S
         self._stack = contextlib.ExitStack()
         self._started = runner.start(plan, self.directory, self._stack)
 
@@ -136,6 +137,8 @@ class Job:
         now = time.monotonic()
         if not self._ended_at:
             waits = [rank for rank in range(self.plan.size) if not self._has_ended(rank)]
+            if len(waits) == self.plan.size and now < self._given_up_at and not self._all_started():
+                self._begun = now  # on a busy machine interpreters take long to start
             if waits and now < self._begun + self.plan.bound_s:
                 return None
             self._late, self._ended_at = set(waits), now
@@ -182,6 +185,9 @@ class Job:
                 True  # a thread; or a rank in MPI_Finalize, which is collective and waits for a stopped one
             )
         return not is_alive(events[0]["pid"])
+
+    def _all_started(self) -> bool:
+        return all(self._read(f"rank{rank}") for rank in range(self.plan.size))
 
     def _read(self, name: str) -> list[dict[str, Any]]:
         with contextlib.suppress(FileNotFoundError):

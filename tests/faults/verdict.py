@@ -146,6 +146,8 @@ def _is_right(plan: Plan, rank: int, event: dict[str, Any], struck: bool) -> boo
         return event["peer"] is None or event["peer"] // 2 != rank // 2
     if _may_end_all(plan):
         return True
+    if "MPI_Init did not return" in text:  # through which ranks of several hosts find each other
+        return plan.phase == "init"
     if event["peer"] is not None:
         return event["peer"] == plan.victim
     return re.search(rf"\branks? [\d, and]*\b{plan.victim}\b", text) is not None

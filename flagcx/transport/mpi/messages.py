@@ -53,7 +53,8 @@ class MpiMessenger(Messenger):
         if not late and now < self._looked_at + _LOOK_S:
             return
         self._looked_at = now
-        what = "a send" if message.sends else "a receive"
+        assert isinstance(message, _OnItsWay)
+        what = f"a {'send' if message.sends else 'receive'} of {message.data}"
         self._watch.look_at_message(what, message.peer, waited_s, late, self._wire.noticed())
 
     def end_wait(self) -> None:
@@ -84,6 +85,11 @@ class _OnItsWay:
         self.peer = message.peer
         self._slot: Slot | None = None
         self._requests: list[Any] = []
+
+    @property
+    def data(self) -> str:
+        """Its elements, in words."""
+        return f"{self._message.count} {self._message.dtype.name}"
 
     def ready(self) -> bool:
         """Whether a piece has come or gone, or none has begun."""

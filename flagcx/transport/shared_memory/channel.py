@@ -106,6 +106,7 @@ class Sending:
     Attributes:
         in_place: Whether it may be read where it lies, so that ``begin`` needs to know where that is.
         finished: Whether it has left.
+        length: Its elements.
     """
 
     sends = True
@@ -117,7 +118,6 @@ class Sending:
         "_fence",
         "_header",
         "_headers",
-        "_length",
         "_low",
         "_message",
         "_own",
@@ -134,6 +134,7 @@ class Sending:
         "_where",
         "finished",
         "in_place",
+        "length",
         "peer",
     )
 
@@ -142,8 +143,8 @@ class Sending:
     ) -> None:
         self._arena, self.peer = arena, peer
         self._buffer, self._low, stop = part
-        self._length = stop - self._low
-        nbytes = self._length * dtype.itemsize
+        self.length = stop - self._low
+        nbytes = self.length * dtype.itemsize
         self._header, self._shift = header_of(kind, nbytes), self._low * dtype.itemsize
         self.in_place = nbytes >= min(RENDEZVOUS_NBYTES, attach_nbytes)
         self._where = arena.cross_memory and nbytes >= attach_nbytes
@@ -172,7 +173,7 @@ class Sending:
                 # The peer reads this very memory, which must not be freed where the caller drops the array.
                 self._place, self._message = place + self._shift, arrays[self._buffer]
                 return
-        self._message = arrays[self._buffer][self._low : self._low + self._length]
+        self._message = arrays[self._buffer][self._low : self._low + self.length]
 
     def waits(self) -> bool:
         """Whether another message of the step must go first."""
@@ -199,7 +200,7 @@ class Sending:
                 self._posted = number
             else:
                 start, stop = self._start, self._start + self._piece
-                whole = not start and stop >= self._length
+                whole = not start and stop >= self.length
                 part = self._message if whole else self._message[start:stop]  # type: ignore[index]
                 self._slots[slot][: len(part)] = part  # type: ignore[arg-type]
                 own[self._headers + 2 * slot] = self._described
@@ -210,7 +211,7 @@ class Sending:
             own[self._sent_at] = number
             if self._posted >= 0:
                 return False
-            if stop >= self._length:
+            if stop >= self.length:
                 self._message, self.finished = None, True
                 return True
         return False
@@ -228,6 +229,9 @@ class Receiving:
         ufunc: Combines what is received with what is there.
         point_to_point: Whether only the ranks named take part.
         before: The messages that must have ended before.
+
+    Attributes:
+        length: Its elements.
     """
 
     sends = False
@@ -242,7 +246,6 @@ class Receiving:
         "_expected",
         "_header",
         "_headers",
-        "_length",
         "_low",
         "_piece",
         "_places",
@@ -258,6 +261,7 @@ class Receiving:
         "_theirs",
         "_ufunc",
         "finished",
+        "length",
         "peer",
     )
 
@@ -275,8 +279,8 @@ class Receiving:
         self._arena, self.peer, self._before = arena, plan.peer, before
         self._point_to_point = point_to_point
         self._buffer, self._low, stop = plan.part
-        self._length = stop - self._low
-        self._header = header_of(kind, self._length * dtype.itemsize)
+        self.length = stop - self._low
+        self._header = header_of(kind, self.length * dtype.itemsize)
         self._ufunc: Any = ufunc if plan.reduce else None
         self._staged, self._combines = plan.staged, plan.reduce and not plan.staged
         self._piece = PIECE_NBYTES // dtype.itemsize
@@ -300,7 +304,7 @@ class Receiving:
         """Begins the message of one run; see ``Sending.begin``."""
         self._expected, self._places = self._header ^ number, places
         self._start, self.finished = 0, False
-        self._target = self._dst = arrays[self._buffer][self._low : self._low + self._length]
+        self._target = self._dst = arrays[self._buffer][self._low : self._low + self.length]
         if self._staged:
             self._dst = np.empty_like(self._target)
 
@@ -327,14 +331,14 @@ class Receiving:
                 self._receive_piece(self._slots[slot])
             elif described == self._expected | IN_PLACE:
                 self._read_in_place(theirs[self._headers + 2 * slot + 1])
-                self._start = max(self._length, 1)
+                self._start = max(self.length, 1)
             else:
                 signals.log.refuse(peer, described, self._expected, signals.sequence)
             if signals.fence:
                 signals.fence()
             self._received[peer] = number = number + 1
             signals.own[self._received_at] = number
-            if self._start >= self._length:
+            if self._start >= self.length:
                 self.finished = True
                 if not self._staged:
                     self._dst = self._target = None
@@ -342,7 +346,7 @@ class Receiving:
         return False
 
     def _receive_piece(self, slot: np.ndarray) -> None:
-        dst, length, start = self._dst, self._length, self._start
+        dst, length, start = self._dst, self.length, self._start
         self._start = stop = start + self._piece
         if stop < length or start:
             dst = dst[start:stop]

@@ -46,7 +46,9 @@ class SharedMemoryMessenger(Messenger):
     def examine(self, message: Message, waited_s: float, late: bool, caller: bool) -> None:
         """Looks for a peer that died, ended, gave up or is late; see ``Messenger.examine``."""
         what = "send" if message.sends else "receive"
-        self._arena.signals.examine_message(message.peer, message.ready, late, what, waited_s, caller)
+        assert isinstance(message, (Sending, Receiving))
+        signals, nbytes = self._arena.signals, message.length
+        signals.examine_message(message.peer, message.ready, late, what, nbytes, waited_s, caller)
 
     def end_wait(self) -> None:
         """A caller's wait is over."""

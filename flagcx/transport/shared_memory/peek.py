@@ -29,7 +29,7 @@ class SegmentWait:
 
     Attributes:
         peer: The rank of the communicator for which it waits.
-        message: "send" or "receive", if that is what waits; "" for the last call of all ranks.
+        message: "send of 8 bytes" or the like, if that is what waits; "" for the last call of all ranks.
         since_ns: When it began, on the host's monotonic clock.
     """
 
@@ -87,6 +87,7 @@ def _read(memory: bytes, size: int) -> SegmentState:
     if words[WAITING_FOR] and not words[CLOSED]:
         waits.append(SegmentWait(words[WAITING_FOR] - 1, "", words[WAITING_SINCE]))
     if words[MESSAGE_FROM] and not words[CLOSED]:
-        message = "send" if words[MESSAGE_SENDS] else "receive"
+        nbytes, sends = divmod(words[MESSAGE_SENDS], 2)
+        message = f"{'send' if sends else 'receive'} of {nbytes:,} bytes"
         waits.append(SegmentWait(words[MESSAGE_FROM] - 1, message, words[MESSAGE_SINCE]))
     return SegmentState(log.calls_of(0), waits, log.reason_of(0) if words[ABORTED] else "")

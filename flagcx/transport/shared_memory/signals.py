@@ -204,7 +204,7 @@ class Signals:
         self.own[HEARTBEAT] = self.own[WAITING_SINCE] = start
         self.own[WAITING_FOR] = peer + 1
         yields = range(1 if self._background else _YIELDS)
-        while not self._looked(ready, yields):
+        while not self._looked(ready, yields, examine):
             now = time.monotonic_ns()
             if now >= examine:
                 if now - examine > _STOOD_STILL_NS:  # This process was stopped; its peers may have been, too.
@@ -235,6 +235,7 @@ class Signals:
         ready: Callable[[], bool],
         late: bool,
         what: str,
+        nbytes: int,
         waited_s: float,
         caller: bool,
     ) -> None:
@@ -245,6 +246,7 @@ class Signals:
             ready: Whether the message can go on.
             late: Whether the time-out has passed.
             what: "send" or "receive".
+            nbytes: Its length.
             waited_s: How long a caller has waited.
             caller: Whether a caller waits at all.
 
@@ -253,9 +255,10 @@ class Signals:
         """
         if caller:
             self.own[HEARTBEAT] = now = time.monotonic_ns()
-            self.own[MESSAGE_SINCE], self.own[MESSAGE_SENDS] = now - int(waited_s * 1e9), what == "send"
+            self.own[MESSAGE_SINCE] = now - int(waited_s * 1e9)
+            self.own[MESSAGE_SENDS] = 2 * nbytes + (what == "send")
             self.own[MESSAGE_FROM] = peer + 1
-        self._examine(peer, ready, late, what, waited_s, IN_MESSAGES)
+        self._examine(peer, ready, late, f"{what} of {nbytes:,} bytes", waited_s, IN_MESSAGES)
 
     def end_message_wait(self) -> None:
         """A caller's wait for a message is over."""
@@ -265,11 +268,13 @@ class Signals:
                 self._waits.end(IN_MESSAGES)
 
     @staticmethod
-    def _looked(ready: Callable[[], bool], yields: range) -> bool:
+    def _looked(ready: Callable[[], bool], yields: range, until_ns: int) -> bool:
         for _ in yields:
             os.sched_yield()
             if ready():
                 return True
+            if time.monotonic_ns() >= until_ns:  # where many ranks share a core a yield takes milliseconds
+                break
         return False
 
     def _examine(

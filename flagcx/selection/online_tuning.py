@@ -18,7 +18,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import median
 from time import perf_counter_ns as now
 from typing import Any
 
@@ -93,6 +92,8 @@ class Exploration:
         elapsed: dict[int, list[int]] = {i: [] for i in range(len(self.choices))}
         for (i, _, _), start, end in zip(self.times, latest[::2], latest[1::2], strict=True):
             elapsed[i].append(end - start)
+        from statistics import median  # late: a rank that starts has no use for it
+
         typical = {i: median(times[1:]) for i, times in elapsed.items()}
         self.typical_us = {self.choices[i]: time_ns / 1e3 for i, time_ns in typical.items()}
         best = min(typical, key=lambda i: (typical[i], i))

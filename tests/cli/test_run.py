@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import struct
+import subprocess
 import sys
 import termios
 import time
@@ -13,7 +14,8 @@ import pytest
 
 from flagcx._launch.job import check_size, job_environment
 from flagcx._launch.share_gpu import DRIVER
-from flagcx.cli.run import run_script
+from flagcx.cli import run_script as plain
+from flagcx.cli.run_script import run_script
 from tests.bootstrap.processes import bare_environment, is_alive, is_listened_on, wait_until
 from tests.cli.launching import flagcx_run, lead_a_session, read_until, running
 from tests.ranges import exhaustive
@@ -415,3 +417,38 @@ def test_a_rank_that_takes_a_peers_failure_as_its_own_end_is_not_blamed(script):
     done = flagcx_run("-n", "3", script(body))
     assert done.returncode == 6
     assert "rank 1 of 3 failed first: exit code 6" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["run", "-n", "3", "train.py", "-n", "8", "-m"], ("train.py", ["-n", "8", "-m"], 3, False)),
+        (["run", "-m", "package.train", "--help"], ("package.train", ["--help"], 0, True)),
+        (["run", "-m", "-n", "2", "package.train"], ("package.train", [], 2, True)),
+        (["run", "train.py"], ("train.py", [], 0, False)),
+        (["run", "-n", "two", "train.py"], None),
+        (["run", "-n", "2", "-n", "3", "train.py"], None),
+        (["run", "--timeout", "3", "train.py"], None),
+        (["run", "-n", "2"], None),
+        (["run", "--", "train.py"], None),
+        (["status"], None),
+        ([], None),
+    ],
+)
+def test_the_usual_form_of_run_is_read_without_typer(monkeypatch, arguments, expected):
+    seen = []
+    monkeypatch.setattr(plain, "run_script", lambda *given: seen.append(given) or 7)
+    assert plain.run_plainly(arguments) == (None if expected is None else 7)
+    assert seen == ([] if expected is None else [expected])
+
+
+def test_the_usual_form_of_run_imports_no_typer(tmp_path):
+    script = tmp_path / "nothing.py"
+    script.write_text("")
+    code = (
+        "import sys\nfrom flagcx.cli import main\n"
+        f"sys.argv = ['flagcx', 'run', '-n', '1', {str(script)!r}]\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    print(end.code, 'typer' in sys.modules)\n"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert found.stdout.split() == ["0", "False"], found.stderr

@@ -6,7 +6,6 @@ so there a full fence stands between data and signal, on the writing and on the 
 from __future__ import annotations
 
 import ctypes
-import ctypes.util
 import mmap
 import platform
 from collections.abc import Callable
@@ -42,6 +41,8 @@ def memory_fence(machine: str | None = None) -> Callable[[], object] | None:
 
 
 def _from_libatomic(machine: str) -> Callable[[], object] | None:
+    import ctypes.util  # imports much, which few machines need
+
     name = ctypes.util.find_library("atomic")
     function = getattr(ctypes.CDLL(name), "atomic_thread_fence", None) if name else None
     if function is None:

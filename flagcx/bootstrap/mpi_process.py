@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flagcx.bootstrap.bounded import bounded
+from flagcx.bootstrap.mpi_leftovers import remove_own
 from flagcx.config import environment
 from flagcx.errors import BootstrapError
 
@@ -98,6 +99,7 @@ class MpiProcess:
             return
         if lost or self.lost:
             logger.info("MPI_Finalize is left out, which would wait for ranks that are lost")
+            remove_own()
         elif environment().get(_SURVIVES) != "1":
             mpi.Finalize()
         else:
@@ -105,6 +107,7 @@ class MpiProcess:
             finalize = ctypes.CDLL(mpi.__file__).MPI_Finalize
             if not bounded(finalize, _FINALIZE_S, lambda: None):
                 logger.info("MPI_Finalize did not return within %g s, and is left to itself", _FINALIZE_S)
+                remove_own()
 
 
 MPI_PROCESS = MpiProcess()

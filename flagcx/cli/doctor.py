@@ -63,7 +63,10 @@ def doctor(
     ),
     as_json: bool = typer.Option(False, "--json", help="Print what the flight record says as JSON."),
 ) -> None:
-    """Show what this machine offers, and what flagcx finds missing; or what a flight record says."""
+    """Show what this machine offers, and what flagcx finds missing; or what a flight record says.
+
+    Files of this user's in /dev/shm that killed jobs of Open MPI have left, and no process uses, are removed.
+    """
     if record:
         _tell(record, as_json)
     else:
@@ -130,11 +133,16 @@ def examine() -> Iterator[Finding]:
 
 
 def _shared_memory() -> Finding:
+    from flagcx.bootstrap.mpi_leftovers import remove_ownerless
+
     try:
+        freed = remove_ownerless()
         usage = shutil.disk_usage("/dev/shm")
     except OSError as error:
         return Finding("/dev/shm", False, str(error), "mount a tmpfs there: ranks of one host need it")
     found = f"{usage.free >> 20} MiB free of {usage.total >> 20} MiB"
+    if freed:
+        found += f", after {freed >> 20} MiB were removed that jobs of Open MPI had left"
     good = usage.free >= _SMALL_SHM_NBYTES
     return Finding("/dev/shm", good, found, "" if good else "give the container more: --shm-size=1g")
 

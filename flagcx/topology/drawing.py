@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from flagcx.topology import paths
 from flagcx.topology.graph import Device, DeviceKind, Graph, LinkKind
 from flagcx.topology.plan import Plan
 
-_MOST_GPUS = 32
+_MOST_GPUS, _MOST_HOSTS = 32, 4
 #: Height of each kind of device.
 ROW = {
-    DeviceKind.NETWORK_SWITCH: 4.4,
+    DeviceKind.NETWORK_SWITCH: 4.7,
     DeviceKind.CPU: 3.3,
     DeviceKind.HOST_BRIDGE: 2.8,
     DeviceKind.PCIE_SWITCH: 2.2,
@@ -23,19 +24,44 @@ ROW = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """Links that join many devices alike, drawn as one bar: the NVSwitches of a board, or the sockets.
+
+    Attributes:
+        kind: Of the links.
+        left: Where it begins.
+        right: Where it ends.
+        height: Of its middle.
+        label: Its text.
+        ends: Ids of the devices that it joins.
+    """
+
+    kind: LinkKind
+    left: float
+    right: float
+    height: float
+    label: str
+    ends: tuple[str, ...]
+
+
 class Drawing:
-    """The place of every device: GPUs in ring order from the left, each with the devices near it.
+    """The place of every device: NUMA nodes in order from the left, and in them the GPUs along the ring.
+
+    GPUs stand in ring order where that passes the NUMA nodes in their order (the ring may be turned, or
+    walked backwards); otherwise by NUMA node, PCIe and number.
 
     Args:
         topology: The machine.
-        plan: Its plan, or None to order the GPUs by index.
+        plan: Its plan, or None to order the GPUs by place.
 
     Attributes:
         place: (x, y) by device id; devices that are not drawn are missing.
         width: Of the whole.
         hidden: The parts that are not drawn, in words.
         hosts: The hosts that are drawn.
-        bars: (left, right, label) of a row of NVSwitches that is drawn as one bar.
+        bars: NVSwitches and links between sockets that are drawn as bars.
+        trunks: (a, b, label): bars of ``bars`` that are joined, by position.
     """
 
     def __init__(self, topology: Graph, plan: Plan | None) -> None:
@@ -43,44 +69,72 @@ class Drawing:
         self.place: dict[str, tuple[float, float]] = {}
         self.width = 0.0
         self.hidden: list[str] = []
-        self.bars: list[tuple[float, float, str]] = []
+        self.bars: list[Bar] = []
+        self.trunks: list[tuple[int, int, str]] = []
+        self._position = {device.id: place for place, device in enumerate(topology.devices())}
         self.hosts = self._drawn_hosts()
         for host in self.hosts:
             self._host(host)
+        self._nvswitches([switch for switch in topology.devices(DeviceKind.NVSWITCH) if switch.host < 0])
         self._network()
         if len(self.hosts) < len(topology.hosts):
             self.hidden.append(f"{len(topology.hosts) - len(self.hosts)} more hosts")
 
     def _drawn_hosts(self) -> tuple[int, ...]:
-        """The first host, and further ones while their GPUs fit."""
+        """The first host, and up to three further ones while their GPUs fit."""
         counts = [len(self.topology.devices(DeviceKind.GPU, host=host)) for host in self.topology.hosts]
         totals = itertools.accumulate(counts)
         return tuple(
             host
             for number, (host, total) in enumerate(zip(self.topology.hosts, totals, strict=True))
-            if number == 0 or total <= _MOST_GPUS
+            if number == 0 or (total <= _MOST_GPUS and number < _MOST_HOSTS)
         )
 
     def _host(self, host: int) -> None:
         devices = self.topology.devices(host=host)
-        order = {gpu: position for position, gpu in enumerate(self.plan.order if self.plan else ())}
-        gpus = [device for device in devices if device.kind is DeviceKind.GPU]
-        gpus.sort(key=lambda gpu: (order.get(gpu.index, len(order)), gpu.index))
+        gpus = self._row([device for device in devices if device.kind is DeviceKind.GPU])
         nics = [device for device in devices if device.kind is DeviceKind.NIC]
         placeless = [nic for nic in nics if self._placeless(nic)]
         if placeless:
             self.hidden.append(f"{len(placeless)} interfaces without a PCI place")
         nearest = [(self._near(nic, gpus), nic) for nic in nics if nic not in placeless]
-        for position, gpu in enumerate(gpus):
-            self._leaf(gpu, 1.0)
-            for near, nic in nearest:
-                if near == position:
-                    self._leaf(nic, 0.85)
-        for near, nic in nearest:
-            if near is None:
+        after = {
+            position: [nic for near, nic in nearest if near == position] for position in range(len(gpus))
+        }
+        for nic in (nic for near, nic in nearest if near is None):
+            after.setdefault(self._before(nic, gpus), []).append(nic)
+        for position in range(-1, len(gpus)):
+            if position >= 0:
+                self._leaf(gpus[position], 1.0)
+            for nic in after.get(position, ()):
                 self._leaf(nic, 0.85)
         self._inner(devices)
         self.width += 0.6
+
+    def _row(self, gpus: Sequence[Device]) -> list[Device]:
+        """The GPUs of a host from the left to the right."""
+        by_index = {gpu.index: gpu for gpu in gpus}
+        ring = [by_index[index] for index in (self.plan.order if self.plan else ()) if index in by_index]
+        rest = sorted((gpu for gpu in gpus if gpu not in ring), key=lambda gpu: gpu.index)
+        node = {gpu.id: paths.nearest_cpu(self.topology, gpu.index) for gpu in gpus}
+
+        def number(gpu: Device) -> int:
+            found = node[gpu.id]
+            return found.index if found else -1
+
+        for forwards in (ring, ring[:1] + ring[:0:-1]):
+            for turn in range(len(ring)):
+                turned = forwards[turn:] + forwards[:turn]
+                if all(number(a) <= number(b) for a, b in itertools.pairwise(turned)):
+                    return turned + rest
+
+        def place(gpu: Device) -> tuple:
+            above = node[gpu.id]
+            path = paths.pcie_path(self.topology, gpu.id, above.id) if above else None
+            first = [self._position[id] for id in reversed(path or ())]
+            return number(gpu), first[1:-1], gpu.index
+
+        return sorted(gpus, key=place)
 
     def _placeless(self, nic: Device) -> bool:
         around = self.topology.links_of(nic.id)
@@ -92,10 +146,19 @@ class Drawing:
         )
 
     def _near(self, nic: Device, gpus: Sequence[Device]) -> int | None:
-        """The position of the GPU after which a NIC stands: the last below the same parent, if any."""
-        parents = {id for id, link in self.topology.links_of(nic.id).items() if link.kind is LinkKind.PCIE}
-        found = [position for position, gpu in enumerate(gpus) if parents & self._ancestors(gpu)]
-        return max(found, default=None)
+        """The position of the GPU after which a NIC stands: the last of those with most of PCIe in common."""
+        above = paths.nearest(self.topology, nic.id, DeviceKind.CPU)
+        own = set(paths.pcie_path(self.topology, nic.id, above[0].id) or ()) if above else set()
+        shared = [len(own & self._ancestors(gpu)) for gpu in gpus]
+        most = max(shared, default=0)
+        return max(place for place, count in enumerate(shared) if count == most) if most else None
+
+    def _before(self, nic: Device, gpus: Sequence[Device]) -> int:
+        """The position of the last GPU of a NUMA node before that of a NIC with no GPU near it, or -1."""
+        above = paths.nearest(self.topology, nic.id, DeviceKind.CPU)
+        own = above[0].index if above else len(gpus)
+        nodes = [paths.nearest_cpu(self.topology, gpu.index) for gpu in gpus]
+        return max((place for place, node in enumerate(nodes) if node and node.index <= own), default=-1)
 
     def _ancestors(self, gpu: Device) -> set[str]:
         node = paths.nearest_cpu(self.topology, gpu.index)
@@ -112,29 +175,70 @@ class Drawing:
             for device in ready:
                 self._above(device)
             left = [device for device in left if device.id not in self.place]
-        for cpu in (device for device in devices if device.kind is DeviceKind.CPU):
-            if self._children(cpu):
-                self._above(cpu)
-            else:
-                self._leaf(cpu, 1.0)
+        cpus = [device for device in devices if device.kind is DeviceKind.CPU]
+        used = [cpu for cpu in cpus if self._children(cpu)]
+        for cpu in used:
+            self._above(cpu)
+        for cpu in cpus if not used else ():
+            self._leaf(cpu, 1.0)
+        if used and len(used) < len(cpus):
+            self.hidden.append(f"{len(cpus) - len(used)} NUMA nodes without devices")
         self._nvswitches([device for device in devices if device.kind is DeviceKind.NVSWITCH])
         self._move_apart(devices)
+        self._sockets([device for device in devices if device.kind is DeviceKind.CPU])
 
-    def _nvswitches(self, planes: Sequence[Device]) -> None:
-        """One bar where every GPU is joined to every NVSwitch alike, else a box for each."""
-        if not planes:
+    def _nvswitches(self, switches: Sequence[Device]) -> None:
+        """One bar for each board whose GPUs are joined to all its NVSwitches alike, else a box for each."""
+        boards: dict[frozenset[str], list[Device]] = {}
+        for switch in switches:
+            ends = {id for id in self.topology.links_of(switch.id) if id in self.place}
+            gpus = {id for id in ends if self.topology.device(id).kind is DeviceKind.GPU}
+            boards.setdefault(frozenset(gpus), []).append(switch)
+        joined = [gpus for gpus in boards if gpus]
+        if not joined:
             return
-        joined = [{id for id in self.topology.links_of(plane.id) if id in self.place} for plane in planes]
-        xs = {id: self.place[id][0] for id in joined[0]}
-        if xs and all(one == joined[0] for one in joined):
-            around = self.topology.links_of(min(xs, key=xs.__getitem__))
-            total = sum(around[plane.id].bandwidth_gb_per_s for plane in planes)
-            many = f"{len(planes)} NVSwitches" if len(planes) > 1 else "NVSwitch"
-            label = f"{many}: {total:g} GB/s each way for each GPU"
-            self.bars.append((min(xs.values()), max(xs.values()), label))
+        if len({gpu for gpus in joined for gpu in gpus}) < sum(map(len, joined)):
+            own = [x for x, y in self.place.values() if y == ROW[DeviceKind.GPU]]
+            self._spread(switches, min(own), max(own), ROW[DeviceKind.NVSWITCH])
             return
-        own = [x for x, y in self.place.values() if y == ROW[DeviceKind.GPU]] or [0.0, 1.0]
-        self._spread(planes, min(own), max(own), ROW[DeviceKind.NVSWITCH])
+        first = len(self.bars)
+        for board in joined:
+            self.bars.append(self._board(board, boards[board]))
+        for a, b in itertools.combinations(range(len(joined)), 2):
+            links = [
+                link
+                for one in boards[joined[a]]
+                for other in boards[joined[b]]
+                if (link := self.topology.link(one.id, other.id)) is not None
+            ]
+            if links:
+                count, speed = (
+                    sum(link.count for link in links),
+                    sum(link.bandwidth_gb_per_s for link in links),
+                )
+                self.trunks.append((first + a, first + b, f"{count} NVLinks, {speed:g} GB/s"))
+
+    def _board(self, gpus: frozenset[str], switches: Sequence[Device]) -> Bar:
+        xs = {id: self.place[id][0] for id in gpus}
+        around = self.topology.links_of(min(xs, key=xs.__getitem__))
+        total = sum(around[switch.id].bandwidth_gb_per_s for switch in switches)
+        count = sum(around[switch.id].count for switch in switches)
+        many = f"{len(switches)} NVSwitches" if len(switches) > 1 else "NVSwitch"
+        label = f"{many}: {count} NVLinks, {total:g} GB/s each way for each GPU"
+        left, right = min(xs.values()), max(xs.values())
+        return Bar(LinkKind.NVLINK, left, right, ROW[DeviceKind.NVSWITCH], label, tuple(sorted(gpus)))
+
+    def _sockets(self, cpus: Sequence[Device]) -> None:
+        """One bar for the links of more than three NUMA nodes that are all joined alike."""
+        places = [cpu.id for cpu in cpus if cpu.id in self.place]
+        links = [self.topology.link(a, b) for a, b in itertools.combinations(places, 2)]
+        speeds = {link.bandwidth_gb_per_s for link in links if link is not None}
+        if len(places) > 3 and None not in links and len(speeds) == 1:
+            xs = [self.place[id][0] for id in places]
+            label = f"between any two NUMA nodes: {next(iter(speeds)):g} GB/s each way"
+            self.bars.append(
+                Bar(LinkKind.SOCKET, min(xs), max(xs), ROW[DeviceKind.CPU] + 0.7, label, tuple(places))
+            )
 
     def _spread(self, devices: Sequence[Device], left: float, right: float, height: float) -> None:
         """Stands devices evenly in a row."""
@@ -143,7 +247,8 @@ class Drawing:
 
     def _children(self, device: Device) -> list[tuple[float, float]]:
         around = self.topology.links_of(device.id).items()
-        below = [self.place[id] for id, link in around if link.kind is LinkKind.PCIE and id in self.place]
+        kinds = (LinkKind.PCIE, LinkKind.C2C)
+        below = [self.place[id] for id, link in around if link.kind in kinds and id in self.place]
         return [(x, y) for x, y in below if y < ROW[device.kind] + 0.4]
 
     def _above(self, device: Device) -> None:

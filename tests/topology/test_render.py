@@ -134,6 +134,85 @@ def test_every_gpu_stands_in_ring_order_and_apart():
     assert any(text.startswith("ring 1: ") for text in legend) and any("NVLink" in text for text in legend)
 
 
+def place_of(figure):
+    """(x, y) by label of what stands in the drawing."""
+    return {text.get_text().partition("\n")[0]: text.get_position() for text in figure.axes[0].texts}
+
+
+def arrows(figure):
+    import matplotlib.patches as patches
+
+    found = [patch for patch in figure.axes[0].patches if isinstance(patch, patches.FancyArrowPatch)]
+    return [patch for patch in found if patch.get_zorder() == 3]
+
+
+@pytest.mark.parametrize("name", ["8xmi250x", "dgx-a100", "dgx-2", "8xmi300x"])
+def test_numa_nodes_stand_in_order_and_above_their_gpus(name):
+    pytest.importorskip("matplotlib")
+    machine = preset(name)
+    place = place_of(plot_topology(machine))
+    nodes = [label for label in place if label.startswith("NUMA")]
+    assert sorted(nodes, key=lambda label: place[label][0]) == sorted(nodes, key=lambda label: int(label[5:]))
+    row = sorted(machine["gpus"], key=lambda gpu: place[f"GPU{gpu}"][0])
+    numbers = [machine["numa_node"][gpu] for gpu in row]
+    assert numbers == sorted(numbers)
+
+
+@pytest.mark.parametrize("name", ["dgx-1v", "dgx-2", "8xmi250x", "gb200-nvl72", "dgx-a100"])
+def test_no_two_labels_of_a_picture_overlap(name):
+    pytest.importorskip("matplotlib")
+    figure = plot_topology(preset(name))
+    figure.canvas.draw()
+    boxes = [text.get_window_extent() for text in figure.axes[0].texts]
+    assert not [(a, b) for a, b in itertools.combinations(boxes, 2) if a.overlaps(b)]
+
+
+def test_the_picture_draws_the_plan_that_it_names():
+    pytest.importorskip("matplotlib")
+    machine = preset("dgx-1v")
+    both = plot_topology(machine)
+    assert "all-reduce over 8 GPUs by a ring both ways round (ring|ring): 45.7 GB/s" in title(both)
+    assert len(arrows(both)) == 8 and {str(arrow.get_arrowstyle())[:30] for arrow in arrows(both)}
+    assert all(type(arrow.get_arrowstyle()).__name__ == "CurveFilledAB" for arrow in arrows(both))
+    some = plot_topology(machine, plan=make_plan(machine, [0, 3, 2]))
+    assert "all-reduce over 3 GPUs" in title(some) and len(arrows(some)) == 3
+    one = plot_topology(preset("dgx-a100"))
+    assert "by one ring (ring)" in title(one)
+    assert all(type(arrow.get_arrowstyle()).__name__ == "CurveFilledB" for arrow in arrows(one))
+    part = plot_topology(preset("gb200-nvl72"))
+    assert "72 GPUs" in title(part) and "14 more hosts" in title(part) and len(arrows(part)) == 17
+
+
+def title(figure):
+    return figure.axes[0].get_title(loc="left")
+
+
+def test_numbers_of_links_are_told_apart():
+    pytest.importorskip("matplotlib")
+    legend = plot_topology(preset("dgx-1v")).axes[0].get_legend()
+    shown = dict(zip([text.get_text() for text in legend.get_texts()], legend.get_lines(), strict=True))
+    thin = shown["NV1: NVLink, 20 GB/s each way"]
+    thick = shown["NV2: NVLink, 40 GB/s each way"]
+    assert thick.get_linewidth() >= 2 * thin.get_linewidth() and thick.get_alpha() > thin.get_alpha()
+
+
+def test_the_matrix_stands_beside_the_picture():
+    pytest.importorskip("matplotlib")
+    figure = plot_topology(preset("dgx-1v"))
+    assert len(figure.axes) == 2
+    cells = [text.get_text() for text in figure.axes[1].texts]
+    assert cells.count("NV2") == 16 and cells.count("X") == 12 and "NIC3" in cells
+    assert len(plot_topology(preset("gb200-nvl72")).axes) == 1
+
+
+def test_boards_and_sockets_are_bars():
+    pytest.importorskip("matplotlib")
+    labels = texts(plot_topology(preset("dgx-2")))
+    assert labels.count("6 NVSwitches: 6 NVLinks, 120 GB/s each way for each GPU") == 2
+    assert "48 NVLinks, 960 GB/s" in labels
+    assert "between any two NUMA nodes: 16 GB/s each way" in texts(plot_topology(preset("8xmi250x")))
+
+
 def test_what_is_not_drawn_is_said():
     pytest.importorskip("matplotlib")
     large = plot_topology(cluster(preset("dgx-a100"), 8))

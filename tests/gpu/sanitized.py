@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from tests.gpu import peer_jobs
+from tests.gpu import move_jobs, peer_jobs
 
 if __name__ == "__main__":
     faults = peer_jobs.every_form([5, 1003, 9000], [0, 1]) + peer_jobs.seen_arrays([1000, 9001])
+    faults += move_jobs.v_forms(2) + move_jobs.messages(2)
     sys.exit("\n".join(faults) or None)

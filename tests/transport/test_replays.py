@@ -47,13 +47,16 @@ def test_graphs_are_few(graphs, monkeypatch):
     def made(plan: Replays, key: int) -> object:
         return [plan.find(key, lambda stream: stream.enqueued.append(key)) for _ in range(3)][-1]
 
-    for key in range(18):
-        assert made(first, key) == [key]
-    assert len(first._found) == 16, "of one plan"
-    for key in range(10):
-        assert made(second, key) == [key]
-    assert len(first._found) + len(second._found) <= 20, "of all plans: the oldest go"
-    assert first.find(17, lambda stream: None) == [17]
+    monkeypatch.setattr(replays, "_MOST_EACH", 16)
+    monkeypatch.setattr(replays, "_PATIENCE", 100)
+    assert [made(first, key) for key in range(18)] == [*([key] for key in range(16)), None, None]
+    assert [made(second, key) for key in range(10)] == [[key] for key in range(10)]
+    assert len(first._found) + len(second._found) == 20, "of all plans: the oldest go"
+    assert first.find(15, lambda stream: None) == [15]
+    third = Replays(graphs)
+    for key in (*range(16), *range(100, 140)):
+        made(third, key)
+    assert third._found and min(third._found) >= 100, "in the end it takes the arrays of today"
     graphs.close()
     assert not first._found and not second._found
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -16,7 +16,9 @@ from flagcx.kernels.cuda import RELAXED, capture_mode
 
 _URGENT = -5  # see flagcx.transport.nccl.plans
 _CAPTURE_AT = 3
-_MOST_EACH, _MOST_SEEN = 16, 256
+_MOST_EACH, _MOST_SEEN = 64, 256
+_PATIENCE = 2000
+"""Launches without a graph of a plan that has the most, before it begins anew with the arrays of today."""
 _MOST = 512
 
 
@@ -67,11 +69,12 @@ class Replays:
         graphs: What makes them.
     """
 
-    __slots__ = ("__weakref__", "_found", "_graphs", "_seen")
+    __slots__ = ("__weakref__", "_found", "_graphs", "_missed", "_seen")
 
     def __init__(self, graphs: Graphs) -> None:
         self._graphs = graphs
-        self._found: OrderedDict[Hashable, Any] = OrderedDict()
+        self._found: dict[Hashable, Any] = {}
+        self._missed = 0
         self._seen: dict[Hashable, int] = {}
 
     def find(self, key: Hashable, enqueue: Callable[[Any], None]) -> Any:
@@ -84,6 +87,13 @@ class Replays:
         graph = self._found.get(key)
         if graph is not None:
             return graph
+        if len(self._found) >= _MOST_EACH:  # to make graphs in turn takes longer than to do without
+            self._missed += 1
+            if self._missed < _PATIENCE:
+                return None
+            self._found.clear()
+            self._seen.clear()
+            self._missed = 0
         seen = self._seen.get(key, 0) + 1
         if len(self._seen) >= _MOST_SEEN:
             self._seen.clear()
@@ -91,8 +101,6 @@ class Replays:
         if seen < _CAPTURE_AT:
             return None
         graph = self._found[key] = self._graphs.make(self, key, enqueue)
-        if len(self._found) > _MOST_EACH:
-            self._found.popitem(last=False)
         return graph
 
     def drop(self, key: Hashable) -> None:

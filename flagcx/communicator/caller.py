@@ -123,7 +123,7 @@ class Caller:
             What the call returns; ``MISS`` where the checked way has to be taken, and nothing was done.
         """
         if x.__class__ is not np.ndarray:
-            return self._again_on_device(collective, x, out, op, root, algorithm)
+            return self.again_on_device(collective, x, out, op, root, algorithm)
         executor = self._host
         key: tuple
         try:
@@ -155,16 +155,23 @@ class Caller:
             executor.float_errors.warn()
         return recvbuf if receives else None
 
-    def _again_on_device(
-        self, collective: str, x: Any, out: Any, op: Op | None, root: int | None, algorithm: str | None
+    def again_on_device(
+        self,
+        collective: str,
+        x: Any,
+        out: Any,
+        op: Op | None,
+        root: int | None,
+        algorithm: str | None,
+        counts: tuple | None = None,
     ) -> Any:
-        """``run_again`` for arrays on a GPU."""
+        """``run_again`` for arrays on a GPU, also with blocks that differ in size."""
         device = self._device
         if device is None or x.__class__ is not device.array_class:
             return MISS
-        key: tuple = (collective, x.shape, x.dtype, op, root, algorithm)
         try:
-            repeat = device.quick.get(key if out is None else (*key, out.shape, out.dtype))
+            like = None if out is None else (out.shape, out.dtype)
+            repeat = device.quick.get((collective, x.shape, x.dtype, op, root, algorithm, like, counts))
         except (AttributeError, TypeError):
             return MISS
         if repeat is None or not device.is_contiguous(x):
@@ -236,9 +243,11 @@ class Caller:
         if self._group is not None:
             return self.put_off(Pending(lambda: executor.run(find(), sendbuf, recvbuf)), async_op, value)
         plan = find()
-        if counts is None and staging is None and not (part_of or (in_place and out is not None)):
+        on_host = executor is self._host
+        as_they_are = staging is None and not (part_of or (in_place and out is not None))
+        if as_they_are and (counts is None or not on_host):
             first, second = (out, None) if x is None else (x, out)
-            what = collective, op, root, algorithm
+            what = collective, op, root, algorithm, counts
             self._remember(executor, plan, what, first, second, sendbuf, recvbuf)
         return self.run(executor, plan, sendbuf, recvbuf, value, async_op, collective)
 
@@ -248,15 +257,18 @@ class Caller:
         """Lets calls like this one go straight to its plan, where its arrays were taken as they are."""
         if sendbuf is not None and sendbuf is not x:
             return
-        collective, op, root, algorithm = what
+        collective, op, root, algorithm, counts = what
         like = () if out is None else (out.shape, out.dtype)
-        run = plan.run if executor is self._host else plan  # which runs a bound method, made once
+        on_host = executor is self._host  # which runs a bound method, made once
+        run = plan.run if on_host else plan
         if collective == "allreduce":
             if recvbuf is (x if out is None else out):
                 executor.remember((x.shape, x.dtype, op, algorithm, *like), run)
         elif x.__class__ is executor.array_class and (recvbuf is None or recvbuf is out or out is None):
             shape = None if recvbuf is None or recvbuf is x or recvbuf is out else recvbuf.shape
-            key = (collective, x.shape, x.dtype, op, root, algorithm, *like)
+            key: tuple = (collective, x.shape, x.dtype, op, root, algorithm, *like)
+            if not on_host:
+                key = (*key[:6], like or None, counts)
             executor.remember(key, Repeat(run, sendbuf is not None, recvbuf is not None, shape))
 
     @staticmethod

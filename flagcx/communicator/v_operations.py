@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from flagcx.arguments import check_counts, on_device
-from flagcx.communicator.caller import Caller
+from flagcx.communicator.caller import MISS, Caller
 from flagcx.communicator.counted import counted_alltoall
 from flagcx.communicator.operations import allgather, alltoall
 from flagcx.dtypes import Op
@@ -39,6 +39,9 @@ def allgatherv(
     Returns:
         ``out``, or a new one-dimensional array.
     """
+    done = _again(comm, async_op or stream, "allgather", x, out, None, None, algorithm, counts)
+    if done is not MISS:
+        return done
     sizes = _counts(comm, "allgatherv", x, counts)
     return comm.call("allgather", x, out, counts=sizes, algorithm=algorithm, async_op=async_op, stream=stream)
 
@@ -66,6 +69,9 @@ def reduce_scatterv(
     Returns:
         ``out``, or a new one-dimensional array.
     """
+    done = _again(comm, async_op or stream, "reduce_scatter", x, out, op, None, algorithm, counts)
+    if done is not MISS:
+        return done
     sizes = check_counts(counts, comm.size, "counts")
     options: dict[str, Any] = {"algorithm": algorithm, "async_op": async_op, "stream": stream}
     return comm.call("reduce_scatter", x, out, op=op, counts=sizes, **options)
@@ -94,6 +100,9 @@ def gatherv(
     Returns:
         At the root ``out``, or a new one-dimensional array; elsewhere None.
     """
+    done = _again(comm, async_op or stream, "gather", x, out, None, root, algorithm, counts)
+    if done is not MISS:
+        return done
     sizes = _counts(comm, "gatherv", x, counts)
     options: dict[str, Any] = {"algorithm": algorithm, "async_op": async_op, "stream": stream}
     return comm.call("gather", x, out, root=root, counts=sizes, **options)
@@ -124,6 +133,10 @@ def scatterv(
     Returns:
         ``out``, or a new one-dimensional array.
     """
+    first, rest = (x, out) if comm.rank == root else (out, None)
+    done = _again(comm, async_op or stream, "scatter", first, rest, None, root, algorithm, counts)
+    if done is not MISS:
+        return done
     sizes = check_counts(counts, comm.size, "counts")
     options: dict[str, Any] = {"algorithm": algorithm, "async_op": async_op, "stream": stream}
     return comm.call("scatter", x, out, root=root, counts=sizes, dtype=dtype, **options)
@@ -170,6 +183,11 @@ def alltoallv(
 
             return comm.run_on(stream, again, (x, send_counts, receive_counts, out))
         return counted_alltoall(comm, x, send_counts, receive_counts, out, algorithm, async_op)
+    if receive_counts is not None:
+        counts = send_counts, receive_counts
+        done = _again(comm, async_op or stream, "alltoall", x, out, None, None, algorithm, counts)
+        if done is not MISS:
+            return done
     sent = check_counts(send_counts, comm.size, "send_counts")
     if receive_counts is None:
         _refuse_to_ask(comm, "alltoallv", "receive_counts")
@@ -177,6 +195,27 @@ def alltoallv(
     received = check_counts(receive_counts, comm.size, "receive_counts")
     options: dict[str, Any] = {"algorithm": algorithm, "async_op": async_op, "stream": stream}
     return comm.call("alltoall", x, out, counts=(sent, received), **options)
+
+
+def _again(
+    comm: Caller,
+    other: Any,
+    collective: str,
+    x: Any,
+    out: Any,
+    op: Any,
+    root: Any,
+    algorithm: Any,
+    counts: Any,
+) -> Any:
+    """Makes a call on GPU arrays like an earlier one, unless it is to be made in ``other`` ways."""
+    if other or counts is None or x.__class__ is np.ndarray:
+        return MISS
+    try:
+        known = tuple(map(tuple, counts)) if collective == "alltoall" else tuple(counts)
+    except TypeError:
+        return MISS
+    return comm.again_on_device(collective, x, out, op, root, algorithm, known)
 
 
 def _counts(comm: Caller, what: str, x: Any, counts: Sequence[int] | None) -> tuple[int, ...]:

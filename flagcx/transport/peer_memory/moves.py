@@ -158,9 +158,9 @@ class CountedPlan:
         """Enqueues the call on the current stream; each buffer is a pair: the array, and its counts."""
         args = self._plan.args
         (x, sent), (out, taken) = sendbuf, recvbuf
-        args.sent_counts, args.taken_counts = sent.data.ptr, taken.data.ptr
-        args.sendbuf_count, args.recvbuf_count = x.size, out.size
-        self._plan.run(x, out)
+        counts = args.sent_counts, args.taken_counts = sent.data.ptr, taken.data.ptr
+        sizes = args.sendbuf_count, args.recvbuf_count = x.size, out.size
+        self._plan.run(x, out, (*counts, *sizes))
 
     def __repr__(self) -> str:
         return f"<CountedPlan {self.call}>"

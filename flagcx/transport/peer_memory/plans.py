@@ -59,8 +59,8 @@ class PeerPlan:
         self._replays = None if graphs is None else Replays(graphs)
         self._keep, self._params = pointers, ctypes.addressof(pointers)
 
-    def run(self, sendbuf: Any, recvbuf: Any) -> None:
-        """Enqueues the call on the current stream."""
+    def run(self, sendbuf: Any, recvbuf: Any, others: tuple[int, ...] = ()) -> None:
+        """Enqueues the call on the current stream; ``others`` are further addresses that it depends on."""
         order = self._order
         source = address(sendbuf, order)
         target = source if recvbuf is sendbuf else address(recvbuf, order)
@@ -69,10 +69,10 @@ class PeerPlan:
         stream = order.enter(self.call, self._signature)
         if self._blocks:
             self._check()
-            self._launch_on(stream, source, target)
+            self._launch_on(stream, source, target, others)
         order.leave(stream)
 
-    def _launch_on(self, stream: Any, source: int, target: int) -> None:
+    def _launch_on(self, stream: Any, source: int, target: int, others: tuple[int, ...]) -> None:
         args = self.args
         args.sendbuf, args.recvbuf = source, target
         if self._nbytes:
@@ -85,7 +85,7 @@ class PeerPlan:
                 return
         graph = None
         if self._replays is not None and not self._order.is_capturing(stream):
-            graph = self._replays.find((source, target), self._enqueue)
+            graph = self._replays.find((source, target, *others), self._enqueue)
         if graph is None:
             self._enqueue(stream)
         else:

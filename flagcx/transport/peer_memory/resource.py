@@ -228,7 +228,7 @@ class PeerMemory:
         args.itemsize = call.dtype.numpy.itemsize
         plan = PeerPlan(
             call, "blocks", self._launch, self._mover(), grid, args, self._order, self.check,
-            self.segments.handle_of, 0, None if on_gpu else self._graphs,
+            self.segments.handle_of, 0, self._graphs,
         )  # fmt: skip
         return CountedPlan(plan) if on_gpu else plan
 

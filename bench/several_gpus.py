@@ -69,6 +69,9 @@ def parts(counts: list[int], gpus: int) -> list[Part]:
     more = [f"tests/gpu/test_{name}.py" for name in ("gradients", "fusion", "peer_memory", "sanitizer")]
     step = (*run, "bench/overlap.py", "--gpu", "--out", "{out}")
     article = (*run, "examples/article_benchmark.py")
+    own = () if share else ("--own-gpu",)
+    collectives = ("bench/gpu_collectives.py", "--ranks", ",".join(map(str, counts)), "--native", *own)
+    host = ("bench/gpu_overhead.py", "--ranks", str(counts[0]), *own, "--out", "{out}")
     return [
         Part("topology", ("-m", "flagcx.cli", "topo"), 30),
         Part("tests", (*tests, "-k", GPU_EACH, "tests/gpu/test_behaviour.py", "tests/gpu/test_torch.py"), 90),
@@ -78,6 +81,9 @@ def parts(counts: list[int], gpus: int) -> list[Part]:
         Part("after", (*replays, "--sizes", SIZES, "--only", CHOSEN, "--label", "tuned"), 60),
         Part("article", article, 60),
         *([] if share else [Part("article-20GB", (*article, "--elements", str(ARTICLE_ELEMENTS)), 60)]),
+        Part("collectives", (*collectives, "--replays", "10", "--seconds", "100", "--out", "{out}"), 150),
+        Part("host", host, 60),
+        Part("host-torch", (*host, "--torch", "--nbytes", "65536"), 60),
         Part("overlap", step, 60),
         Part("int8", (*step, "--compression", "int8"), 60),
         Part("links", ("bench/gpu_links.py", "--sizes", "4M,128M", "--out", "{out}"), 60),

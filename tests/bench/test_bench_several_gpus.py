@@ -77,6 +77,8 @@ def test_ranks_share_only_where_gpus_are_too_few(counts, gpus, shared):
     for name in ("article", "overlap", "int8", "tune-4"):
         assert ("--share-gpu" in found[name].command) == shared
     assert ("article-20GB" in found) != shared
+    for name in ("collectives", "host", "host-torch"):
+        assert ("--own-gpu" in found[name].command) != shared
     assert found["before"].command[:3] == ("bench/gpu_replays.py", "--ranks", "2,4")
     assert "bfloat16" in found["bfloat16"].command and "1K,4K" in found["bfloat16"].command[6]
 

@@ -243,15 +243,15 @@ class Way:
 def ways(name: str, backend: str) -> list[Way]:
     """All ways, for the group of a name; gloo has none for GPUs, which it serves through the host."""
     each = through_functional(name)
-    theirs = [Way(backend, reduced), Way(f"{backend}, compiled", each, compiled=True)]
+    theirs = [Way(backend, reduced), Way(f"{backend} compiled", each, compiled=True)]
     return [
         Way("no communication", normed, alone=True),
-        Way("no communication, compiled", normed, compiled=True, alone=True),
+        Way("no communication compiled", normed, compiled=True, alone=True),
         *([] if backend == "gloo" and torch.cuda.is_available() else theirs),
         Way("flagcx", reduced, enhanced=True),
-        Way("flagcx, compiled", each, enhanced=True, compiled=True),
+        Way("flagcx compiled", each, enhanced=True, compiled=True),
         Way("flagcx fused", fused(name), enhanced=True),
-        Way("flagcx fused, compiled", fused(name), enhanced=True, compiled=True),
+        Way("flagcx fused compiled", fused(name), enhanced=True, compiled=True),
     ]
 
 

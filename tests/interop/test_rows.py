@@ -22,3 +22,9 @@ def test_operators(tmp_path, dtype, last, enhance):
 def test_a_compiled_model(tmp_path):
     for faults in run_ranks(row_jobs.compiled, 2, str(tmp_path / "store")):
         assert faults == []
+
+
+@pytest.mark.slow
+def test_layers_that_are_fused(tmp_path):
+    for faults in run_ranks(row_jobs.fused_layers, 2, str(tmp_path / "store")):
+        assert faults == []

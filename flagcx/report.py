@@ -6,7 +6,6 @@ where room is short, columns of words go on in further lines.
 
 from __future__ import annotations
 
-import html
 import json
 import re
 from abc import abstractmethod
@@ -94,6 +93,8 @@ class Report:
         yield from map(Text, self.notes)
 
     def _repr_html_(self) -> str:
+        import html
+
         def row(cells: Sequence[str], tag: str) -> str:
             return "<tr>" + "".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in cells) + "</tr>"
 

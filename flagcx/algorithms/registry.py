@@ -13,7 +13,6 @@ from flagcx.algorithms.catalogue import Algorithm, AlgorithmEntry, builtin_entri
 from flagcx.errors import ArgumentError
 from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.schedule.model import Schedule
-from flagcx.schedule.verify import verify
 
 VERIFIED_RANKS = 64
 """A user's algorithm is verified at every new number of ranks up to this one."""
@@ -234,6 +233,8 @@ def _verify_size(made: AlgorithmEntry, size: int) -> None:
 
 def _verified(made: AlgorithmEntry, schedule: Schedule, size: int, root: int | None) -> Schedule:
     """The schedule under the algorithm's name. What its programs raise, which are made now, is said to."""
+    from flagcx.schedule.verify import verify
+
     schedule = _checked(made, schedule, size, root)
     if size <= VERIFIED_RANKS:
         try:

@@ -37,8 +37,8 @@ def _target(ours: str, peer: str, ranks: int, *ratios: float | None) -> Target:
 
 
 TARGETS = (
-    _target(OURS, "openmpi", 2, 0.7, 1.5, 1.5, 1.0, 3.0, 3.0),
-    _target(OURS, "openmpi", 4, 0.7, 1.3, 1.3, 0.85, 2.5, 2.5),
+    _target(OURS, "openmpi", 2, 0.8, 1.5, 1.5, 1.2, 3.0, 3.0),
+    _target(OURS, "openmpi", 4, 0.8, 2.5, 1.8, 1.1, 3.5, 2.5),
     _target(OURS_SYMMETRIC, "openmpi", 2, None, None, 5.0, 5.0, 5.0, 5.0),
     *(_target(OURS, "mpich", ranks, *6 * [1.2]) for ranks in (2, 4)),
     *(_target(OURS, "gloo", ranks, *6 * [5.0]) for ranks in (2, 4)),

@@ -24,6 +24,7 @@ NOT_ATTACHED = "the system does not let these processes read each other's memory
 _PIPELINE_NBYTES = 256 << 10
 _ATTACH_NBYTES = 128 << 10
 _TINY_NBYTES = 4 << 10
+_WORTH_SHARING_NBYTES = 1 << 20
 _ATTACH_REDUCE_NBYTES = 1 << 20
 
 
@@ -149,6 +150,8 @@ def choose_on_host(request: Request, attached: bool = True) -> Candidate:
             reason = "small: one exchange, each rank reads every rank's message"
             return Candidate(Algorithm.ONE_SHOT, reason=reason)
         reason = "large: each rank reduces one stripe in the shared memory"
+        if nbytes >= _WORTH_SHARING_NBYTES:
+            reason += "; arrays that come from comm.empty are not copied, which takes 0.3 to 0.6 of the time"
         return Candidate(Algorithm.TWO_SHOT, reason=reason)
     if collective == "barrier":
         return Candidate(Algorithm.DISSEMINATION, reason="fewest steps")

@@ -15,7 +15,7 @@ from flagcx.cost.model import Model
 from flagcx.selection.candidates import Request
 from flagcx.selection.device_rules import Capabilities, DeviceRules
 from flagcx.selection.explain import explain_call
-from flagcx.selection.rules import HostRules, MultiHostRules
+from flagcx.selection.rules import HostRules, MultiHostRules, choose_on_host
 from flagcx.selection.table import Fit, Point, Table, save_table
 from flagcx.topology import preset
 from tests.ranks import run_ranks
@@ -72,6 +72,12 @@ def test_why_candidates_are_not_possible_on_a_host():
     assert "does not let these processes" in _row(found, "one_shot (cross_memory)").obstacle
     assert found.rows[-1].obstacle and not found.rows[1].obstacle
     assert "cannot: needs ranks in groups" in str(found)
+
+
+def test_arrays_that_need_no_copy_are_offered_where_they_are_large():
+    for nbytes, offered in ((1 << 20, True), (64 << 20, True), ((1 << 20) - 4, False), (4096, False)):
+        assert ("comm.empty" in choose_on_host(Request("allreduce", nbytes, 4)).reason) == offered
+    assert "comm.empty" not in choose_on_host(Request("broadcast", 64 << 20, 4)).reason
 
 
 def test_measured_times_stand_beside_the_model_s():

@@ -115,7 +115,7 @@ def test_report_has_ratio_target_and_verdict(monkeypatch, capsys, tmp_path):
     assert run_main(monkeypatch, flagcx_us=10, arguments=["--json", path]) == 0
     output = capsys.readouterr().out
     row = next(line.split() for line in output.splitlines() if line.startswith("1 KiB") and "openmpi" in line)
-    assert row[-3:] == ["2.00", "0.7", "pass"]
+    assert row[-3:] == ["2.00", "0.8", "pass"]
     assert "gloo: missing: no network" in output
     assert "1 of 1 targets reached, 0 wrong elements" in output
     assert [json.loads(line)["implementation"] for line in path.read_text().splitlines()] == [

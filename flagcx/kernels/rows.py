@@ -26,7 +26,8 @@ from flagcx.kernels.epilogue import COLUMN, ELEMENT, ONE, ROW, Epilogue, Operand
 from flagcx.kernels.peer import WARP, PeerArgs, PeerKernel, PeerLayout
 from flagcx.kernels.peer_cuda import INTRINSICS
 from flagcx.kernels.peer_packets import SLOTS
-from flagcx.kernels.rows_cuda import ELEMENTS, EXCHANGED, LOCAL_ROWS, ROW_INTRINSICS
+from flagcx.kernels.rows_cuda import ELEMENTS, LOCAL_ROWS, ROW_INTRINSICS
+from flagcx.kernels.rows_exchange import EXCHANGED
 
 _PACK_NBYTES = 16
 

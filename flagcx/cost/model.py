@@ -15,7 +15,8 @@ from flagcx.cost.network import Network, over
 from flagcx.cost.simulate import Costs, Timed, Timing, lay
 from flagcx.errors import TopologyError
 from flagcx.schedule.collectives import COLLECTIVES
-from flagcx.schedule.traffic import Rounds, relabelled, rounds_of, staggered
+from flagcx.schedule.derived_traffic import grown, relabelled, staggered
+from flagcx.schedule.traffic import Rounds, rounds_of
 from flagcx.topology import Topology
 
 #: Grouped send and receive through NCCL, and one kernel for a step's local work, replayed as a CUDA graph.
@@ -31,6 +32,11 @@ DEVICE_COSTS = Costs(
     spread=(0.90, 1.15),
     channels=Channels(gb_per_s=20.0, reach=0.96),
 )
+
+
+#: The traffic of at least so many ranks is taken from that of few, where it grows evenly.
+_MANY = 512
+_FEW = (12, 13, 14)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +174,10 @@ def rounds(collective: str, candidate: Candidate, size: int, root: int | None = 
         plain = rounds(collective, replace(candidate, order=None), size, place)
         return relabelled(plain, candidate.order)
     schedule = candidate.build(collective, size, root)
+    if size >= _MANY and candidate.other is None and candidate.groups is None and root is None:
+        few = [rounds_of(candidate.build(collective, ranks)) for ranks in _FEW]
+        if (found := grown(few, schedule)) is not None:
+            return found
     if candidate.pieces > 1 and candidate.other is None and candidate.algorithm != "ring":
         one = rounds(collective, replace(candidate, pieces=1), size, root)
         found = staggered(one, schedule)

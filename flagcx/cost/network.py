@@ -35,6 +35,23 @@ class Flows:
     latency_us: np.ndarray
 
 
+class Column:
+    """A list of numbers that grows, also as an array.
+
+    Args:
+        values: The list.
+    """
+
+    def __init__(self, values: list[float]) -> None:
+        self._values, self._array = values, np.zeros(0)
+
+    def array(self) -> np.ndarray:
+        """The numbers, float64; not to be written to. It is made again only where the list has grown."""
+        if len(self._array) != len(self._values):
+            self._array = np.array(self._values, np.float64)
+        return self._array
+
+
 class Network:
     """Links between ranks.
 
@@ -55,7 +72,7 @@ class Network:
         bandwidths: list[float],
     ) -> None:
         self.size, self.find = size, find
-        self.names, self.kinds, self._bandwidths = names, kinds, bandwidths
+        self.names, self.kinds, self._bandwidths = names, kinds, Column(bandwidths)
 
     @property
     def links(self) -> int:
@@ -65,7 +82,7 @@ class Network:
     @property
     def bandwidth_gb_per_s(self) -> np.ndarray:
         """Of each link, float64 of shape (links,)."""
-        return np.array(self._bandwidths, np.float64)
+        return self._bandwidths.array()
 
 
 def uniform(size: int, latency_us: float, bandwidth_gb_per_s: float, *, ports: bool = False) -> Network:
@@ -158,6 +175,7 @@ class _TopologyRoutes:
         self.bandwidths: list[float] = []
         self.latencies: list[float] = []
         self.extra: list[float] = []
+        self._latency_column, self._extra_column = Column(self.latencies), Column(self.extra)
         self._numbers: dict[Edge, int] = {}
         self._columns: dict[tuple[int, int, int], np.ndarray] = {}
         self._middles: dict[tuple[int, int], tuple[str, ...]] = {}
@@ -206,8 +224,8 @@ class _TopologyRoutes:
         """The latencies of a route's links (parallel links count once), and the dearest kind's addition."""
         if not len(link):
             return np.zeros(len(first) - 1)
-        along = np.add.reduceat(np.array(self.latencies)[link] * share, first[:-1])
-        return along + np.maximum.reduceat(np.array(self.extra)[link], first[:-1])
+        along = np.add.reduceat(self._latency_column.array()[link] * share, first[:-1])
+        return along + np.maximum.reduceat(self._extra_column.array()[link], first[:-1])
 
     # -- within hosts
 

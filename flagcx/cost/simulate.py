@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from flagcx.cost.channels import Channels
-from flagcx.cost.network import Network
+from flagcx.cost.network import Flows, Network
 from flagcx.errors import ArgumentError
 from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.schedule.model import Schedule
@@ -164,7 +164,8 @@ class Timed:
     rounds: Rounds
     network: Network
     _levels: dict[tuple[int, ...], _Level] = field(default_factory=dict)
-    _flows: dict[int, tuple] = field(default_factory=dict)
+    _flows: dict[int, tuple[Flows, np.ndarray, np.ndarray]] = field(default_factory=dict)
+    _kept: list[int] = field(default_factory=lambda: [0])
 
     def time(self, nbytes: float, costs: Costs | None = None) -> Timing:
         """The time for a message.
@@ -191,30 +192,33 @@ class Timed:
         found = self._levels.get(key)
         if found is None:
             found = self._make_level(key)
-            if sum(len(level.traffic.source) for level in self._levels.values()) > _MOST_KEPT:
+            self._kept[0] += len(found.traffic.source)
+            if self._kept[0] > _MOST_KEPT:
                 self._levels.clear()
+                self._kept[0] = len(found.traffic.source)
             self._levels[key] = found
         return found
 
-    def _routed(self, number: int) -> tuple:
-        """The flows of one kind of traffic, and its load: chunks over each link."""
+    def _routed(self, number: int) -> tuple[Flows, np.ndarray, np.ndarray]:
+        """The flows of one kind of traffic, and its load: the links it goes over, and chunks over each."""
         if number not in self._flows:
             kind = self.rounds.kinds[number]
             flows = self.network.find(kind.source, kind.target)
             carried = np.repeat(kind.chunks, np.diff(flows.first)) * flows.share
-            self._flows[number] = flows, np.bincount(flows.link, carried, self.network.links)
+            used, place = np.unique(flows.link, return_inverse=True)
+            self._flows[number] = flows, used, np.bincount(place.ravel(), carried, len(used))
         return self._flows[number]
 
     def _make_level(self, key: tuple[int, ...]) -> _Level:
         traffic = _together([self.rounds.kinds[number] for number in key])
         routed = [self._routed(number) for number in key]
         load = np.zeros(self.network.links)
-        for _, part in routed:
-            load[: len(part)] += part
+        for _, used, carried in routed:
+            load[used] += carried
         per_chunk = load / (self.network.bandwidth_gb_per_s * 1000)
         units = [
             np.maximum.reduceat(per_chunk[flows.link], flows.first[:-1]) if len(flows.link) else np.zeros(0)
-            for flows, _ in routed
+            for flows, _, _ in routed
         ]
         ends = np.concatenate([traffic.source, traffic.target])
         order = np.argsort(ends, kind="stable")
@@ -225,7 +229,7 @@ class Timed:
             peers = codes // self.rounds.size
             pair = pair if len(codes) < len(pair) else None
         sends = np.maximum(np.bincount(peers, minlength=self.rounds.size)[ranks] - 1, 0)
-        latency_us = np.concatenate([flows.latency_us for flows, _ in routed])
+        latency_us = np.concatenate([flows.latency_us for flows, _, _ in routed])
         return _Level(traffic, latency_us, np.concatenate(units), load, order, starts, ranks, sends, pair)
 
 

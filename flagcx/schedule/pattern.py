@@ -317,6 +317,11 @@ class _ChunkPlaces:
     ) -> Span:
         """The one span where the transfer's chunks lie once ``copies`` are made."""
         chunks = range(transfer.start, transfer.stop)
+        if not pins or pins.keys().isdisjoint(chunks):
+            places = [self._now(chunk) for chunk in chunks]
+            lying = None if None in places else _together(places)  # type: ignore[arg-type]
+            if lying is not None:
+                return lying
         span = self._span(chunks, pins) or Span(Buffer.SCRATCH, transfer.start, transfer.stop)
         for chunk, index in zip(chunks, range(span.start, span.stop), strict=True):
             now, then = self._now(chunk), (span.buffer, index)

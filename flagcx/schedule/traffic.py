@@ -2,8 +2,9 @@
 
 The steps of an aligned schedule are levels that all ranks count alike. The traffic of a level is kept as
 arrays, and levels of the same traffic share one of them: a ring of 16,384 ranks has 32,766 levels of two
-kinds. Where there are too many programs to make, those that are alike but for the numbers of their ranks are
-recognised: in a ring, all; in a hierarchy, those of the same place in their groups.
+kinds. Ranks that are alike but for the numbers of their peers are recognised, and the program of one of them
+is made: in a ring, of all; in a hierarchy, of those of the same place in their groups; in a tree, of those
+that stand alike in it. A ring of very many ranks is taken from those of few, whose levels are the same.
 
 Every chunk counts alike here; on a machine, chunks of a message differ by an element at most. All that a rank
 sends to one peer on one level is one message here, even where it lies in several places.
@@ -15,21 +16,23 @@ a sum once, writes every sum once, and leaves out copies to where a call in plac
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import groupby
 
 import numpy as np
 
 from flagcx.errors import ScheduleError
-from flagcx.schedule.collectives import COLLECTIVES
+from flagcx.schedule.collectives import COLLECTIVES, Collective
 from flagcx.schedule.lower import levels
 from flagcx.schedule.model import Buffer, Copy, RecvReduce, Reduce, Schedule, Send, Span, Step
 from flagcx.schedule.pattern import Pattern
 
 #: All programs are made where they name no more chunks than this together.
-MOST_CHUNKS = 3_000_000
+MOST_CHUNKS = 20_000
+#: The transfers of all ranks are listed where they name no more chunks than this.
+_MOST_LISTED = 100_000_000
 _MOST_PERIODS = 24
 _LONGEST_PERIOD = 1024
 
@@ -78,7 +81,7 @@ class Rounds:
     chunks: int
     kinds: tuple[LevelTraffic, ...]
     runs: tuple[tuple[tuple[int, ...], int], ...]
-    sides: Callable[[int], list[_Side]]
+    sides: Callable[[int], list[Side]]
 
     @property
     def steps(self) -> int:
@@ -87,10 +90,12 @@ class Rounds:
 
     def sent_chunks(self) -> np.ndarray:
         """Chunks that each rank sends, int64 of shape (size,)."""
-        total = np.zeros(self.size, np.int64)
+        total, levels = np.zeros(self.size, np.int64), Counter[int]()
         for key, count in self.runs:
             for number in key:
-                np.add.at(total, self.kinds[number].source, self.kinds[number].chunks * count)
+                levels[number] += count
+        for number, count in levels.items():
+            np.add.at(total, self.kinds[number].source, self.kinds[number].chunks * count)
         return total
 
 
@@ -104,15 +109,13 @@ def sent_chunks(schedule: Schedule, rank: int) -> int:
 
 # -- one rank's side of a level
 
-_Side = tuple[tuple, tuple, int, int, int]
+Side = tuple[tuple, tuple, int, int, int]
 """(offset of the peer, chunks) of all sends, and of all receives; chunks reduced, copied and touched."""
-_NOTHING: _Side = ((), (), 0, 0, 0)
+NOTHING: Side = ((), (), 0, 0, 0)
 _Shift = tuple[int, int] | None
 
 
-def _side(step: Step, rank: int, size: int, shift: _Shift) -> _Side:
-    if not step.transfers and not step.local:
-        return _NOTHING
+def _side(step: Step, rank: int, size: int, shift: _Shift) -> Side:
     sent: Counter[int] = Counter()
     received: Counter[int] = Counter()
     reduced = copied = 0
@@ -157,11 +160,14 @@ def _lies_there(copy: Copy, shift: _Shift) -> bool:
     return across and shift is not None and copy.src.start - shift[0] == copy.dst.start - shift[1]
 
 
-def _sides(schedule: Schedule, rank: int) -> list[_Side]:
+def sides_of(schedule: Schedule, rank: int) -> list[Side]:
     size = schedule.size
     kind = COLLECTIVES[schedule.collective]
     shift = kind.in_place_shift(rank, size, schedule.chunks, schedule.root)
-    return [_side(step, rank, size, shift) for step in schedule.program(rank).steps]
+    return [
+        _side(step, rank, size, shift) if step.transfers or step.local else NOTHING
+        for step in schedule.program(rank).steps
+    ]
 
 
 def rounds_of(schedule: Schedule) -> Rounds:
@@ -169,9 +175,9 @@ def rounds_of(schedule: Schedule) -> Rounds:
 
     Args:
         schedule: Any schedule. One that is not aligned is put on levels first, for which all of its
-            programs are made. Of an aligned one whose programs are very long, programs are made only of one
-            rank of each kind that a rotation of the ranks makes alike, and of a few more to check that;
-            where no such rotation is found, of all ranks.
+            programs are made. Of an aligned one, programs are made of one rank of each kind: of those that
+            have the same transfers with peers as far away, or that a rotation of the ranks makes alike,
+            with a few more to check that.
 
     Raises:
         ScheduleError: A send has no matching receive on its level, or the schedule cannot run.
@@ -182,15 +188,54 @@ def rounds_of(schedule: Schedule) -> Rounds:
         14
     """
     schedule = levels(schedule)
-    made = lru_cache(maxsize=None)(partial(_sides, schedule))
-    named = sum(chunks for sent, received, *_ in made(0) for _, chunks in (*sent, *received))
-    period = schedule.size
-    if named * schedule.size > MOST_CHUNKS:
-        period = _period(schedule.size, made) or schedule.size
-    return _assemble(schedule, [made(rank) for rank in range(period)])
+    return _assemble(schedule, _classes(schedule))
 
 
-def _period(size: int, sides: Callable[[int], list[_Side]]) -> int | None:
+@dataclass(frozen=True, slots=True, eq=False)
+class _Class:
+    """Ranks that do the same but for the numbers of their peers, and their side of every level."""
+
+    ranks: np.ndarray
+    sides: list[Side]
+
+
+def _classes(schedule: Schedule) -> list[_Class]:
+    """All ranks, those that are alike together."""
+    size = schedule.size
+    made = lru_cache(maxsize=None)(partial(sides_of, schedule))
+    kind, pattern = COLLECTIVES[schedule.collective], schedule.make
+    named = size * _named(schedule)
+    if named > MOST_CHUNKS:
+        period = _period(size, made)
+        if period is not None:
+            return [_Class(np.arange(rank, size, period), made(rank)) for rank in range(period)]
+    if isinstance(pattern, Pattern) and not kind.blocks and named <= _MOST_LISTED:
+        alike: dict[tuple, list[int]] = {}
+        for rank in range(size):
+            alike.setdefault(_signature(pattern, kind, rank), []).append(rank)
+        return [_Class(np.array(ranks, np.int64), made(ranks[0])) for ranks in alike.values()]
+    return [_Class(np.array([rank], np.int64), made(rank)) for rank in range(size)]
+
+
+def _named(schedule: Schedule) -> int:
+    """Chunks that rank 0 sends and receives."""
+    if isinstance(schedule.make, Pattern):
+        return sum(t.stop - t.start for t in schedule.make.transfers(0))
+    sides = sides_of(schedule, 0)
+    return sum(chunks for sent, received, *_ in sides for _, chunks in (*sent, *received))
+
+
+def _signature(pattern: Pattern, kind: Collective, rank: int) -> tuple:
+    """Equal for ranks that do the same, where all have the whole message or none of it."""
+    size, root = pattern.size, pattern.root
+    transfers = tuple(
+        (kind, now, (peer - rank) % size, start, stop)
+        for kind, now, peer, start, stop in pattern.transfers(rank)
+    )
+    return kind.has_input(rank, root), kind.has_output(rank, root), transfers
+
+
+def _period(size: int, sides: Callable[[int], list[Side]]) -> int | None:
     """The least p such that ranks r and r + p do the same but for the numbers of their peers."""
     divisors = [d for d in range(1, min(size // 2, _LONGEST_PERIOD) + 1) if size % d == 0]
     for period in divisors[:_MOST_PERIODS]:
@@ -200,139 +245,80 @@ def _period(size: int, sides: Callable[[int], list[_Side]]) -> int | None:
     return None
 
 
-def _assemble(schedule: Schedule, base: list[list[_Side]]) -> Rounds:
-    """Levels of all ranks from those of ranks 0 to p - 1, which repeat every p ranks."""
-    if len({len(sides) for sides in base}) > 1:
+def _assemble(schedule: Schedule, classes: Sequence[_Class]) -> Rounds:
+    """The levels of all ranks."""
+    if len({len(one.sides) for one in classes}) > 1:
         raise ScheduleError(
             f"{schedule.algorithm}: the schedule says that it is aligned, but its programs differ in length"
         )
+    active: list[list[tuple[int, Side]]] = [[] for _ in classes[0].sides]
+    for number, one in enumerate(classes):
+        for level, side in enumerate(one.sides):
+            if side is not NOTHING:
+                active[level].append((number, side))
     numbers: dict[tuple, int] = {}
-    keys = []
-    for number, level in enumerate(zip(*base, strict=True)):
-        if level not in numbers:
-            _check(level, schedule.size, number, schedule.algorithm)
-            numbers[level] = len(numbers)
-        keys.append((numbers[level],))
-    kinds = tuple(_expand(level, schedule.size) for level in numbers)
+    kinds, keys = [], []
+    for number, found in enumerate(active):
+        same = tuple(found)
+        if same not in numbers:
+            numbers[same] = len(numbers)
+            kinds.append(_expand([(classes[place].ranks, side) for place, side in same], schedule, number))
+        keys.append((numbers[same],))
     facts = (schedule.collective, schedule.algorithm, schedule.size, schedule.chunks)
-    return Rounds(*facts, kinds, _runs(keys), partial(_sides, schedule))
+    return Rounds(*facts, tuple(kinds), runs_of(keys), partial(sides_of, schedule))
 
 
-def _runs(keys: Iterable[tuple[int, ...]]) -> tuple[tuple[tuple[int, ...], int], ...]:
+def runs_of(keys: Iterable[tuple[int, ...]]) -> tuple[tuple[tuple[int, ...], int], ...]:
     return tuple((key, sum(1 for _ in same)) for key, same in groupby(keys))
 
 
-def _check(level: tuple[_Side, ...], size: int, number: int, algorithm: str) -> None:
-    period = len(level)
-    sent = [(r, off, n) for r, side in enumerate(level) for off, n in side[0]]
-    received = [((r + off) % period, -off % size, n) for r, side in enumerate(level) for off, n in side[1]]
-    if sorted(sent) != sorted(received):
+def _expand(level: Sequence[tuple[np.ndarray, Side]], schedule: Schedule, number: int) -> LevelTraffic:
+    """The traffic of a level, by its classes of ranks.
+
+    Raises:
+        ScheduleError: A send has no matching receive.
+    """
+    size = schedule.size
+    sent = _ends([(ranks, side[0]) for ranks, side in level], size)
+    received = _ends([(ranks, side[1]) for ranks, side in level], size)
+    source, target, chunks = sent
+    here, there = _order(source, target, chunks), _order(received[1], received[0], received[2])
+    matched = len(source) == len(received[0]) and all(
+        np.array_equal(mine[here], other[there])
+        for mine, other in zip(sent, (received[1], received[0], received[2]), strict=True)
+    )
+    if not matched:
         raise ScheduleError(
-            f"{algorithm}, step {number}: its sends and receives do not match; verify() names them",
+            f"{schedule.algorithm}, step {number}: its sends and receives do not match; verify() names them",
             step=number,
         )
-
-
-def _expand(level: tuple[_Side, ...], size: int) -> LevelTraffic:
-    sent = [(r, off, n) for r, side in enumerate(level) for off, n in side[0]]
-    work = [(r, *side[2:]) for r, side in enumerate(level) if side[2] or side[3]]
-    turns = np.arange(0, size, len(level), dtype=np.int64)[:, None]
-    ranks, offsets, chunks = _columns(sent, 3)
-    worker, *counts = _columns(work, 4)
-    source = (ranks + turns).ravel()
-    return LevelTraffic(
-        source,
-        (source + np.tile(offsets, len(turns))) % size,
-        np.tile(chunks, len(turns)),
-        (worker + turns).ravel(),
-        *(np.tile(column, len(turns)) for column in counts),
-    )
-
-
-def _columns(rows: Sequence[tuple[int, ...]], width: int) -> Iterator[np.ndarray]:
-    return iter(np.array(rows, np.int64).reshape(-1, width).T)
-
-
-def relabelled(one: Rounds, order: Sequence[int]) -> Rounds:
-    """The traffic where rank ``order[i]`` does what rank i does here, of a collective without blocks."""
-    ranks, size = np.asarray(order, np.int64), one.size
-    place = np.argsort(ranks)
-
-    def moved(rank: int, ends: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
-        at = int(place[rank])
-        peers = ((int(ranks[(at + offset) % size] - rank) % size, chunks) for offset, chunks in ends)
-        return tuple(sorted(peers))
-
-    def sides(rank: int) -> list[_Side]:
-        own = one.sides(int(place[rank]))
-        return [(moved(rank, side[0]), moved(rank, side[1]), side[2], side[3], side[4]) for side in own]
-
-    kinds = (
-        replace(kind, source=ranks[kind.source], target=ranks[kind.target], worker=ranks[kind.worker])
-        for kind in one.kinds
-    )
-    return replace(one, kinds=tuple(kinds), sides=sides)
-
-
-# -- pieces that follow each other
-
-
-def staggered(one: Rounds, schedule: Schedule) -> Rounds | None:
-    """The traffic of a pipelined schedule from that of the same with one piece.
-
-    In a tree or chain each piece does what the one before it did, one level later. So its levels are those of
-    one piece, laid over each other; that is checked on some ranks.
-
-    Args:
-        one: The traffic for one piece.
-        schedule: The same algorithm and ranks with any number of pieces.
-
-    Returns:
-        The traffic, or None where the pieces of ``schedule`` do not follow each other like that.
-    """
-    pieces, rest = divmod(schedule.chunks, one.chunks)
-    keys = [key for key, count in one.runs for _ in range(count)]
-    if rest or not schedule.aligned or schedule.size != one.size:
-        return None
-    total, size = len(keys) + pieces - 1, one.size
-    probes = sorted({0, 1, 2, size // 3, size // 2, size - 2, size - 1} & set(range(size)))
-    for rank in probes:
-        got = _sides(schedule, rank)
-        if len(got) != total or got != _overlaid(one.sides(rank), pieces):
-            return None
-    merged = []
-    for level in range(total):
-        parts = range(max(0, level - pieces + 1), min(level + 1, len(keys)))
-        merged.append(tuple(sorted(number for part in parts for number in keys[part])))
-    return replace(
-        one,
-        algorithm=schedule.algorithm,
-        chunks=schedule.chunks,
-        runs=_runs(merged),
-        sides=partial(_sides, schedule),
-    )
-
-
-def _joined(sides: Sequence[_Side]) -> _Side:
-    """The sides of levels that happen at once, as one."""
-    sent: Counter[int] = Counter()
-    received: Counter[int] = Counter()
-    for side in sides:
-        for offset, chunks in side[0]:
-            sent[offset] += chunks
-        for offset, chunks in side[1]:
-            received[offset] += chunks
-    return (
-        tuple(sorted(sent.items())),
-        tuple(sorted(received.items())),
-        sum(side[2] for side in sides),
-        sum(side[3] for side in sides),
-        sum(side[4] for side in sides),
-    )
-
-
-def _overlaid(sides: Sequence[_Side], pieces: int) -> list[_Side]:
-    return [
-        _joined(sides[max(0, level - pieces + 1) : min(level + 1, len(sides))])
-        for level in range(len(sides) + pieces - 1)
+    busy = [(ranks, side[2:]) for ranks, side in level if side[2] or side[3]]
+    worker = _joined_ranks([ranks for ranks, _ in busy])
+    counts = [
+        np.repeat(np.array([work[place] for _, work in busy], np.int64), [len(ranks) for ranks, _ in busy])
+        for place in range(3)
     ]
+    by_rank = np.argsort(worker, kind="stable")
+    return LevelTraffic(
+        source[here], target[here], chunks[here], worker[by_rank], *(column[by_rank] for column in counts)
+    )
+
+
+def _ends(
+    sides: Sequence[tuple[np.ndarray, tuple[tuple[int, int], ...]]], size: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The rank, the peer and the chunks of each send (or receive) of a level."""
+    parts = [(ranks, offset, chunks) for ranks, ends in sides for offset, chunks in ends]
+    rank = _joined_ranks([ranks for ranks, _, _ in parts])
+    lengths = [len(ranks) for ranks, _, _ in parts]
+    offset = np.repeat(np.array([offset for _, offset, _ in parts], np.int64), lengths)
+    chunks = np.repeat(np.array([chunks for _, _, chunks in parts], np.int64), lengths)
+    return rank, (rank + offset) % size, chunks
+
+
+def _joined_ranks(parts: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
+
+def _order(source: np.ndarray, target: np.ndarray, chunks: np.ndarray) -> np.ndarray:
+    return np.lexsort((chunks, target, source))

@@ -12,7 +12,8 @@ from flagcx.cost.channels import Channels
 from flagcx.cost.network import uniform
 from flagcx.cost.simulate import Costs, lay
 from flagcx.errors import ArgumentError
-from flagcx.schedule.traffic import rounds_of, staggered
+from flagcx.schedule.derived_traffic import staggered
+from flagcx.schedule.traffic import rounds_of
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 PLAIN = Channels(gb_per_s=10.0, start_nbytes=1)

@@ -17,9 +17,10 @@ from flagcx.cost.simulate import Costs, lay
 from flagcx.errors import ArgumentError, ScheduleError, TopologyError
 from flagcx.schedule import traffic as rounds_module
 from flagcx.schedule.collectives import COLLECTIVES
+from flagcx.schedule.derived_traffic import staggered
 from flagcx.schedule.messages import match_messages
 from flagcx.schedule.model import Buffer, Program, Recv, RecvReduce, Reduce, Schedule, Send, Step, span_of
-from flagcx.schedule.traffic import rounds_of, staggered
+from flagcx.schedule.traffic import rounds_of
 from flagcx.topology import LinkKind, cluster, preset
 from flagcx.topology.routes import Routes
 from tests.ranges import exhaustive
@@ -384,3 +385,41 @@ def test_traffic_along_an_order_is_that_of_the_ordered_schedule():
         assert [quick.sides(rank) for rank in range(7)] == [made.sides(rank) for rank in range(7)]
         network = uniform(7, 1.0, 10.0)
         assert lay(quick, network).time(7000).time_us == pytest.approx(lay(made, network).time(7000).time_us)
+
+
+@pytest.mark.parametrize("collective", ["allreduce", "allgather", "reduce_scatter"])
+def test_rings_of_many_ranks_are_taken_from_those_of_few(collective, monkeypatch):
+    from flagcx.algorithms.candidate import Candidate
+    from flagcx.cost import model
+
+    def few_only(schedule):
+        assert schedule.size < 16, "the programs of many ranks are made"
+        return rounds_of(schedule)
+
+    monkeypatch.setattr(model, "_MANY", 16)
+    monkeypatch.setattr(model, "rounds_of", few_only)
+    for pieces in (1, 2):
+        ring = Candidate("ring", pieces)
+        made, quick = rounds_of(ring.build(collective, 23)), model.rounds(collective, ring, 23)
+        assert quick.runs == made.runs and quick.chunks == made.chunks
+        for one, other in zip(quick.kinds, made.kinds, strict=True):
+            for name in ("source", "target", "chunks", "worker", "reduced", "copied", "touched"):
+                assert getattr(one, name).tolist() == getattr(other, name).tolist(), name
+
+
+def test_what_does_not_grow_evenly_is_made_in_full():
+    from flagcx.schedule.derived_traffic import grown
+
+    for entry in catalogue():
+        if not entry.rooted and entry.algorithm != "ring" and entry.allows(17):
+            few = [rounds_of(entry.make(ranks)) for ranks in (12, 13, 14)]
+            assert grown(few, entry.make(17)) is None, entry.algorithm
+
+
+def test_ranks_that_stand_alike_in_a_tree_are_made_once():
+    whole, made = counting(build("allreduce", "double_binary_tree", 64))
+    assert len(rounds_of(whole).kinds) > 5 and len(set(made)) == 64, (
+        "only a pattern's transfers can be compared"
+    )
+    pattern = build("allreduce", "double_binary_tree", 512)
+    assert len(rounds_module._classes(pattern)) < 64

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flagcx._launch.failure import Exit, is_consequence, name_ranks
@@ -327,7 +327,10 @@ class Ranks:
             for ended in own + told
             if ended.rank not in blaming and not is_consequence(self.tails[ended.rank].traceback())
         ]
-        return next(iter(causes + own + failed), None)
+        first = next(iter(causes + own + failed), None)
+        if first in told and first.code in (-signal.SIGTERM, -signal.SIGKILL):
+            return replace(first, code=1)  # an exception ended it, but for a thread that went on
+        return first
 
 
 def _open_pidfd(pid: int) -> int | None:

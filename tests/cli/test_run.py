@@ -103,6 +103,21 @@ def test_exit_codes(script, body, code, words):
         assert re.search(f"rank 0 of 2 failed first: {words}", done.stderr)
 
 
+def test_an_exception_beside_a_thread_that_goes_on_is_what_ends_the_job(script):
+    body = """
+    import threading
+    import flagcx as fc
+    comm = fc.init()
+    if comm.rank == 1:
+        threading.Thread(target=time.sleep, args=(50,)).start()
+        raise KeyError("mine")
+    comm.barrier()
+    """
+    done = flagcx_run("-n", "2", script(body))
+    assert done.returncode == 1
+    assert re.search(r"rank 1 of 2 failed first: exit code 1.*KeyError: 'mine'", done.stderr, re.DOTALL)
+
+
 def test_a_rank_killed_before_init_is_told_to_the_others(script):
     body = """
     if environment()["FLAGCX_RANK"] == "1":

@@ -41,6 +41,9 @@ from flagcx.errors import ArgumentError
 class Feedback:
     """Error feedback for any codec: a slot of memory for each array that is compressed.
 
+    A slot keeps residual and momentum twice, as they are and as they were before the last call: a call whose
+    result has infinity or NaN leaves them as they were, and ``undo`` does so after any.
+
     Args:
         codec: A codec, or its name.
         momentum: Momentum correction: each rank adds momentum to its gradients *before* they are compressed;

@@ -29,7 +29,8 @@ def ddp_hook(
 
     The process group need not be enhanced. The part of a bucket that compression loses is added to its next
     gradients (error feedback), unless ``residual`` is False. A step with infinity or NaN in one bucket on any
-    rank, which a GradScaler skips, leaves the error feedback of all buckets as it was.
+    rank, which a GradScaler skips, leaves the error feedback of all buckets as it was. The part that was lost
+    keeps the scale of its step, so a scaler should change its scale seldom.
 
     Args:
         compression: Name of a codec, such as "fp16", "int8", "topk" or "powersgd", a codec with its

@@ -80,7 +80,7 @@ def test_the_peers_memory_where_nvlink_joins_all():
 
 
 def test_why_the_peers_memory_is_not_offered():
-    rows = {row.name: row for row in explain("broadcast", 4096, 4, preset("dgx-h200")).rows}
+    rows = {row.name: row for row in explain("gather", 4096, 4, preset("dgx-h200")).rows}
     assert rows["direct (peer_packets)"].obstacle == "no packets carry this"
     over_pcie = explain("allreduce", 4096, 4, preset("4xpcie")).rows
     assert "is known on the machine alone" in next(r for r in over_pcie if r.protocol).obstacle

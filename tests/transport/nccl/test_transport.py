@@ -41,6 +41,7 @@ def transport(fake) -> NcclTransport:
     made._plans = set()
     made.below = Below()
     made._communicator = made.peers = made._watchdog = made._scratch = made.below
+    made._to_self = SimpleNamespace(close=lambda: None)
     return made
 
 

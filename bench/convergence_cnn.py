@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -60,6 +62,8 @@ def train(
 def _join(comm: Any) -> None:
     """Makes torch's process group of the ranks."""
     folder = comm.broadcast_object(tempfile.mkdtemp() if comm.rank == 0 else None)
+    if comm.rank == 0:
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
     address = (Path(folder) / "store").as_uri()
     dist.init_process_group("gloo", init_method=address, rank=comm.rank, world_size=comm.size)
 

@@ -43,7 +43,7 @@ def run_mpi(
     module: str,
     *args: str,
     settings: dict[str, str] | None = None,
-    timeout_s: float = 90,
+    timeout_s: float = 180,
     options: tuple[str, ...] = (),
 ) -> tuple[int, str]:
     """Runs ``python -m MODULE ARGS`` on every rank; the exit code of mpirun, and what the ranks printed.

@@ -97,7 +97,7 @@ def line(process: subprocess.Popen) -> str:
     return process.stdout.readline().rstrip("\n")
 
 
-def rest(process: subprocess.Popen, timeout_s: float = 20) -> str:
+def rest(process: subprocess.Popen, timeout_s: float = 60) -> str:
     """All that a process still prints until it ends; one that takes too long is killed."""
     killer = threading.Timer(timeout_s, process.kill)
     killer.start()
@@ -109,7 +109,7 @@ def rest(process: subprocess.Popen, timeout_s: float = 20) -> str:
     return text
 
 
-def wait_until(holds: Callable[[], bool], timeout_s: float = 10) -> None:
+def wait_until(holds: Callable[[], bool], timeout_s: float = 30) -> None:
     """Waits until a condition holds; fails if it does not come to hold."""
     deadline = time.monotonic() + timeout_s
     while not holds():

@@ -22,7 +22,7 @@ def flagcx_run(*arguments, stdin="", **changes):
         input=stdin,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
     )
 

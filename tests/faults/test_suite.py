@@ -35,7 +35,7 @@ def inject(logs: Path, *arguments: str, timeout_s: float) -> str:
 @pytest.mark.slow
 def test_a_few_faults(tmp_path):
     inject(
-        tmp_path, "--faults", "24", "--transport", "shared memory", "--transport", "threads", timeout_s=240
+        tmp_path, "--faults", "18", "--transport", "shared memory", "--transport", "threads", timeout_s=240
     )
 
 

@@ -20,14 +20,23 @@ NAMES = [*CALLS, *(check.__name__ for check in jobs.CHECKS)]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory):
-    """``found(job, ranks)``: what each rank found, by check. A job runs once for all tests that ask."""
+    """``found(job, ranks)``: what each rank found, by check. A job runs or fails once for all that ask."""
 
     @lru_cache
-    def run(job: str, ranks: int) -> list[dict[str, list[str]]]:
+    def run(job: str, ranks: int) -> list[dict[str, list[str]]] | AssertionError:
         path = tmp_path_factory.mktemp("store") / Path(job).name
-        return run_ranks(getattr(jobs, job), ranks, str(path))
+        try:
+            return run_ranks(getattr(jobs, job), ranks, str(path), timeout_s=300)
+        except AssertionError as error:
+            return error
 
-    return run
+    def found(job: str, ranks: int) -> list[dict[str, list[str]]]:
+        result = run(job, ranks)
+        if isinstance(result, AssertionError):
+            raise result
+        return result
+
+    return found
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from tests.mpi import ROOT, run_mpi
 from tests.ranges import exhaustive
 
 
-def run(size: int, name: str, timeout_s: float = 90) -> tuple[int, str]:
+def run(size: int, name: str, timeout_s: float = 180) -> tuple[int, str]:
     """Runs a job of ``mpi_jobs`` on two hosts; its exit code and what it printed."""
     with tempfile.TemporaryDirectory() as directory:
         return run_mpi(size, "tests.transport.mpi_jobs", name, directory, timeout_s=timeout_s)

@@ -280,6 +280,7 @@ def test_a_slot_remembers_one_array():
     feedback = Feedback("int8")
     assert feedback["a"] is feedback["a"] is not feedback["b"]
     feedback["a"].begin(np.zeros(10, np.float32))
+    feedback["a"].end(np.zeros(10, np.float32))
     with pytest.raises(
         ArgumentError, match=r"slot 'a' .* remembers an array of 10 elements, and got one of 11"
     ):
@@ -290,7 +291,7 @@ def test_a_slot_remembers_one_array():
         ArgumentError, match="shapes of slot 'c' have 12 elements together, but its array has 13"
     ):
         feedback.slot("c", [(3, 4)]).begin(np.zeros(13, np.float32))
-    with pytest.raises(ArgumentError, match="momentum=1 must be from 0 to below 1"):
+    with pytest.raises(ArgumentError, match="momentum=1 must be a number from 0 to below 1"):
         Feedback("int8", momentum=1)
 
 

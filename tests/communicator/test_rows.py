@@ -41,6 +41,16 @@ def _norms(dtype, last: float) -> None:
     assert np.array_equal(out, got) and np.array_equal(apart, kept) and np.array_equal(given, residual)
     assert comm.allreduce_rmsnorm(x, residual.copy(), weight, 1e-5, out=x) is x
     assert np.array_equal(x, got)
+    for _ in range(2):  # the second goes straight to the plan of the first
+        out, again = np.zeros_like(got), residual.copy()
+        given = data(comm.rank, shape, dtype)
+        assert comm.allreduce_rmsnorm(given, again, weight, 1e-5, out=out) is out
+        assert np.array_equal(out, got) and np.array_equal(again, kept)
+    with pytest.raises(fc.ArrayError, match="x and residual_out overlap"):
+        comm.allreduce_rmsnorm(given, given, weight, 1e-5, out=out)
+    out.flags.writeable = False
+    with pytest.raises(fc.ArrayError, match="out is read-only"):
+        comm.allreduce_rmsnorm(given, again, weight, 1e-5, out=out)
     every = comm.allgather_object((got.tobytes(), kept.tobytes()))
     assert len(set(every)) == 1, "other bits on another rank"
 

@@ -52,8 +52,10 @@ def _as_on_a_fresh_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator
     serve all tests. At the end no other process may live, and no file be left.
     """
     state = tmp_path_factory.mktemp("state")
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in what a script starts in the background
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGQUIT: signal.SIG_DFL}
+    for number, handler in usual.items():
+        if signal.getsignal(number) is signal.SIG_IGN:  # as in what a script starts in the background
+            signal.signal(number, handler)
     with tempfile.TemporaryDirectory(prefix="fx") as place, pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", place)
         for name in ("TMPDIR", "OMPI_MCA_btl_sm_backing_directory"):

@@ -31,7 +31,7 @@ CONSEQUENCES = (AbortedError, CommunicationError, PeerDiedError, PeerTimeoutErro
 
 
 def run_ranks(
-    function: Callable[..., Any], ranks: int, *args: Any, timeout_s: float = 120, fresh: bool = False
+    function: Callable[..., Any], ranks: int, *args: Any, timeout_s: float = 300, fresh: bool = False
 ) -> list[Any]:
     """Calls ``function(*args)`` on every rank; raises the first rank's error.
 

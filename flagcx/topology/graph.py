@@ -147,6 +147,7 @@ class Graph:
         self._adjacency: dict[str, dict[str, Link]] = {id: {} for id in self._devices}
         for link in links:
             self._add(link)
+        self._switches_of: dict[str, dict[str, Link]] = {}
         self._name = name
         self._notes = tuple(notes)
         numbers = [device.index for device in self.devices(DeviceKind.GPU)]
@@ -245,6 +246,18 @@ class Graph:
     def links_of(self, id: str) -> Mapping[str, Link]:
         """The links of a device, by the id at their other end."""
         return self._adjacency[id]
+
+    def nvswitches_of(self, id: str) -> Mapping[str, Link]:
+        """The links of a device to NVSwitches, by the id of the switch."""
+        found = self._switches_of.get(id)
+        if found is None:
+            found = {
+                other: link
+                for other, link in self._adjacency[id].items()
+                if link.kind.is_gpu_fabric and self._devices[other].kind is DeviceKind.NVSWITCH
+            }
+            self._switches_of[id] = found
+        return found
 
     def link(self, a: str, b: str) -> Link | None:
         """The link between two devices, or None."""

@@ -138,10 +138,11 @@ def _distinct(topology: Graph, routes: Mapping[tuple[int, int], Route]) -> tuple
     """The edges of some routes; of those whose load over capacity is the same for every route the first."""
     loads: dict[Edge, list[tuple[tuple[int, int], float]]] = {}
     for pair, route in routes.items():
-        for (a, b), share in route:
-            relative = share / topology.links_of(a)[b].bandwidth_gb_per_s
-            loads.setdefault((a, b), []).append((pair, float(f"{relative:.9g}")))
+        for edge, share in route:
+            loads.setdefault(edge, []).append((pair, share))
     first: dict[tuple, Edge] = {}
-    for edge, used in loads.items():
-        first.setdefault(tuple(used), edge)
+    for (a, b), used in loads.items():
+        capacity = topology.links_of(a)[b].bandwidth_gb_per_s
+        alike = {share: float(f"{share / capacity:.9g}") for _, share in used}
+        first.setdefault(tuple((pair, alike[share]) for pair, share in used), (a, b))
     return tuple(first.values())

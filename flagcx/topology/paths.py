@@ -87,23 +87,14 @@ def fabric_links(topology: Graph, a: str, b: str) -> list[tuple[Link, ...]]:
     direct = topology.link(a, b)
     if direct is not None and direct.kind.is_gpu_fabric:
         return [(direct,)]
-    near, far = _nvswitches(topology, a), _nvswitches(topology, b)
+    near, far = topology.nvswitches_of(a), topology.nvswitches_of(b)
     through_one: list[tuple[Link, ...]] = [(link, far[id]) for id, link in near.items() if id in far]
     return through_one or [
         (link, between, far[id])
         for middle, link in near.items()
-        for id, between in _nvswitches(topology, middle).items()
+        for id, between in topology.nvswitches_of(middle).items()
         if id in far
     ]
-
-
-def _nvswitches(topology: Graph, id: str) -> dict[str, Link]:
-    """The NVSwitches that a device has links to, with the links."""
-    return {
-        other: link
-        for other, link in topology.links_of(id).items()
-        if link.kind.is_gpu_fabric and topology.device(other).kind is DeviceKind.NVSWITCH
-    }
 
 
 def pcie_path(topology: Graph, a: str, b: str) -> list[str] | None:

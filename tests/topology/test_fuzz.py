@@ -8,11 +8,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flagcx.errors import TopologyError
-from flagcx.topology import Topology, make_plan, matrix, nccl_xml, nccl_xml_write, nvidia_smi
-from tests.topology.machines import FIXTURES
+from flagcx.topology import (
+    Topology,
+    make_plan,
+    matrix,
+    nccl_xml,
+    nccl_xml_write,
+    nvidia_smi,
+)
+from tests.topology.mutants import TEXT, XML, mangled, read_mutants
 
-XML = sorted(FIXTURES.glob("*.xml"))
-TEXT = sorted(FIXTURES.glob("*.txt"))
 FEW = settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 
 
@@ -49,6 +54,11 @@ def test_mangled_matrices(path, seed):
     read_or_refuse(nvidia_smi.parse, mangled(path.read_text(), random.Random(seed)))
 
 
+def test_some_mutants_are_read_or_refused_in_one_line(tmp_path):
+    passed, refused = read_mutants(tmp_path / "mutant", range(200))
+    assert passed > 40 and refused > 40
+
+
 @FEW
 @given(st.text(max_size=400))
 def test_any_text(text):
@@ -64,46 +74,6 @@ def test_any_bytes(tmp_path_factory, data):
     for read in (nccl_xml.read, nvidia_smi.read):
         with pytest.raises(TopologyError, match="fuzzed"):
             read(path)
-
-
-VALUES = [
-    "",
-    "-1",
-    "0",
-    "1e309",
-    "nan",
-    "99999999999999999999",
-    "０１",
-    "x",
-    "0x12",
-    "1.5",
-    "\u0660",
-    "18",
-    "GT/s",
-]
-
-
-def mangled(text: str, rng: random.Random) -> str:
-    """A few cuts, repeats, swaps and changed values."""
-    for _ in range(rng.randint(1, 4)):
-        kind = rng.randrange(5)
-        a, b = sorted(rng.randrange(len(text) + 1) for _ in range(2))
-        if kind == 0:
-            text = text[:b]
-        elif kind == 1:
-            text = text[:a] + text[b:]
-        elif kind == 2:
-            text = text[:b] + text[a : min(b, a + 300)] + text[b:]
-        elif kind == 3:
-            parts = text.split('"')
-            if len(parts) > 2:
-                parts[rng.randrange(1, len(parts), 2)] = rng.choice(VALUES)
-            text = '"'.join(parts)
-        else:
-            words = text.split(" ")
-            words[rng.randrange(len(words))] = rng.choice(("NV3", "SYS", "X", "GPU1", "NV999", "PIX", "<pci"))
-            text = " ".join(words)
-    return text
 
 
 @pytest.mark.parametrize(

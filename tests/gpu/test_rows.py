@@ -32,7 +32,8 @@ def test_every_dtype(ranks):
 
 def test_many_rows(ranks):
     sizes, kinds = [(2048, 4096), (300, 16384)], [("bfloat16", "float32")]
-    assert faults_of(ranks(2, row_jobs.shapes, ["norm"], kinds, sizes, ALGORITHMS)) == ""
+    # As many rows as these take more than one kernel, whatever is named, and the sum is rounded before it.
+    assert faults_of(ranks(2, row_jobs.shapes, ["norm"], kinds, sizes, [None, "two_shot", "ring"])) == ""
 
 
 def test_one_rank(ranks):

@@ -45,8 +45,8 @@ from flagcx.transport.steps import HostTransport, Messages
 CROSS_MEMORY_PAIR_NBYTES = 32 << 10
 """What each rank must move for each peer, times their number, before one copy by a system call for each of
 them beats two through slots."""
-MOST_SLOTS_NBYTES = 16 << 20
-"""Up to here an all-reduce may be faster through slots, which stay in the cache."""
+MOST_SLOTS_NBYTES, MOST_CROWDED_NBYTES = 16 << 20, 2 << 20
+"""Up to here an all-reduce may be faster through slots, where every rank has a core and where ranks share them."""
 SHARED_NBYTES = 8 << 10
 """From here on arrays that peers map are worked on where they lie."""
 SLOTS, CROSS_MEMORY = "slots", "cross_memory"
@@ -131,7 +131,7 @@ class SharedMemoryTransport(HostTransport):
         if nbytes < SHARED_NBYTES:
             return TwoShotSlots(self._arena, call, signature)
         pays = nbytes >= CROSS_MEMORY_PAIR_NBYTES * self.size * (self.size - 1)
-        short = nbytes <= MOST_SLOTS_NBYTES
+        short = nbytes <= (MOST_CROWDED_NBYTES if self._arena.signals.crowded else MOST_SLOTS_NBYTES)
         attaches = call.protocol == CROSS_MEMORY if call.protocol else pays
         adapts = attaches and short and not call.protocol
         return Direct(self._arena, call, signature, self.cross_memory and attaches, adapts)

@@ -13,7 +13,7 @@ is done before the next begins; then one slot does, and so it does for a call of
 from __future__ import annotations
 
 from dataclasses import dataclass
-from time import perf_counter_ns as now
+from time import thread_time_ns as now
 
 import numpy as np
 
@@ -72,7 +72,8 @@ class TwoShotSlots:
         nbytes = self._piece * itemsize
         depth = _LEAST_DEPTH if self._lag else 1
         if nbytes >= _RING_NBYTES // _MOST_DEPTH // 2:
-            depth = max(min(_RING_NBYTES // nbytes, slots_nbytes // nbytes, _MOST_DEPTH), depth)
+            ring = slots_nbytes if arena.signals.crowded else min(_RING_NBYTES, slots_nbytes)
+            depth = max(min(ring // nbytes, _MOST_DEPTH), depth)
         last = self._count - (self._pieces - 1) * self._piece
         self._final = [self._stage(stage, last) for stage in range(depth)]
         self._whole = self._final

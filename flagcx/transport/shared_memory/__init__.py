@@ -46,7 +46,8 @@ CROSS_MEMORY_PAIR_NBYTES = 32 << 10
 """What each rank must move for each peer, times their number, before one copy by a system call for each of
 them beats two through slots."""
 MOST_SLOTS_NBYTES, MOST_CROWDED_NBYTES = 16 << 20, 2 << 20
-"""Up to here an all-reduce may be faster through slots, where every rank has a core and where ranks share them."""
+"""Up to here an all-reduce may be faster through slots: where each rank has a core, and where ranks share
+them."""
 SHARED_NBYTES = 8 << 10
 """From here on arrays that peers map are worked on where they lie."""
 SLOTS, CROSS_MEMORY = "slots", "cross_memory"

@@ -3,8 +3,8 @@
 Cores that share a cache pass lines on at some 40 GB/s; between two dies or sockets a core that writes lines
 which the other holds waits for each of them, at 2 GB/s. Slots are written by one rank and read by another
 all the time; by cross-memory attach each rank writes little but its own arrays. The cores of a virtual
-machine move about, within seconds, so this is measured while the job runs and kept nowhere; by the time of the
-processor, since another process may take the core in the middle of a write.
+machine move about, within seconds, so this is measured while the job runs and kept nowhere; by the
+processor's time, since another process may take the core in the middle of a write.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from flagcx.bootstrap.store_server import StoreServer
 from flagcx.config import Config
 from flagcx.dtypes import dtype_of
 from flagcx.errors import ArgumentError, ArrayError, PeerTimeoutError, ResourceError
+from flagcx.kernels.epilogue import Epilogue
 from flagcx.kernels.peer import PeerArgs, PeerLayout
 from flagcx.transport.base import Call
 from flagcx.transport.device import DeviceIdentity
@@ -31,7 +32,9 @@ from flagcx.transport.peer_memory.grids import (
 )
 from flagcx.transport.peer_memory.plans import PeerPlan
 from flagcx.transport.peer_memory.resource import form_of
+from flagcx.transport.peer_memory.rows import row_grid
 from flagcx.transport.peer_memory.segments import Segments, table_nbytes
+from flagcx.transport.rows import Rows
 
 COUNTS = (1, 5, 1003, 4096, 1_000_003, 50_000_000)
 
@@ -374,3 +377,20 @@ def test_an_array_between_elements_is_refused_before_anything_is_enqueued():
         plan("complex64").run(array(0x1004), array(0x2006))
     with pytest.raises(AttributeError, match="enter"):  # a multiple of four bytes is enough for two of four
         plan("complex64").run(array(0x1004), array(0x2004))
+
+
+def test_rows_that_fit_one_kernel():
+    kind = dtype_of("float16")
+    nothing = Epilogue((), (), (), kind)
+    layout, shared = PeerLayout(8, 128, False, True), PeerLayout(2, 48, True)
+    few = row_grid("one_shot", Rows(1, 16384, kind, nothing), layout)
+    assert few.blocks == few.shape.cluster == 8 and few.shape.places * 8 == 2048
+    assert row_grid("one_shot", Rows(48, 16384, kind, nothing), layout).shape.cluster == 1
+    assert row_grid("one_shot", Rows(1, 4096, kind, nothing), shared).shape.cluster == 1
+    # A block's slots hold 2048 packs from each of 8 ranks, and of two-shot's sums 1024 each.
+    assert row_grid("one_shot", Rows(129, 16384, kind, nothing), layout) is None
+    assert row_grid("two_shot", Rows(4 * 128, 16384, kind, nothing), layout).blocks == 128
+    assert row_grid("two_shot", Rows(4 * 128 + 1, 16384, kind, nothing), layout) is None
+    assert row_grid("one_shot", Rows(1, 16385, kind, nothing), layout) is None, "more than registers hold"
+    assert row_grid("ring", Rows(1, 64, kind, nothing), layout) is None
+    assert row_grid("one_shot", Rows(0, 64, kind, nothing), layout).blocks == 0

@@ -33,7 +33,7 @@ def private_directory(environ: Mapping[str, str]) -> Path:
         BootstrapError: It cannot be made, is another user's, or other users can enter it.
     """
     runtime = environ.get("XDG_RUNTIME_DIR")
-    if runtime and _is_private(Path(runtime)):
+    if runtime and is_private(Path(runtime)):
         directory = Path(runtime) / "flagcx"
     else:
         directory = _temporary_directory(environ) / f"flagcx-{os.getuid()}"
@@ -43,7 +43,7 @@ def private_directory(environ: Mapping[str, str]) -> Path:
         pass
     except OSError as error:
         raise unusable(directory, error) from error
-    if not _is_private(directory):
+    if not is_private(directory):
         raise BootstrapError(
             f"{directory} must be a directory that user {os.getuid()} owns and nobody else can enter (mode "
             f"0700); remove it, or set XDG_RUNTIME_DIR to one that is"
@@ -67,7 +67,8 @@ def unusable(path: Path, error: OSError) -> BootstrapError:
     )
 
 
-def _is_private(directory: Path) -> bool:
+def is_private(directory: Path) -> bool:
+    """Whether a directory is this user's, and nobody else can enter it."""
     try:
         status = directory.lstat()
     except OSError:

@@ -49,6 +49,7 @@ from flagcx.bootstrap.announcement import (
 )
 from flagcx.bootstrap.environment import Identity, of_the_job
 from flagcx.bootstrap.mpi_process import MPI_PROCESS
+from flagcx.bootstrap.other_directory import OtherDirectory
 from flagcx.bootstrap.remote_store import RefusedError, RemoteStore
 from flagcx.bootstrap.sockets import distance_from, own_addresses
 from flagcx.bootstrap.store import LocalStore, Store, StoreServer
@@ -243,7 +244,8 @@ def _search(identity: Identity, environ: Mapping[str, str], deadline: float) -> 
             f"Rank 0 writes {path} when it calls init; if TMPDIR or XDG_RUNTIME_DIR differs between the "
             f"ranks, set it alike, or set {_ADDRESS}=127.0.0.1:PORT and {_KEY} on all"
         )
-        return _Search(lambda: read_file(path), remedy)
+        other = OtherDirectory(identity, path.name)
+        return _Search(lambda: read_file(path) or other.places(), remedy)
     if _ADDRESS in environ:
         return _fixed(Place(environ[_ADDRESS], _key(environ)))
     if identity.launcher == "torchrun":

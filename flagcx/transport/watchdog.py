@@ -11,12 +11,16 @@ whatever the ranks do. While calls go on, neighbours compare now and then what s
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
+from functools import partial
 from typing import Protocol
 
 from flagcx.bootstrap.store import Store
@@ -110,11 +114,14 @@ class Watchdog:
         self._published = (0.0, -1)
         self._thread = threading.Thread(target=self._run, name="flagcx-watchdog", daemon=True)
         self._looker = threading.Thread(target=self._keep_looking, name="flagcx-looker", daemon=True)
+        # Called before the process leaves the store, which was registered before.
+        self._at_exit = atexit.register(partial(_tell_at_exit, weakref.ref(self)))
         self._thread.start()
         self._looker.start()
 
     def close(self) -> None:
         """Stops watching."""
+        atexit.unregister(self._at_exit)
         self._stop.set()
         for thread in (self._thread, self._looker):
             if thread is not threading.current_thread():
@@ -271,7 +278,7 @@ class Watchdog:
         Raises:
             MismatchError: They differ.
         """
-        self._tell_closed()
+        self.tell_closed()
         if not self._order.calls:
             return
         self._ended = True
@@ -283,7 +290,7 @@ class Watchdog:
         alike = {rank: told for rank, told in answers.items() if told.calls == self._order.calls}
         _compare(alike)  # after other numbers of calls a difference may come from a graph of the caller
 
-    def _tell_closed(self) -> None:
+    def tell_closed(self) -> None:
         """Lets the other ranks know that this one makes no further call."""
         store, order = self._store, self._order
         try:
@@ -380,6 +387,13 @@ class Watchdog:
             self._store.add("nccl/failures", 1)
         except FlagcxError:
             logger.debug("the store is closed; the other ranks find out by themselves")
+
+
+def _tell_at_exit(watchdog: weakref.ref[Watchdog]) -> None:
+    """Lets the others know of a rank that ends without having closed, unless an exception ends it."""
+    found = watchdog()
+    if found is not None and not hasattr(sys, "last_value"):
+        found.tell_closed()
 
 
 def _unpacked(told: Sequence) -> Told:

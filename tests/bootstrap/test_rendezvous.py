@@ -389,6 +389,16 @@ def test_ranks_with_a_temporary_directory_each_are_told_which_file_is_missing(di
         connect(identify(environ), Config(init_timeout_s=0.1), environ)
 
 
+def test_ranks_with_a_temporary_directory_each_find_that_of_rank_0(directory, job, tmp_path):
+    environs = []
+    for rank in range(3):
+        (tmp_path / str(rank)).mkdir()
+        environ = without_runtime(mpirun_environment(rank, 3, job, directory))
+        environs.append(environ | {"TMPDIR": str(tmp_path / str(rank))})
+    with spawned(EXCHANGE, *environs) as processes:
+        assert [rest(process, 60) for process in processes] == ["b'0' b'1' b'2'\n"] * 3
+
+
 def without_runtime(environ):
     return {name: value for name, value in environ.items() if name != "XDG_RUNTIME_DIR"}
 

@@ -90,9 +90,9 @@ def test_any_bytes(tmp_path_factory, data):
     ids=["entities", "external", "parameter", "undefined", "deep", "many", "attributes"],
 )
 def test_bombs_are_refused_or_read_in_bounded_time(text):
-    start = time.perf_counter()
+    start = time.process_time()
     read_or_refuse(nccl_xml.parse, text)
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
 
 
 def test_a_matrix_of_too_many_columns_is_refused():

@@ -277,6 +277,10 @@ class Arena:
         """Where parts of a private array of ``rank`` are copied to."""
         return self._incoming[rank].view(dtype)
 
+    def arriving(self, dtype: np.dtype) -> np.ndarray:
+        """Where parts of one message are copied to that are then combined with what is there."""
+        return self._incoming.reshape(-1)[:MAPPED_PART_NBYTES].view(dtype)
+
     def close(self) -> None:
         """Gives everything back. Further calls do nothing."""
         self.signals.close()

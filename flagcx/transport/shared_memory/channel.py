@@ -384,7 +384,7 @@ class Receiving:
                 address = self._places.addresses[self._buffer] + self._low * dst.itemsize
             read(address, location, dst.nbytes)
             return
-        incoming, itemsize = self._arena.incoming(self.peer, dst.dtype), dst.itemsize
+        incoming, itemsize = self._arena.arriving(dst.dtype), dst.itemsize
         address, piece = incoming.__array_interface__["data"][0], len(incoming)
         for start in range(0, len(dst), piece):
             part = dst[start : start + piece]

@@ -13,9 +13,11 @@ Plans
 ``one_shot.OneShot``      all-reduce ``one_shot``; all-gather, reduce-scatter and all-to-all ``direct``, up to
                           64 KiB a rank: one exchange in double-buffered slots
 ``two_shot.TwoShotSlots`` all-reduce ``two_shot``: pieces through a ring of slots
-``direct.Direct``         all-reduce ``two_shot``, large or in shared arrays: in the peers' own memory
+``direct.Direct``         all-reduce ``two_shot``, large or in shared arrays: in the peers' own memory, or
+                          through slots while ranks write these quickly (``pace.py``)
 ``one_shot.Barrier``      a barrier is the entry in the call log itself
-``steps.ChannelSteps``    any schedule of any collective
+``steps.ChannelSteps``    any schedule of any collective: messages (``channel.py``), a step's together
+                          (``exchange.py``)
 ========================  =====================================================================
 
 What ranks send to each other on their own goes through channels apart from these (``messages.py``).
@@ -33,11 +35,12 @@ from flagcx.dtypes import DType, ReduceOp
 from flagcx.transport.average import averaging
 from flagcx.transport.base import Call, Plan, TransportContext
 from flagcx.transport.shared_memory.arena import ONE_SHOT_NBYTES, Arena
-from flagcx.transport.shared_memory.channel import RENDEZVOUS_NBYTES, Places, Receive, Receiving, Sending
+from flagcx.transport.shared_memory.channel import RENDEZVOUS_NBYTES, Receive, Receiving, Sending
 from flagcx.transport.shared_memory.direct import Direct
 from flagcx.transport.shared_memory.exchange import Exchange
 from flagcx.transport.shared_memory.messages import SharedMemoryMessenger
 from flagcx.transport.shared_memory.one_shot import Barrier, OneShot
+from flagcx.transport.shared_memory.places import Places
 from flagcx.transport.shared_memory.steps import ChannelSteps
 from flagcx.transport.shared_memory.two_shot import TwoShotSlots
 from flagcx.transport.steps import HostTransport, Messages

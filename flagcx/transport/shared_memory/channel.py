@@ -11,8 +11,7 @@ between runs: the number of the call, and the arrays.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +20,7 @@ import numpy as np
 from flagcx.errors import CommunicationError
 from flagcx.transport.shared_memory.arena import PIECE_NBYTES, PIECES, Arena, Lane
 from flagcx.transport.shared_memory.heap import SHARED
+from flagcx.transport.shared_memory.places import Places
 from flagcx.transport.shared_memory.words import (
     ABORTED,
     IN_PLACE,
@@ -33,41 +33,6 @@ from flagcx.transport.steps import Part
 
 RENDEZVOUS_NBYTES = 256 << 10
 """From this size on a message is read where it lies, where it can be and nothing says otherwise."""
-
-
-class Places:
-    """Where the arrays of a plan lie, looked up anew only where they are not those of the run before.
-
-    Args:
-        arena: The shared memory.
-
-    Attributes:
-        words: A location word for each array, as peers read it.
-        addresses: The address of each in this process.
-    """
-
-    def __init__(self, arena: Arena) -> None:
-        self._heap = arena.heap
-        self._last: list[Callable[[], np.ndarray | None]] = []
-        self.words: list[int] = []
-        self.addresses: list[int] = []
-
-    def look_up(self, *arrays: np.ndarray | None) -> None:
-        """Takes the arrays of a run, each None where the rank has none."""
-        last = self._last
-        while len(last) < len(arrays):
-            last.append(_nothing)
-            self.words.append(0)
-            self.addresses.append(0)
-        for i, array in enumerate(arrays):
-            if array is not None and last[i]() is not array:
-                last[i] = weakref.ref(array)
-                self.addresses[i] = address = array.__array_interface__["data"][0]
-                self.words[i] = self._heap.locate(array) or address
-
-
-def _nothing() -> None:
-    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from flagcx.transport.shared_memory.arena import Arena
-from flagcx.transport.shared_memory.channel import Places, Receiving, Sending
+from flagcx.transport.shared_memory.channel import Receiving, Sending
+from flagcx.transport.shared_memory.places import Places
 
 
 class Exchange:

@@ -8,7 +8,8 @@ import numpy as np
 
 from flagcx.transport.messenger import Message, Messenger
 from flagcx.transport.shared_memory.arena import Arena
-from flagcx.transport.shared_memory.channel import RENDEZVOUS_NBYTES, Places, Receive, Receiving, Sending
+from flagcx.transport.shared_memory.channel import RENDEZVOUS_NBYTES, Receive, Receiving, Sending
+from flagcx.transport.shared_memory.places import Places
 
 _BYTES = np.dtype(np.uint8)
 

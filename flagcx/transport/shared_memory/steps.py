@@ -10,12 +10,12 @@ from flagcx.transport.base import Call
 from flagcx.transport.shared_memory.arena import PIECE_NBYTES, PIECES, Arena
 from flagcx.transport.shared_memory.channel import (
     RENDEZVOUS_NBYTES,
-    Places,
     Receive,
     Receiving,
     Sending,
 )
 from flagcx.transport.shared_memory.exchange import Exchange
+from flagcx.transport.shared_memory.places import Places
 from flagcx.transport.shared_memory.words import SIGNATURE_SHIFT, number_of_header
 from flagcx.transport.steps import Part, StepParts, Steps
 

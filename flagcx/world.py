@@ -69,7 +69,7 @@ class _World:
             self.page.record_uncaught()
         comm = self.current()
         kinds = {PeerDiedError} if comm is None else comm.broken_by()  # None: fc.init() has failed
-        lost = hasattr(sys, "last_value") or not kinds.isdisjoint({PeerDiedError, PeerTimeoutError})
+        lost = hasattr(sys, "last_value") or PeerDiedError in kinds
         try:
             self.close()
         except FlagcxError as error:
@@ -77,7 +77,7 @@ class _World:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)  # an exception raised here would not change the exit code
-        MPI_PROCESS.leave(lost)
+        MPI_PROCESS.leave(lost, PeerTimeoutError in kinds)
 
 
 _WORLD = _World()

@@ -88,11 +88,12 @@ class MpiProcess:
             for comm in (mpi.COMM_WORLD, mpi.COMM_SELF):
                 comm.Set_errhandler(mpi.ERRORS_RETURN)
 
-    def leave(self, lost: bool) -> None:
+    def leave(self, lost: bool, late: bool = False) -> None:
         """Ends MPI as the process ends, where flagcx has started it.
 
         Args:
             lost: Whether a rank is lost, for which ``MPI_Finalize`` might wait without end.
+            late: Whether one may be lost, so that ``MPI_Finalize`` is waited for, but not for long.
         """
         mpi, self._mpi = self._mpi, None
         if mpi is None or self._owner != os.getpid() or mpi.Is_finalized():
@@ -100,7 +101,7 @@ class MpiProcess:
         if lost or self.lost:
             logger.info("MPI_Finalize is left out, which would wait for ranks that are lost")
             remove_own()
-        elif environment().get(_SURVIVES) != "1":
+        elif not late and environment().get(_SURVIVES) != "1":
             mpi.Finalize()
         else:
             # A rank may have been lost that no call missed, and this job outlives that.

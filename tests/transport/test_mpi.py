@@ -103,7 +103,7 @@ def test_waits_between_hosts_are_explained():
     assert len(told) == 4, printed
     warning, error = told["a receive"][0]
     assert warning.endswith(
-        "for rank 1 in a receive of communicator split 1 of world; rank 1 itself waits for no rank"
+        "for rank 1 in a receive of 3 float64 of communicator split 1 of world; rank 1 itself waits for no rank"
     )
     assert error.startswith("PeerTimeoutError (1): rank 1 did not take part within")
     for rank in (0, 1):

@@ -179,16 +179,13 @@ class _TopologyRoutes:
         self._numbers: dict[Edge, int] = {}
         self._columns: dict[tuple[int, int, int], np.ndarray] = {}
         self._middles: dict[tuple[int, int], tuple[str, ...]] = {}
-        devices = [topology.gpu(gpu) for gpu in gpus]
-        numbers: dict[int, int] = {}
-        self.host = np.array([numbers.setdefault(d.host, len(numbers)) for d in devices], np.int64)
+        numbers: dict[int, int] = {}  # by domain: a host, or those that share NVSwitches
+        self.host = np.array(
+            [numbers.setdefault(self.routes.domain(g), len(numbers)) for g in gpus], np.int64
+        )
         self.position = np.array(self.routes.positions(gpus), np.int64)
-        members: dict[int, list[str]] = {host: [] for host in numbers}
-        for device in topology.devices():
-            if device.host in members:
-                members[device.host].append(device.id)
-        self.members = [members[host] for host in numbers]
-        shapes = [self.routes.shape(host) for host in numbers]
+        self.members = [self.routes.members(domain) for domain in numbers]
+        shapes = [self.routes.shape(domain) for domain in numbers]
         unique = {id(shape): shape for shape in shapes}
         self.shapes = list(unique.values())
         order = {key: number for number, key in enumerate(unique)}

@@ -80,6 +80,10 @@ class Routes:
         host = self.topology.gpu(gpu).host
         return self._domains.get(host, host)
 
+    def members(self, domain: int) -> list[str]:
+        """Ids of a domain's devices, by position."""
+        return [device.id for device in self._members[domain]]
+
     def nic(self, gpu: int) -> str | None:
         """Id of the NIC that a GPU sends to other hosts through, or None."""
         domain = self.domain(gpu)

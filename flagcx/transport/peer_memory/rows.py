@@ -17,8 +17,8 @@ _AHEAD_PACKS = 1024
 """Packs that a block sends before it waits for those of the first row, at least."""
 _LARGEST_CLUSTER, _MOST_IN_CLUSTERS = 8, 48
 """Most blocks of a cluster, and of all clusters of a launch."""
-_LEAST_PACKS = 256
-"""Least packs of a row for each block of a cluster."""
+_LEAST_PACKS = 512
+"""Least packs of a row for each block of a cluster: below, its barrier takes longer than it saves (H200)."""
 
 
 @dataclass(frozen=True, slots=True)

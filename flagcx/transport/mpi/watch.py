@@ -236,7 +236,7 @@ class Watch:
             f"{names} did not take part within {waited_s:.1f} s (rank {self._store.rank} waits for rank "
             f"{peer} in {what}{why}); it is stopped, computing, or stuck elsewhere. A longer time-out: "
             f"fc.init(timeout_s=...) or FLAGCX_TIMEOUT_S",
-            peer=suspects[0],
+            peer=peer if peer in suspects else suspects[0],
         )
 
     def give_up(self, reason: str, culprit: int | None) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter_ns as now
 
 from flagcx.errors import AbortedError, PeerDiedError, PeerTimeoutError
@@ -286,7 +286,8 @@ class Signals:
         waited_s: float,
         kind: str = ON_HOST,
     ) -> None:
-        dead = self._dead()
+        # What a peer did before it ended is there once its end is seen, so its end is looked for first.
+        dead, closed = self._dead(), [words[CLOSED] for words in self.words]
         call = f" in a {point_to_point}" if point_to_point else self.log.last_call(self.sequence)
         if ready():
             return
@@ -300,7 +301,7 @@ class Signals:
         if not point_to_point:
             self.log.compare(self.sequence)
         self._examine_aborted()
-        self._examine_closed(peer, point_to_point, call)
+        self._examine_closed(closed, peer, point_to_point, call)
         suspects = self._suspects(peer, point_to_point) if late else []
         why = ""
         if self._waits is not None and (late or waited_s >= self._waits.due_s(kind)):
@@ -313,7 +314,7 @@ class Signals:
                 f"{_names(suspects)} did not take part within {waited_s:.1f} s (rank {self.rank} waits for "
                 f"rank {peer}{call}{why}); it is stopped, computing, or stuck elsewhere. A longer time-out: "
                 f"fc.init(timeout_s=...) or FLAGCX_TIMEOUT_S",
-                peer=suspects[0],
+                peer=peer if peer in suspects else suspects[0],
             )
 
     def _dead(self) -> list[int]:
@@ -321,9 +322,8 @@ class Signals:
         ended = self._deaths.peers()
         return [q for q in ended if not self.words[q][ABORTED] and not self.words[q][CLOSED]]
 
-    def _examine_closed(self, peer: int, point_to_point: str, call: str) -> None:
-        for q, words in enumerate(self.words):
-            closed = words[CLOSED]
+    def _examine_closed(self, ends: Sequence[int], peer: int, point_to_point: str, call: str) -> None:
+        for q, closed in enumerate(ends):
             if not closed or (point_to_point and q != peer):
                 continue
             if point_to_point or closed - 1 < self.sequence:

@@ -186,6 +186,9 @@ def spreads(fit: Fit, errors: np.ndarray, without: str = "") -> dict[tuple[str, 
     for kind in dict.fromkeys(fit.kind.tolist()):
         for large in (False, True):
             here = sound & (fit.kind == kind) & ((fit.nbytes >= MIB) == large)
+            if not here.any():
+                found[kind, large] = (0.0, np.inf)  # no other machine is of the kind
+                continue
             counts = {name: np.sum(fit.machine[here] == name) for name in set(fit.machine[here])}
             weight = np.array([1 / counts[name] for name in fit.machine[here]])
             order = np.argsort(-errors[here])

@@ -149,11 +149,11 @@ def _is_amazon(nic: Device) -> bool:
 
 
 def _hosts(topology: Topology, gpus: Sequence[int]) -> list[list[int]]:
-    """The GPUs that are near each other: of one host, or behind the same NVSwitches."""
-    hosts: dict[object, list[int]] = {}
+    """The GPUs that are near each other: of one host, or of hosts that NVSwitches join."""
+    routes = Routes(topology)
+    hosts: dict[int, list[int]] = {}
     for gpu in gpus:
-        switches = _switches(topology, gpu)
-        hosts.setdefault(switches or topology.gpu(gpu).host, []).append(gpu)
+        hosts.setdefault(routes.domain(gpu), []).append(gpu)
     return list(hosts.values())
 
 

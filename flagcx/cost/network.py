@@ -13,6 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from flagcx.cost.column import Column
 from flagcx.errors import ArgumentError, TopologyError
 from flagcx.topology import DeviceKind, LinkKind, Topology
 from flagcx.topology.routes import Edge, Routes
@@ -35,21 +36,8 @@ class Flows:
     latency_us: np.ndarray
 
 
-class Column:
-    """A list of numbers that grows, also as an array.
-
-    Args:
-        values: The list.
-    """
-
-    def __init__(self, values: list[float]) -> None:
-        self._values, self._array = values, np.zeros(0)
-
-    def array(self) -> np.ndarray:
-        """The numbers, float64; not to be written to. It is made again only where the list has grown."""
-        if len(self._array) != len(self._values):
-            self._array = np.array(self._values, np.float64)
-        return self._array
+_SAME, _ACROSS = -3, -4
+"""How messages between hosts go: over the leaf that both ends are on, or over the switch above two leaves."""
 
 
 class Network:
@@ -256,21 +244,76 @@ class _TopologyRoutes:
         far = np.flatnonzero(self.host[source] != self.host[target])
         if not len(far):
             return
-        keys = (self.shape, self.position, self._switches)
-        for rows, (shape, a, near, other, b, back) in _groups(
-            far, *(key[source] for key in keys), *(key[target] for key in keys)
-        ):
+        near, back = self._switches[source], self._switches[target]
+        above = self._above_leaf
+        alone = (above[near] >= 0) & (above[near] == above[back])
+        joint = np.where(alone, np.where(near == back, _SAME, _ACROSS), near)
+        keys = (self.shape[source], self.position[source], joint, self.shape[target], self.position[target])
+        for rows, (shape, a, way, other, b, _) in _groups(far, *keys, np.where(alone, joint, back)):
             ranks, peers = source[rows], target[rows]
             out, into = self._to_nic(shape, a), self._to_nic(other, b)
             columns = [self._column(shape, u, v)[self.host[ranks]] for u, v in pairwise(out)]
-            middle = self._middle(near, back, int(ranks[0]), int(peers[0]), len(out), len(into))
-            columns.append(self._ends(ranks, middle[0], True))
-            columns += [np.full(len(rows), self.number(edge)) for edge in pairwise(middle)]
-            columns.append(self._ends(peers, middle[-1], False))
+            if way < 0:
+                columns.append(self._end(ranks, True))
+                if way == _ACROSS:
+                    columns += [self._risen(ranks, True), self._risen(peers, False)]
+                columns.append(self._end(peers, False))
+            else:
+                first, last = int(ranks[0]), int(peers[0])
+                places = int(self._switches[first]), int(self._switches[last])
+                middle = self._middle(*places, first, last, len(out), len(into))
+                columns.append(self._ends(ranks, middle[0], True))
+                columns += [np.full(len(rows), self.number(edge)) for edge in pairwise(middle)]
+                columns.append(self._ends(peers, middle[-1], False))
             columns += [
                 self._column(other, v, u)[self.host[peers]] for u, v in reversed(list(pairwise(into)))
             ]
             yield rows, np.stack(columns, axis=1), 1.0
+
+    @cached_property
+    def _leaves(self) -> list[str]:
+        """The switch of each number of ``_switches`` where there is one alone; else ""."""
+        found = [""] * (int(self._switches.max()) + 2)
+        for number, rank in zip(*np.unique(self._switches, return_index=True), strict=True):
+            above = self._above(self._nics[rank])
+            found[number] = above[0] if len(above) == 1 else ""
+        return found
+
+    @cached_property
+    def _above_leaf(self) -> np.ndarray:
+        """A number for the one switch above each leaf; of its own, and negative, where there is none such."""
+        known: dict[str, int] = {}
+        found = -2 - np.arange(len(self._leaves))
+        for number, leaf in enumerate(self._leaves):
+            above = self._above(leaf) if leaf else ()
+            if len(above) == 1:
+                found[number] = known.setdefault(above[0], len(known))
+        return found
+
+    def _end(self, ranks: np.ndarray, leaving: bool) -> np.ndarray:
+        """The number of the link between each rank's NIC and its leaf."""
+        known = self._end_links[leaving]
+        for rank in np.unique(ranks[known[ranks] < 0]).tolist():
+            nic, leaf = self._nics[rank], self._leaves[self._switches[rank]]
+            known[rank] = self.number((nic, leaf) if leaving else (leaf, nic))
+        return known[ranks]
+
+    def _risen(self, ranks: np.ndarray, leaving: bool) -> np.ndarray:
+        """The number of the link between each rank's leaf and the switch above it."""
+        known, places = self._risen_links[leaving], self._switches[ranks]
+        for place in np.unique(places[known[places] < 0]).tolist():
+            leaf = self._leaves[place]
+            above = self._above(leaf)[0]
+            known[place] = self.number((leaf, above) if leaving else (above, leaf))
+        return known[places]
+
+    @cached_property
+    def _end_links(self) -> tuple[np.ndarray, np.ndarray]:
+        return np.full(len(self.gpus), -1), np.full(len(self.gpus), -1)
+
+    @cached_property
+    def _risen_links(self) -> tuple[np.ndarray, np.ndarray]:
+        return np.full(len(self._leaves), -1), np.full(len(self._leaves), -1)
 
     @cached_property
     def _switches(self) -> np.ndarray:

@@ -74,8 +74,8 @@ def nccl_bandwidth(topology: Graph, gpus: Sequence[int] | None = None) -> NcclBa
     if len(members) == 1:
         return NcclBandwidth(math.inf, None)
     routes = Routes(topology)
-    hosts = len({topology.gpu(gpu).host for gpu in members})
-    chains, _ = host_chains(topology, _few(topology, members, routes), routes)
+    hosts = len({routes.domain(gpu) for gpu in members})
+    chains, _ = host_chains(topology, _few(members, routes), routes)
     if len(chains) == 1:
         loads = pair_loads(topology, members, routes)
         rings = _pack_rings(loads, [members.index(gpu) for gpu in chains[0]])
@@ -92,11 +92,11 @@ def nccl_bandwidth(topology: Graph, gpus: Sequence[int] | None = None) -> NcclBa
     return NcclBandwidth(speed, limit, levels.rate_gb_per_s, levels.kind)
 
 
-def _few(topology: Graph, gpus: Sequence[int], routes: Routes) -> Sequence[int]:
+def _few(gpus: Sequence[int], routes: Routes) -> Sequence[int]:
     """The GPUs of the first and last two hosts, where there are many hosts of one build; else all."""
     hosts: dict[int, list[int]] = {}
     for gpu in gpus:
-        hosts.setdefault(topology.gpu(gpu).host, []).append(gpu)
+        hosts.setdefault(routes.domain(gpu), []).append(gpu)
     if len(hosts) < _MANY_HOSTS or len({routes.shape_key(own) for own in hosts.values()}) > 1:
         return gpus
     ends = [*list(hosts)[:2], *list(hosts)[-2:]]

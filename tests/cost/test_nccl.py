@@ -101,6 +101,17 @@ def test_native_is_known_for_any_number_of_ranks():
     assert nccl.predict("allgather", 1 << 20, 800, many) is None
 
 
+def test_hosts_behind_the_same_nvswitches_are_one():
+    rack = preset("gb200-nvl72")
+    found = {one.name: one for one in nccl_algorithms(rack)}
+    assert found["ring"].steps == (("nvlink", 142.0),) and found["nvls"].bounds[0][0] == "nvls_100"
+    whole = nccl.predict("allreduce", 8 << 30, 72, rack)
+    assert whole is not None and whole.spread == SPREAD["fabric", True]
+    assert 15_000 < whole.time_us < 30_000  # 20,299 us: coreweave/nccl-tests pull request 43
+    two = nccl.predict("allreduce", 8 << 30, 8, rack, [*range(4), *range(68, 72)])
+    assert two is not None and two.time_us < whole.time_us
+
+
 def test_few_hosts_stand_for_many():
     """The plan of hosts of one build is that of all, whatever their number."""
     from flagcx.topology import nccl_bandwidth

@@ -423,3 +423,27 @@ def test_ranks_that_stand_alike_in_a_tree_are_made_once():
     )
     pattern = build("allreduce", "double_binary_tree", 512)
     assert len(rounds_module._classes(pattern)) < 64
+
+
+@pytest.mark.parametrize(
+    "machine",
+    [
+        cluster(preset("dgx-h100"), 5, hosts_per_leaf=2),
+        cluster(preset("dgx-1v"), 3),
+        cluster(preset("dgx-a100"), 4, 1),
+        preset("gb200-nvl72"),
+    ],
+    ids=lambda machine: machine.name,
+)
+def test_the_links_of_messages_are_those_of_their_routes(machine):
+    """Within hosts, over one leaf, over the spine, and through NVSwitches that several hosts share."""
+    gpus = [gpu.index for gpu in machine.gpus]
+    network, routes, size = over(machine, gpus), Routes(machine), len(gpus)
+    source = np.repeat(np.arange(0, size, 3), 7)
+    target = (source + np.tile([1, 5, 8, 9, 16, 17, size // 2], len(source) // 7)) % size
+    flows = network.find(source, target)
+    for number, (a, b) in enumerate(zip(source.tolist(), target.tolist(), strict=True)):
+        part = slice(flows.first[number], flows.first[number + 1])
+        links = [network.names[link] for link in flows.link[part]]
+        route = routes.route(gpus[a], gpus[b])
+        assert dict(zip(links, flows.share[part].tolist(), strict=True)) == pytest.approx(dict(route))

@@ -48,6 +48,31 @@ def test_hosts_and_gpus(call):
     assert sorted(values["rings"][0]["order"]) == [0, 1, 8, 9]
 
 
+def test_a_paste_with_what_it_cannot_tell(call, tmp_path):
+    (tmp_path / "post.md").write_text("> GPU0 GPU1\n> GPU0 X NV18\n> GPU1 NV18 X\n", encoding="utf-8")
+    found = ("--file", tmp_path / "post.md")
+    guessed, named = call(*found), call(*found, "--gpu-model", "b300")
+    assert "name the model (--gpu-model, --sm)" in guessed.stdout and "370.80 GB/s" in guessed.stdout
+    assert "721.80 GB/s" in named.stdout and named.stdout == call(*found, "--sm", 103).stdout
+    assert "--network-gb-per-s" in call(*found, "--hosts", 2).stderr
+    joined = call(*found, "--hosts", 2, "--network-gb-per-s", 25)
+    assert joined.exit_code == 0 and "each host is taken to have one of 25 GB/s each way" in joined.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--sm", 90, "--gpu-model", "H100"), "--sm and --gpu-model were both given"),
+        (("--sm", 9), "--sm 9 is no compute capability times ten"),
+        (("--gpu-model", "K9"), "GPU model 'K9' is not known"),
+        (("--sm", 90), "are about a --file that does not name its GPUs"),
+    ],
+)
+def test_models_that_make_no_sense(call, arguments, message):
+    result = call("--preset", "dgx-1v", *arguments)
+    assert result.exit_code == 2 and message in result.stderr
+
+
 def test_a_picture_beside_the_rest(call, tmp_path):
     pytest.importorskip("matplotlib")
     result = call("--preset", "4xpcie", "--json", "--plot", tmp_path / "out.svg")

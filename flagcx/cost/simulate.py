@@ -205,8 +205,13 @@ class Timed:
             kind = self.rounds.kinds[number]
             flows = self.network.find(kind.source, kind.target)
             carried = np.repeat(kind.chunks, np.diff(flows.first)) * flows.share
-            used, place = np.unique(flows.link, return_inverse=True)
-            self._flows[number] = flows, used, np.bincount(place.ravel(), carried, len(used))
+            if len(flows.link) > self.network.links:
+                every = np.bincount(flows.link, carried, self.network.links)
+                used = np.flatnonzero(every)
+                self._flows[number] = flows, used, every[used]
+            else:
+                used, place = np.unique(flows.link, return_inverse=True)
+                self._flows[number] = flows, used, np.bincount(place.ravel(), carried, len(used))
         return self._flows[number]
 
     def _make_level(self, key: tuple[int, ...]) -> _Level:

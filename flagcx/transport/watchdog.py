@@ -14,13 +14,10 @@ from __future__ import annotations
 import atexit
 import json
 import logging
-import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
-from functools import partial
 from typing import Protocol
 
 from flagcx.bootstrap.store import Store
@@ -32,6 +29,7 @@ from flagcx.errors import (
     PeerDiedError,
     PeerTimeoutError,
 )
+from flagcx.transport.at_exit import call_at_exit
 from flagcx.transport.compared import compare_last, compare_marks
 from flagcx.transport.stream_order import StreamOrder
 from flagcx.transport.waits import ON_GPU, Waits
@@ -114,8 +112,7 @@ class Watchdog:
         self._published = (0.0, -1)
         self._thread = threading.Thread(target=self._run, name="flagcx-watchdog", daemon=True)
         self._looker = threading.Thread(target=self._keep_looking, name="flagcx-looker", daemon=True)
-        # Called before the process leaves the store, which was registered before.
-        self._at_exit = atexit.register(partial(_tell_at_exit, weakref.ref(self)))
+        self._at_exit = call_at_exit(self.tell_closed)
         self._thread.start()
         self._looker.start()
 
@@ -387,13 +384,6 @@ class Watchdog:
             self._store.add("nccl/failures", 1)
         except FlagcxError:
             logger.debug("the store is closed; the other ranks find out by themselves")
-
-
-def _tell_at_exit(watchdog: weakref.ref[Watchdog]) -> None:
-    """Lets the others know of a rank that ends without having closed, unless an exception ends it."""
-    found = watchdog()
-    if found is not None and not hasattr(sys, "last_value"):
-        found.tell_closed()
 
 
 def _unpacked(told: Sequence) -> Told:

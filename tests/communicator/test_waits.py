@@ -109,7 +109,7 @@ def test_ranks_of_a_child_have_their_numbers_in_the_job():
     _, (warned, error, peer), _ = run_ranks(_told, 3, "in a child")
     (warning,) = warned
     assert warning.startswith("rank 1 of the job has waited")
-    assert "for rank 2 of the job in a receive of communicator split 2 of world" in warning
+    assert "for rank 2 of the job in a receive of 32 bytes of communicator split 2 of world" in warning
     assert error.startswith("PeerTimeoutError: rank 1 did not") and peer == 1
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import weakref
 
 import pytest
 
@@ -23,7 +22,7 @@ from flagcx.errors import (
     PeerTimeoutError,
 )
 from flagcx.transport.waits import Waits
-from flagcx.transport.watchdog import Watchdog, _tell_at_exit
+from flagcx.transport.watchdog import Watchdog
 from tests.bootstrap.processes import wait_until
 
 
@@ -212,7 +211,7 @@ def test_a_rank_that_closed_before_the_call_that_waits_is_missed_at_once(stores,
     goes.captured = captured
     dogs = watch(stores, stays, goes, timeout_s=3.0)
     stays.since = time.monotonic()
-    _tell_at_exit(weakref.ref(dogs[1])) if exits else dogs[1].check_end()
+    dogs[1].tell_closed() if exits else dogs[1].check_end()
     missed = calls < 2 and not captured  # a graph may replay calls that nobody counts
     assert stays.failed.wait(1.5 if missed else 1.2) == missed
     if missed:

@@ -10,15 +10,13 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import sys
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from flagcx.bootstrap.store import Store
 from flagcx.errors import AbortedError, FlagcxError, MismatchError, PeerDiedError, PeerTimeoutError
+from flagcx.transport.at_exit import call_at_exit
 from flagcx.transport.mpi.message import SAME_CALLS
 from flagcx.transport.waits import IN_MESSAGES, ON_HOST, Waits
 
@@ -69,8 +67,7 @@ class Watch:
         self.calls = 0
         self._own, self._asked, self._ask_at_s = _Told(), 0, _TELL_S
         self._gave_up = ""
-        # Called before the process leaves the store, which was registered before.
-        self._at_exit = atexit.register(partial(_leave_at_exit, weakref.ref(self)))
+        self._at_exit = call_at_exit(self.close)
         if waits is not None:
             waits.calls[ON_HOST] = lambda: self.calls
 
@@ -276,13 +273,6 @@ class Watch:
             self._tell(_Told(self.calls, closed=True))
         except FlagcxError:
             return
-
-
-def _leave_at_exit(watch: weakref.ref[Watch]) -> None:
-    """Lets the others know of a rank that ends without having closed, unless an exception ends it."""
-    found = watch()
-    if found is not None and not hasattr(sys, "last_value"):
-        found.close()
 
 
 class Wait:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from operator import index
 from re import fullmatch
 
 from flagcx.algorithms.catalogue import Algorithm, AlgorithmEntry, builtin_entries, takes
@@ -165,14 +166,14 @@ def register(
     """
     entries(collective)
     key = (collective, str(name))
-    _check_name(key[1])
+    _check_name(name)
     _check_function(build, name, collective)
     made = AlgorithmEntry(key[1], collective, build, pipelined=takes(build, "pieces"), uneven=uneven)
     _check_free(key, made)
     if sizes is None:
         _verify_served(made)
     else:
-        for size in sizes:
+        for size in _checked_sizes(sizes):
             _verify_size(made, size)
     registry = _registry()
     with registry.lock:
@@ -183,11 +184,22 @@ def register(
 
 def _check_name(name: str) -> None:
     """Refuses a name that a call, or a table of measured times, could not tell from something else."""
-    if name in _RESERVED or not fullmatch(_NAME, name):
+    if not isinstance(name, str) or name in _RESERVED or not fullmatch(_NAME, name):
         raise ArgumentError(
             f"name={name!r} cannot be an algorithm's; expected a letter and then letters, digits or any of "
             f"_ - . (and not {' or '.join(_RESERVED)})"
         )
+
+
+def _checked_sizes(sizes: Iterable[int]) -> list[int]:
+    """The numbers of ranks that a caller wants an algorithm to be verified for."""
+    try:
+        found = [index(size) for size in sizes]
+    except TypeError:
+        found = []
+    if not found or min(found) < 1:
+        raise ArgumentError(f"sizes={sizes!r}; expected numbers of ranks, at least one, each from 1 up")
+    return found
 
 
 def _check_free(key: tuple[str, str], made: AlgorithmEntry) -> None:

@@ -21,7 +21,6 @@ _MOST_LINKS = 32
 _MOST_LISTED = 4096
 _MOST_DRAWN = 4000
 _MOST_TRACED = 200_000
-_PICTURES = (".png", ".svg", ".pdf")
 
 
 def simulate(
@@ -271,10 +270,12 @@ def _likely(report: dict[str, Any]) -> str:
 
 def _check_files(scheduled: bool, algorithm: str, path: Path | None, trace: Path | None) -> None:
     """Refuses a file that cannot be written to, before the simulation."""
+    from flagcx.figure import check_picture
+
     if not scheduled and (path or trace):
         raise ArgumentError(f"--plot and --trace show the messages of a schedule; {algorithm} has none")
-    if path is not None and path.suffix.lower() not in _PICTURES:
-        raise ArgumentError(f"{path}: cannot draw to {path.suffix or 'no ending'!r}; use .png, .svg or .pdf")
+    if path is not None:
+        check_picture(path)
 
 
 def _draw(model: Model, collective: str, candidate: Candidate, nbytes: int, path: Path) -> None:
@@ -282,10 +283,7 @@ def _draw(model: Model, collective: str, candidate: Candidate, nbytes: int, path
 
     moments = _moments(model, collective, candidate, nbytes, "--plot would draw", _MOST_DRAWN)
     title = f"{collective}, {candidate.name}: {nbytes} B, {model.size} ranks"
-    try:
-        draw_times(title, model.size, moments, path)
-    except OSError as error:
-        raise ArgumentError(f"{path}: cannot be written: {error.strerror or error}") from None
+    draw_times(title, model.size, moments, path)
 
 
 def _trace(model: Model, collective: str, candidate: Candidate, nbytes: int, path: Path) -> None:

@@ -93,8 +93,8 @@ def _hosts(machine: Topology, hosts: int, network_gb_per_s: float | None) -> Top
 
 
 def _run(machine: Topology, gpus: str | None, json: bool, xml: bool, plot: Path | None) -> None:
+    from flagcx.figure import check_picture
     from flagcx.topology import make_plan, nccl_xml_write, plot_topology, render
-    from flagcx.topology.draw import check_picture
 
     if json and xml:
         raise TopologyError("--json and --xml were both given; use one of them")

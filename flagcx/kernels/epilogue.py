@@ -208,6 +208,11 @@ class Epilogue:
             arrays: The operands, in order: of shape (rows, columns), (columns,), (rows, 1) or (1,).
             out: Where the result goes, of the shape of ``x``.
         """
+        if not x.size:  # rows without columns: NumPy warns of the mean of nothing
+            for operand, array in zip(self.operands, arrays, strict=True):
+                if operand.keeps and array is not None:
+                    array[...] = 0
+            return
         given: dict[str, Any] = {"limit": LIMITS.get(self.out.name, 0.0)}
         for operand, array in zip(self.operands, arrays, strict=True):
             if array is None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from flagcx.arguments import format_nbytes
-from flagcx.errors import ArgumentError, MissingDependencyError
+from flagcx.figure import check_picture, new_figure, save_picture
 from flagcx.profiler.records import Record
 from flagcx.profiler.summary import Summary, key_of
 
@@ -17,25 +17,15 @@ _MOST_BARS = 12
 
 def plot_records(records: Sequence[Record], rank: int, path: str | os.PathLike | None = None) -> Any:
     """Draws where the time went, and how long operations took by size; see ``Profiler.plot``."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise MissingDependencyError(
-            "plots need matplotlib, which is not installed; pip install 'flagcx[plot]'"
-        ) from None
-    figure = Figure(figsize=(12, 5), layout="constrained")
+    if path is not None:
+        check_picture(path)
+    figure = new_figure(12, 5, "records", layout="constrained")
     left, right = figure.subplots(1, 2)
     _draw_shares(left, Summary.of(rank, records))
     _draw_times(right, records)
     figure.suptitle(f"flagcx, rank {rank}: the last {len(records):,} operations")
     if path is not None:
-        try:
-            figure.savefig(path, dpi=110)
-        except (OSError, ValueError) as error:  # ValueError: an ending that names no format
-            raise ArgumentError(
-                f"the picture cannot be saved to {os.fspath(path)}: {error}; pass the path of a .png, .svg "
-                f"or .pdf in a folder that exists"
-            ) from None
+        save_picture(figure, path)
     return figure
 
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flagcx.errors import ArgumentError
-from flagcx.figure import new_figure
+from flagcx.figure import check_picture, new_figure, save_picture
 from flagcx.schedule.lower import levels
 from flagcx.schedule.messages import Message, match_messages
-from flagcx.schedule.model import Buffer, Copy, Recv, Reduce, Schedule, Send, Span, Step
+from flagcx.schedule.model import Buffer, Copy, Recv, Reduce, Schedule, Send, Span, Step, check_schedule
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -116,13 +116,17 @@ def draw(schedule: Schedule, path: str | os.PathLike[str] | None = None) -> Figu
         The figure, which a notebook shows.
 
     Raises:
-        ArgumentError: There are more ranks than can be told apart.
+        ArgumentError: There are more ranks than can be told apart, this is no schedule, or the file cannot
+            be written.
         MissingDependencyError: matplotlib is not installed.
         ScheduleError: The schedule has unmatched messages or a deadlock.
 
     Example:
         >>> draw(build("allreduce", "ring", 8), "ring.svg")  # doctest: +SKIP
     """
+    check_schedule(schedule)
+    if path is not None:
+        check_picture(path)
     if schedule.size > _MOST_RANKS:
         raise ArgumentError(
             f"a picture of {schedule.size} ranks cannot be read; expected at most {_MOST_RANKS}: draw the "
@@ -157,7 +161,7 @@ def draw(schedule: Schedule, path: str | os.PathLike[str] | None = None) -> Figu
     marks += [("s", "black", "reduces at the end of the step")] * bool(reduces)
     _legend(axes, marks, -0.02)
     if path is not None:
-        figure.savefig(path, dpi=130, bbox_inches="tight")
+        save_picture(figure, path)
     return figure
 
 
@@ -326,5 +330,5 @@ def draw_times(
     marks = [("o", "0.3", "begins, at the sender"), (">", "0.3", "over, at the receiver")]
     _legend(axes, [*marks, ("s", "black", "reduced or copied")], -0.1)
     if path is not None:
-        figure.savefig(path, dpi=130, bbox_inches="tight")
+        save_picture(figure, path)
     return figure

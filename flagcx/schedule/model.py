@@ -31,6 +31,8 @@ import enum
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from flagcx.errors import ArgumentError
+
 
 class Buffer(enum.IntEnum):
     """The memory that a span is part of."""
@@ -178,6 +180,18 @@ class Schedule:
     def programs(self) -> Iterator[Program]:
         """The programs of all ranks, made one at a time."""
         return (self.make(rank) for rank in range(self.size))
+
+
+def check_schedule(schedule: object) -> None:
+    """Refuses what is no schedule.
+
+    Raises:
+        ArgumentError: It is something else; the message says how a schedule is had.
+    """
+    if not isinstance(schedule, Schedule):
+        raise ArgumentError(
+            f"expected a Schedule, such as flagcx.algorithms.build('allreduce', 'ring', 4), got {schedule!r}"
+        )
 
 
 def span_of(buffer: Buffer, start: int, count: int = 1) -> Span:

@@ -33,6 +33,7 @@ from flagcx.schedule.model import (
     Send,
     Span,
     Transfer,
+    check_schedule,
 )
 from flagcx.schedule.symbolic import run
 
@@ -54,12 +55,14 @@ def verify(
             same operands, in the same order. Where only one rank gets each sum there is nothing to ask.
 
     Raises:
+        ArgumentError: This is no schedule.
         ScheduleError: With the rank, the step and the chunk at fault, where they are known.
 
     Example:
         >>> verify(broken)  # doctest: +SKIP
         ScheduleError: rank 2, step 1, OUTPUT[3:4]: ends wrong: it lacks chunk 3 of rank 0
     """
+    check_schedule(schedule)
     _check_facts(schedule)
     programs = tuple(schedule.programs())
     for rank, program in enumerate(programs):

@@ -5,13 +5,13 @@ Sockets stand on top, PCIe below them, GPUs at the foot, NVSwitches under the GP
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from flagcx.errors import ArgumentError, MissingDependencyError, TopologyError
+from flagcx.errors import ArgumentError, TopologyError
+from flagcx.figure import check_picture, new_figure, save_picture
 from flagcx.topology.draw_matrix import paint_matrix, shown_in_matrix
 from flagcx.topology.drawing import Bar, Drawing
 from flagcx.topology.graph import Device, DeviceKind, Link, LinkKind
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_SUFFIXES = (".png", ".svg", ".pdf")
 _FILL = {
     DeviceKind.NETWORK_SWITCH: "#e8e2f4",
     DeviceKind.CPU: "#f7e3c8",
@@ -53,28 +52,6 @@ _WORD = {
 _RING, _EDGE = "#c2185b", "#5b6570"
 
 
-def _shown_figure(matplotlib: Any) -> type[Figure]:
-    """A kind of figure that a notebook shows by itself, without pyplot."""
-
-    class ShownFigure(matplotlib.figure.Figure):
-        def _repr_png_(self) -> bytes:
-            picture = io.BytesIO()
-            self.savefig(picture, format="png", dpi=100)
-            return picture.getvalue()
-
-    return ShownFigure
-
-
-def check_picture(path: str | Path) -> None:
-    """Raises TopologyError where a picture cannot be drawn to a file of this name."""
-    if Path(path).suffix.lower() not in _SUFFIXES:
-        raise TopologyError(
-            f"{path}: cannot draw to {Path(path).suffix or 'no ending'!r}; use .png, .svg or .pdf"
-        )
-    if not Path(path).absolute().parent.is_dir():
-        raise TopologyError(f"{path}: cannot be written: there is no such directory")
-
-
 def plot_topology(
     topology: Topology | str,
     path: str | Path | None = None,
@@ -96,9 +73,8 @@ def plot_topology(
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
-        ArgumentError: ``topology`` is neither a topology nor a name.
-        TopologyError: The file's ending is unknown, there is no such preset, or the topology has nothing to
-            draw.
+        ArgumentError: ``topology`` is neither a topology nor a name, or the file cannot be written.
+        TopologyError: There is no such preset, or the topology has nothing to draw.
 
     Example:
         >>> import flagcx.topology as topology
@@ -112,7 +88,6 @@ def plot_topology(
         )
     if path is not None:
         check_picture(path)
-    matplotlib = _matplotlib()
     if plan is None and topology.gpus:
         plan = make_plan(topology)
     drawing = Drawing(topology, plan)
@@ -122,7 +97,7 @@ def plot_topology(
         names = shown_in_matrix(topology)
         wide, more = max(6.0, 0.66 * drawing.width + 1.2), max(3.0, 0.4 * len(names) + 1.0)
         size = (wide + more if names else wide, 6.6)
-        figure = _shown_figure(matplotlib)(figsize=size, layout="constrained")
+        figure = new_figure(*size, "a topology", layout="constrained")
         if names:
             ax, matrix = figure.subplots(1, 2, width_ratios=(wide, more))
             paint_matrix(matrix, topology, names, min(more, 6.0))
@@ -132,22 +107,8 @@ def plot_topology(
         figure = cast("Figure", ax.figure)
     _paint(ax, drawing)
     if path is not None:
-        try:
-            figure.savefig(path, dpi=130)
-        except OSError as error:
-            raise TopologyError(f"{path}: cannot be written: {error.strerror or error}") from None
+        save_picture(figure, path)
     return figure
-
-
-def _matplotlib() -> Any:
-    try:
-        import matplotlib.figure
-        import matplotlib.patches
-    except ImportError:
-        raise MissingDependencyError(
-            "drawing a topology needs matplotlib, which is not installed; pip install 'flagcx[plot]'"
-        ) from None
-    return matplotlib
 
 
 def _paint(ax: Axes, drawing: Drawing) -> None:

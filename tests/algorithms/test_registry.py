@@ -176,7 +176,13 @@ def test_names_in_use_and_strange_schedules_are_refused(own):
         unregister("ring", "allreduce")
 
 
-@pytest.mark.parametrize("name", ["native", "auto", "", "ring|mine", "ring 3/4", "2d", "größe", "a,b"])
+@pytest.mark.parametrize("sizes", [(), "ab", (0, 2), 3, (2.5,)])
+def test_sizes_that_are_no_numbers_of_ranks_are_refused(own, sizes):
+    with pytest.raises(ArgumentError, match="expected numbers of ranks, at least one, each from 1 up"):
+        register(own, "allreduce", star, sizes=sizes)
+
+
+@pytest.mark.parametrize("name", [None, "native", "auto", "", "ring|mine", "ring 3/4", "2d", "größe", "a,b"])
 def test_names_that_mean_something_else_are_refused(name):
     with pytest.raises(ArgumentError, match=f"name={re.escape(repr(name))} cannot be an algorithm's"):
         register(name, "allreduce", star)

@@ -137,7 +137,7 @@ def test_mixes(call):
         (("-t", "dgx-1v", "-a", "ring", "-b", "1M", "--plot", "x"), "cannot draw to 'no ending'; use .png, "),
         (
             ("-t", "dgx-1v", "-a", "ring", "-b", "1M", "--plot", "/nonexistent/x.png"),
-            "/nonexistent/x.png: cannot be written: No such file",
+            "/nonexistent/x.png: cannot be written: there is no such directory",
         ),
         (
             ("-t", "dgx-1v", "-a", "ring", "-b", "1M", "--order", "0,1,1,2"),

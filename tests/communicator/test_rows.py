@@ -204,3 +204,12 @@ def _disagreeing(what: str) -> str:
 def test_ranks_that_disagree(what, words):
     for told in run_ranks(_disagreeing, 2, what):
         assert words in told, told
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("shape", [(3, 0), (0, 8), (0, 0)])
+def test_rows_of_nothing(shape):
+    with fc.init() as comm:
+        x = np.ones(shape, np.float32)
+        found = comm.allreduce_rmsnorm(x, x.copy(), np.ones(shape[1], np.float32), 1e-6)
+    assert np.shape(found[0] if isinstance(found, tuple) else found) == shape

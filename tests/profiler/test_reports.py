@@ -211,4 +211,4 @@ def test_a_picture_is_refused_with_the_path_that_was_given(tmp_path):
     for name in ("none/p.png", "p.xyz"):
         with pytest.raises(ArgumentError) as caught:
             plot_records([], 0, tmp_path / name)
-        assert str(caught.value).startswith(f"the picture cannot be saved to {tmp_path / name}: ")
+        assert str(caught.value).startswith(f"{tmp_path / name}: cannot ")

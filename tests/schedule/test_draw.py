@@ -8,6 +8,7 @@ import pytest
 
 from flagcx.errors import ArgumentError, MissingDependencyError
 from flagcx.schedule.draw import REDUCED, draw, text
+from flagcx.schedule.verify import verify
 from tests.schedule.samples import binomial_broadcast, one_shot, ring_allreduce, two_shot
 
 
@@ -58,6 +59,18 @@ def test_a_figure_shows_itself_in_a_notebook():
     figure = draw(two_shot(3))
     assert figure._repr_png_()[:4] == b"\x89PNG"
     assert figure._repr_html_().startswith('<img alt="a schedule" src="data:image/png;base64,')
+
+
+@pytest.mark.parametrize("path", ["x.xyz", "nowhere/x.png"])
+def test_a_file_that_cannot_be_written_is_refused(path):
+    with pytest.raises(ArgumentError, match=r"cannot draw to '\.xyz'|there is no such directory"):
+        draw(two_shot(3), path)
+
+
+@pytest.mark.parametrize("function", [draw, verify])
+def test_what_is_no_schedule_is_refused(function):
+    with pytest.raises(ArgumentError, match=r"expected a Schedule, such as .*, got 'ring'"):
+        function("ring")
 
 
 def test_of_a_long_schedule_the_first_steps_are_drawn():

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from flagcx.dtypes import OPS, DType
-from flagcx.kernels.epilogue import COLUMN, ELEMENT, ONE, ROW, Epilogue, Operand, Piece, Statistic
+from flagcx.kernels.epilogue import COLUMN, ELEMENT, LIMITS, ONE, ROW, Epilogue, Operand, Piece, Statistic
 from flagcx.kernels.peer import WARP, PeerArgs, PeerKernel, PeerLayout
 from flagcx.kernels.peer_cuda import INTRINSICS
 from flagcx.kernels.peer_packets import SLOTS
@@ -102,7 +102,6 @@ _KINDS = {
     "float32": "Float32", "float16": "Float16", "bfloat16": "Bfloat16",
     "int8": "Int8", "float8_e4m3fn": "Float8E4m3fn", "float8_e5m2": "Float8E5m2",
 }  # fmt: skip
-_LIMITS = {"int8": "127.0f", "float8_e4m3fn": "448.0f", "float8_e5m2": "57344.0f"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +134,7 @@ class RowKernel:
         )
         values = {
             "MOST_ARRAYS": MOST_ARRAYS, "MOST_NUMBERS": MOST_NUMBERS, "ROWS": _KINDS[self.dtype.name],
-            "LIMIT": _LIMITS.get(self.epilogue.out.name, "3.4e38f"), "COLUMNS": shape.columns,
+            "LIMIT": f"{LIMITS.get(self.epilogue.out.name, 3.4e38)}f", "COLUMNS": shape.columns,
             "PACKS": shape.packs, "PIECES": shape.pieces, "ROW_THREADS": shape.threads,
             "CLUSTER": shape.cluster, "SHARE": shape.share(self.layout.ranks), "AHEAD": self.ahead,
             "ALIGNED": int(self.aligned), "FULL": int(shape.places * shape.cluster == shape.packs),

@@ -384,7 +384,7 @@ def test_rows_that_fit_one_kernel():
     nothing = Epilogue((), (), (), kind)
     layout, shared = PeerLayout(8, 128, False, True), PeerLayout(2, 48, True)
     few = row_grid("one_shot", Rows(1, 16384, kind, nothing), layout)
-    assert few.blocks == few.shape.cluster == 4 and few.shape.places * 4 == 2048
+    assert few.blocks == few.shape.cluster == 8 and few.shape.places * 8 == 2048
     assert row_grid("one_shot", Rows(48, 16384, kind, nothing), layout).shape.cluster == 1
     assert row_grid("one_shot", Rows(1, 4096, kind, nothing), shared).shape.cluster == 1
     # A block's slots hold 2048 packs from each of 8 ranks, and of two-shot's sums 1024 each.

@@ -17,8 +17,8 @@ _AHEAD_PACKS = 1024
 """Packs that a block sends before it waits for those of the first row, at least."""
 _LARGEST_CLUSTER, _MOST_IN_CLUSTERS = 8, 48
 """Most blocks of a cluster, and of all clusters of a launch."""
-_LEAST_PACKS = 512
-"""Least packs of a row for each block of a cluster: below, its barrier takes longer than it saves (H200)."""
+_LEAST_PACKS, _SHORT_PACKS = 256, 512
+"""Least packs of a row for each block of a cluster; and most packs for which one block is faster (H200)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def _may_double(shape: RowShape, rows: int, layout: PeerLayout) -> bool:
     """Whether twice as many blocks may share a row: all clusters must find their place on the GPU at once."""
     cluster = 2 * shape.cluster
     fits = rows * cluster <= min(layout.blocks, _MOST_IN_CLUSTERS) and cluster <= _LARGEST_CLUSTER
-    return fits and shape.packs >= cluster * _LEAST_PACKS
+    return fits and shape.packs > _SHORT_PACKS and shape.packs >= cluster * _LEAST_PACKS
 
 
 class PeerRows:

@@ -23,6 +23,7 @@ a function that carries the slope of the loss back through it. The text is the m
 import hashlib
 import os
 import time
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -307,8 +308,14 @@ class Checkpoints:
     def load(self) -> dict[str, Any]:
         """This rank's state; that of another one where more ranks go on than there were."""
         step, ranks = self.found
-        with np.load(self._file(step, ranks, self.comm.rank % ranks)) as file:
-            state = dict(file)
+        path = self._file(step, ranks, self.comm.rank % ranks)
+        try:
+            with np.load(path) as file:
+                state = dict(file)
+        except (ValueError, EOFError, zipfile.BadZipFile) as error:
+            raise ValueError(
+                f"{path} is damaged ({error}); remove the files of step {step} to go on before it"
+            ) from error
         if str(state["settings"]) != self.settings:
             raise ValueError(f"{self.folder} has a training with {state['settings']}, not {self.settings}")
         return state

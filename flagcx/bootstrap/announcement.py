@@ -18,6 +18,8 @@ from typing import NamedTuple
 from flagcx.bootstrap.sockets import parse_address
 from flagcx.errors import BootstrapError
 
+_PROBE_LIMIT_S = 0.5
+
 
 class Place(NamedTuple):
     """Where a store may be, and the key that it must know."""
@@ -90,11 +92,15 @@ def write_file(path: Path, place: Place) -> None:
 def remove_stale_files(directory: Path) -> None:
     """Removes files whose store has ended. (A store listens before its file is there.)"""
     for path in directory.glob("*.json"):
-        with contextlib.suppress(OSError, IndexError), socket.socket(socket.AF_UNIX) as probe:
-            try:
-                probe.connect(parse_address(read_file(path)[0].address)[1])
-            except ConnectionRefusedError:
-                path.unlink()
+        with contextlib.suppress(OSError, ValueError):
+            for place in read_file(path):
+                family, address = parse_address(place.address)
+                with socket.socket(family) as probe:
+                    probe.settimeout(_PROBE_LIMIT_S)
+                    try:
+                        probe.connect(address)
+                    except ConnectionRefusedError:
+                        path.unlink()
 
 
 def read_file(path: Path) -> list[Place]:

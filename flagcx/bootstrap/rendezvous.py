@@ -242,7 +242,8 @@ def _search(identity: Identity, environ: Mapping[str, str], deadline: float) -> 
         path = _file(identity, environ)
         remedy = (
             f"Rank 0 writes {path} when it calls init; if TMPDIR or XDG_RUNTIME_DIR differs between the "
-            f"ranks, set it alike, or set {_ADDRESS}=127.0.0.1:PORT and {_KEY} on all"
+            f"ranks, set it alike, or set {_ADDRESS}=127.0.0.1:PORT and {_KEY} on all; if rank 0 was given "
+            f"a key, give it to this rank too"
         )
         other = OtherDirectory(identity, path.name)
         return _Search(lambda: read_file(path) or other.places(), remedy)

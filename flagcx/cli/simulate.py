@@ -47,7 +47,8 @@ def simulate(
     ] = None,
     collective: Annotated[str, typer.Option("--collective", "-c")] = "allreduce",
     pieces: Annotated[
-        int | None, typer.Option("--pieces", "-k", min=1, help="Pieces that follow each other; by the model.")
+        int | None,
+        typer.Option("--pieces", "-k", min=1, max=8192, help="Pieces that follow each other; by the model."),
     ] = None,
     order: Annotated[
         str,

@@ -108,7 +108,10 @@ def read_slot(state: Mapping[str, Any], needs: Mapping[str, bool], where: str) -
         if name in state or name == "key":
             read[name] = _literal(str(_entry(state, name, where)), name, where)
     for name in ("step", "rank", "ranks"):
-        read[name] = int(_entry(state, name, where))
+        read[name] = _whole(_entry(state, name, where), name, where)
+    for name in ("threshold", "age"):
+        if name in state:
+            read[name] = _whole(state[name], name, where)
     for name, value in state.items():
         if name not in read:
             is_array = name in needs or name == "bounds" or name.startswith("factors.")
@@ -117,10 +120,40 @@ def read_slot(state: Mapping[str, Any], needs: Mapping[str, bool], where: str) -
         if (name in read) != needed:
             has, this = ("a", "none") if name in read else ("no", "one")
             raise ArgumentError(f"the state of {where} has {has} {name}, and this Feedback keeps {this}")
+    if "bounds" in read:
+        _check_bounds(read["bounds"], len(read.get("residual", ())), where)
+        _entry(state, "age", where)
+    if "chosen" in read:
+        _number(_entry(state, "sparse_below", where), "sparse_below", where)
     for name, value in read.items():
         if name in needs or name.startswith("factors."):
             _check_numbers(value, name, 1 if name in needs else 2, where)
     return read
+
+
+def _whole(value: Any, name: str, where: str) -> int:
+    """An entry that must be a whole number from 0 up."""
+    found = _number(value, name, where)
+    if found < 0 or found % 1:
+        raise ArgumentError(f"the entry {name!r} of {where} is {found!r}; expected a whole number from 0 up")
+    return int(found)
+
+
+def _number(value: Any, name: str, where: str) -> float:
+    array = np.asarray(value)
+    if array.size != 1 or array.dtype.kind not in "iuf" or not np.isfinite(array).all():
+        raise ArgumentError(f"the entry {name!r} of {where} is {value!r}; expected a number")
+    return array.item()
+
+
+def _check_bounds(bounds: np.ndarray, count: int, where: str) -> None:
+    """The bounds of the regions that ranks add up: places in the array, in order, from its first element."""
+    right = bounds.dtype == np.int64 and bounds.ndim == 1 and bounds.size and bounds[0] == 0
+    if not right or (np.diff(bounds) < 0).any() or (count and bounds[-1] != count):
+        end = f" to {count}" if count else ""
+        raise ArgumentError(
+            f"the entry 'bounds' of {where} is {bounds!r}; expected int64 of 1 dimension, from 0 on{end}"
+        )
 
 
 def _literal(text: str, name: str, where: str) -> Any:

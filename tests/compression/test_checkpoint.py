@@ -236,6 +236,30 @@ DEVIATIONS = {
         {},
         "entry 'velocity' of slot number 1 has infinity or NaN, of which no slot would recover",
     ),
+    "step": (lambda s: s | {"0.step": "x"}, {}, "entry 'step' of slot number 0 is 'x'; expected a number"),
+    "rank": (lambda s: s | {"0.rank": -1}, {}, "'rank' of slot number 0 is -1; expected a whole number from"),
+    "ranks": (lambda s: s | {"1.ranks": 1.5}, {}, "'ranks' of slot number 1 is 1.5; expected a whole number"),
+    "threshold": (
+        lambda s: s | {"0.threshold": None},
+        {},
+        "'threshold' of slot number 0 is None; expected a",
+    ),
+    "age": (lambda s: s | {"0.age": np.nan}, {}, "'age' of slot number 0 is nan; expected a number"),
+    "bounds": (
+        lambda s: s | {"0.bounds": "x"},
+        {},
+        "'bounds' of slot number 0 is array('x', dtype='<U1'); exp",
+    ),
+    "short bounds": (
+        lambda s: s | {"0.bounds": s["0.bounds"][:-1]},
+        {},
+        "expected int64 of 1 dimension, from 0 on to",
+    ),
+    "falling bounds": (
+        lambda s: s | {"0.bounds": -s["0.bounds"]},
+        {},
+        "expected int64 of 1 dimension, from 0",
+    ),
     "key": (
         lambda s: s | {"0.key": "layer one"},
         {},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 
 from flagcx.errors import TopologyError
 from flagcx.topology import speeds
@@ -85,9 +84,17 @@ def place_host(
         prefix = f"host{at}/" if at > 0 else f"domain{host}/" if at < 0 < host else ""
         local = f"gpu{index}" if kind is DeviceKind.GPU else device.id.rpartition("/")[2]
         names[device.id] = prefix + local
-        devices.append(replace(device, id=names[device.id], index=index, host=at))
+        rest = device.name, device.pci_bus_id, device.attributes, device.ports
+        devices.append(Device(names[device.id], kind, index, at, *rest))
         counts[kind] = max(counts[kind], index + 1)
-    links += [replace(link, a=names[link.a], b=names[link.b]) for link in machine.links]
+    # The constructor takes a third of the time of dataclasses.replace, for links and devices of many hosts.
+    links += [
+        Link(
+            names[link.a], names[link.b], link.kind, link.bandwidth_gb_per_s, link.latency_us, link.count,
+            link.assumed,
+        )
+        for link in machine.links
+    ]  # fmt: skip
     return names
 
 

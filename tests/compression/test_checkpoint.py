@@ -101,7 +101,7 @@ def test_a_state_is_arrays_numbers_and_text():
 
 
 def test_torch_saves_a_state():
-    pytest.importorskip("torch")
+    pytest.importorskip("torch", reason="PyTorch is not installed (pip install torch==2.13.0)")
     (state,) = run_ranks(_state, 1)
     back = through_torch(state)
     assert back.keys() == state.keys()

@@ -8,7 +8,7 @@ import pytest
 from flagcx.compression import Feedback
 from flagcx.errors import ArgumentError
 
-pytest.importorskip("torch")
+pytest.importorskip("torch", reason="PyTorch is not installed (pip install torch==2.13.0)")
 
 
 class Bucket:

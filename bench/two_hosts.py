@@ -1,119 +1,43 @@
-"""All-reduce between two hosts on a slow link: flagcx over MPI beside Open MPI's own Allreduce.
+"""All-reduce between hosts on a slow link: flagcx over MPI beside Open MPI's own Allreduce.
 
-    sudo python bench/two_hosts.py --rate 1gbit --ranks-per-host 2 --sizes 4K,1M,64M
+    sudo python bench/two_hosts.py --rate 1gbit --ranks 2,2 --sizes 4K,1M,64M
 
-The hosts are network namespaces of this machine, joined by a virtual cable whose rate ``tc`` limits; each has
-a host name of its own. Needs root, and the programs ip and tc. Nothing of them is left behind. With ``--run
-COMMAND`` the ranks run that instead of the benchmark.
+The hosts are those of ``hosts.py``, as many as ``--ranks`` has numbers. Needs root, and the programs ip and
+tc. With ``--run COMMAND`` the ranks run that instead of the benchmark.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import shlex
 import statistics
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from hosts import hosts, missing, mpirun_line
 
-NETWORK = "10.213.7"
-AGENT = """#!/bin/sh
-# In place of ssh: drops the options, takes the host's name, runs the rest inside that host.
-while [ "${1#-}" != "$1" ]; do shift; done
-host=$1; shift
-exec ip netns exec "$host" unshare --uts sh -c 'hostname "$0"; exec sh -c "$1"' "$host" "$*"
-"""
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 
 
-@contextlib.contextmanager
-def two_hosts(rate: str, delay: str = "") -> Iterator[tuple[str, str]]:
-    """Makes two hosts that are joined by a link.
-
-    Args:
-        rate: Of the link in each direction, in tc's words: "1gbit".
-        delay: Of the link in each direction, in tc's words: "50us"; none if empty.
-
-    Yields:
-        The names of the hosts.
-    """
-    names = tuple(f"fx{os.getpid()}{end}" for end in "ab")
-    etc = [Path("/etc/netns") / name for name in names]
-    try:
-        for name in names:
-            _do(f"ip netns add {name}")
-        _do(f"ip link add {names[0]}v netns {names[0]} type veth peer name {names[1]}v netns {names[1]}")
-        for number, name in enumerate(names):
-            _do(f"ip -n {name} addr add {NETWORK}.{number + 1}/24 dev {name}v")
-            _do(f"ip -n {name} link set {name}v up")
-            _do(f"ip -n {name} link set lo up")
-            slow = (
-                f" netem delay {delay} rate {rate}" if delay else f" tbf rate {rate} burst 256kb latency 50ms"
-            )
-            _do(f"ip netns exec {name} tc qdisc add dev {name}v root{slow}")
-            etc[number].mkdir(parents=True, exist_ok=True)
-            hosts = "".join(f"{NETWORK}.{n + 1} {other}\n" for n, other in enumerate(names))
-            (etc[number] / "hosts").write_text(f"127.0.0.1 localhost\n{hosts}")
-        yield names
-    finally:
-        for name, folder in zip(names, etc, strict=True):
-            subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL)
-            with contextlib.suppress(OSError):
-                (folder / "hosts").unlink()
-                folder.rmdir()
-
-
-def _do(command: str) -> None:
-    subprocess.run(command.split(), check=True)
-
-
-def mpirun(hosts: tuple[str, str], per_host: int, command: list[str], timeout_s: float) -> str:
-    """Starts ranks on both hosts by Open MPI, from inside the first, and returns what they print."""
+def mpirun(names: Sequence[str], counts: Sequence[int], command: list[str], timeout_s: float) -> str:
+    """Starts ranks on the hosts by Open MPI, from inside the first, and returns what they print."""
     with tempfile.TemporaryDirectory() as folder:
         return subprocess.run(
-            mpirun_line(hosts, per_host, command, Path(folder)),
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent.parent)},
+            mpirun_line(names, counts, command, Path(folder)),
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,
             text=True,
             check=True,
             timeout=timeout_s,
         ).stdout
-
-
-def mpirun_line(
-    hosts: tuple[str, str], per_host: int, command: list[str], folder: Path, options: tuple[str, ...] = ()
-) -> list[str]:
-    """The command that starts ranks on both hosts, from inside the first.
-
-    Args:
-        hosts: Their names.
-        per_host: Ranks on each.
-        command: What each rank runs.
-        folder: For a script that stands in place of ssh.
-        options: More options of mpirun.
-    """
-    agent = folder / "agent"
-    agent.write_text(AGENT)
-    agent.chmod(0o755)
-    line = [
-        str(Path(sysconfig.get_path("scripts")) / "mpirun"), "--allow-run-as-root", *options,
-        "--prtemca", "plm_ssh_agent", str(agent), "--prtemca", "plm_ssh_no_tree_spawn", "1",
-        "--host", ",".join(f"{host}:{per_host}" for host in hosts),
-        "--map-by", f"ppr:{per_host}:node:OVERSUBSCRIBE",
-        "--mca", "btl_tcp_if_include", f"{NETWORK}.0/24", "-n", str(2 * per_host),
-        "-x", "PYTHONPATH", *command,
-    ]  # fmt: skip
-    inside = f"hostname {hosts[0]}; exec {shlex.join(line)}"
-    return ["ip", "netns", "exec", hosts[0], "unshare", "--uts", "sh", "-c", inside]
 
 
 def measure(sizes: list[int], rounds: int, codecs: list[str]) -> None:
@@ -177,8 +101,8 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rate", default="1gbit")
-    parser.add_argument("--delay", default="")
-    parser.add_argument("--ranks-per-host", type=int, default=2)
+    parser.add_argument("--delay", default="", help="from host to host, such as 200us")
+    parser.add_argument("--ranks", default="2,2", help="on each host, by commas")
     parser.add_argument("--sizes", default="4K,64K,1M,16M,64M")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--codecs", default="", help="also all-reduces compressed by these, by commas")
@@ -194,8 +118,11 @@ def main() -> None:
         sys.executable, str(Path(__file__).resolve()), "--inside", "--sizes", given.sizes,
         "--rounds", str(given.rounds), "--codecs", given.codecs,
     ]  # fmt: skip
-    with two_hosts(given.rate, given.delay) as hosts:
-        printed = mpirun(hosts, given.ranks_per_host, command, timeout_s=600)
+    if missing():
+        parser.error(missing())
+    counts = [int(count) for count in given.ranks.split(",")]
+    with hosts(len(counts), given.rate, given.delay) as names:
+        printed = mpirun(names, counts, command, timeout_s=600)
     if given.run:
         print(printed, end="")
         return

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from bench import hosts
 from tests.bootstrap.forked import end_server
 from tests.leftovers import check_nothing_is_left
 from tests.ranks import end_ranks
@@ -66,3 +67,12 @@ def _as_on_a_fresh_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator
         end_ranks()
         end_server()
         check_nothing_is_left(Path(place))
+
+
+@pytest.fixture(scope="session")
+def test_hosts() -> Iterator[tuple[str, ...]]:
+    """The names of four hosts that are joined by a fast network; see ``tests.hosts``."""
+    if hosts.missing():
+        pytest.skip(hosts.missing())
+    with hosts.hosts(4) as names:
+        yield names

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.two_hosts import mpirun_line, two_hosts
+from bench.hosts import hosts, mpirun_line
 from flagcx._launch.share_gpu import shared_gpu
 from tests.bootstrap.processes import REPOSITORY, bare_environment, is_alive, mpirun_environment
 from tests.communicator.jobs import shared_memory_files
@@ -38,7 +38,7 @@ class Runner:
         hosts: The names of two test hosts, or None.
     """
 
-    def __init__(self, hosts: tuple[str, str] | None) -> None:
+    def __init__(self, hosts: tuple[str, ...] | None) -> None:
         self.hosts = hosts
         self._starter = subprocess.Popen(
             [sys.executable, "-m", "tests.faults.start"],
@@ -76,7 +76,7 @@ class Runner:
         # Open MPI leaves the segments of ranks that are killed.
         options += ("--mca", "btl_sm_backing_directory", str(directory))
         if self.hosts is not None and plan.transport == "MPI, two hosts":
-            command = mpirun_line(self.hosts, plan.size // 2, program, directory, options)
+            command = mpirun_line(self.hosts, [plan.size // 2] * 2, program, directory, options)
         else:
             line = [str(MPIRUN), "--allow-run-as-root", "--oversubscribe", *options]
             command = [*line, "-n", str(plan.size), *program]
@@ -258,8 +258,8 @@ def run(plans: Sequence[Plan], most: int, until: float = float("inf")) -> Iterat
     """
     between = any(plan.transport == "MPI, two hosts" for plan in plans)
     with contextlib.ExitStack() as stack:
-        hosts = stack.enter_context(two_hosts("10gbit")) if between else None
-        runner = stack.enter_context(Runner(hosts))
+        names = stack.enter_context(hosts(2, "10gbit")) if between else None
+        runner = stack.enter_context(Runner(names))
         waiting, running = list(plans), list[Job]()
         stack.callback(lambda: [job.end() for job in running])
         while waiting or running:

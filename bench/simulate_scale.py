@@ -20,9 +20,9 @@ NBYTES = 1 << 30
 
 def once(topology: str, ranks: int, algorithm: str) -> dict:
     """Simulates one all-reduce, as ``flagcx simulate`` does; with what this process has spent on it."""
-    from flagcx.cli.sizes import machine_for
     from flagcx.cost.model import model_of
     from flagcx.selection.candidates import candidates
+    from flagcx.topology import machine_for
 
     machine = machine_for(topology, ranks)
     model = model_of(machine, ranks)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from flagcx.algorithms import Algorithm, register, unregister
     from flagcx.communicator import Communicator
     from flagcx.config import Config
+    from flagcx.cost.simulation import simulate
     from flagcx.dtypes import scaled_sum
     from flagcx.errors import (
         AbortedError,
@@ -90,6 +91,7 @@ _HOMES = {
     "register": "algorithms",
     "restore_process_group": "interop",
     "scaled_sum": "dtypes",
+    "simulate": "cost.simulation",
     "unregister": "algorithms",
     "verify": "schedule.verify",
 }
@@ -132,6 +134,7 @@ __all__ = [
     "register",
     "restore_process_group",
     "scaled_sum",
+    "simulate",
     "unregister",
     "verify",
 ]

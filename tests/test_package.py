@@ -52,6 +52,7 @@ PUBLIC = [
     "register",
     "restore_process_group",
     "scaled_sum",
+    "simulate",
     "unregister",
     "verify",
 ]

@@ -180,11 +180,10 @@ class Candidate:
         """
         if self.order is None and self.other is None:
             return build(collective, self.algorithm, size, root, self.pieces, self.groups)
-        return _compose(self, collective, size, root)
+        return _composed(self, collective, size, root)
 
 
-@lru_cache(maxsize=1024)
-def _compose(candidate: Candidate, collective: str, size: int, root: int | None) -> Schedule:
+def _composed(candidate: Candidate, collective: str, size: int, root: int | None) -> Schedule:
     """A schedule along an order, or of two algorithms: where both are one, the second goes the other way."""
     order, other = candidate.order, candidate.other
     if other is not None:
@@ -192,11 +191,22 @@ def _compose(candidate: Candidate, collective: str, size: int, root: int | None)
         if (other.algorithm, other.order) == (first.algorithm, first.order):
             other = replace(other, order=(order or tuple(range(size)))[::-1])
         one, rest = (part.build(collective, size, root) for part in (first, other))
-        return beside(one, rest, candidate.share, algorithm=candidate.label)
+        return _beside(one, rest, candidate.share, candidate.label)
     assert order is not None
     place = None if root is None else order.index(root)
     plain = build(collective, candidate.algorithm, size, place, candidate.pieces, candidate.groups)
-    return relabel(plain, order, algorithm=candidate.algorithm)
+    return _relabelled(plain, order, candidate.algorithm)
+
+
+# Kept by the schedules that they are made of, which change where an algorithm is registered again.
+@lru_cache(maxsize=1024)
+def _beside(one: Schedule, rest: Schedule, share: Fraction, label: str) -> Schedule:
+    return beside(one, rest, share, algorithm=label)
+
+
+@lru_cache(maxsize=1024)
+def _relabelled(plain: Schedule, order: Order, algorithm: str) -> Schedule:
+    return relabel(plain, order, algorithm=algorithm)
 
 
 @lru_cache(maxsize=256)

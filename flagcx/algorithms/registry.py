@@ -1,4 +1,7 @@
-"""The algorithms of this process, those that its user registered included, and the schedules made so far."""
+"""The algorithms of this process with those of its user, and the schedules made so far.
+
+Those that the user, or an installed package (see ``packages``), registers stand beside the built-in ones.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from operator import index
 from re import fullmatch
 
 from flagcx.algorithms.catalogue import Algorithm, AlgorithmEntry, builtin_entries, takes
+from flagcx.algorithms.packages import load_packages
 from flagcx.errors import ArgumentError
 from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.schedule.model import Schedule
@@ -82,12 +86,17 @@ def entry(collective: str, algorithm: str | Algorithm) -> AlgorithmEntry:
         >>> entry("allreduce", "ring").steps(8)
         14
     """
-    found = _registry().entries.get((collective, str(algorithm)))
+    key = (collective, str(algorithm))
+    found = _registry().entries.get(key)
+    if found is None:
+        failures = load_packages()
+        found = _registry().entries.get(key)
     if found is None:
         names = ", ".join(str(known.algorithm) for known in entries(collective))
         hint = " (it is the library's own, and has no schedule)" if algorithm == Algorithm.NATIVE else ""
         raise ArgumentError(
             f"algorithm={str(algorithm)!r} does not serve {collective}{hint}; expected one of {names}"
+            + "".join(f"; {failure}" for failure in failures)
         )
     return found
 

@@ -1,4 +1,4 @@
-"""The command line: ``flagcx run | bench | topo | tune | simulate | explain | status | doctor``.
+"""The command line: ``flagcx run | bench | topo | tune | simulate | explain | draw | status | doctor``.
 
 Each command is a function in a module of its own, which is imported when the command is asked for. In its
 usual form ``flagcx run`` is read without Typer, which takes longer to import than the ranks to start.
@@ -17,7 +17,7 @@ from flagcx.errors import FlagcxError
 if TYPE_CHECKING:
     import typer
 
-COMMANDS = ("run", "bench", "topo", "tune", "simulate", "explain", "status", "doctor")
+COMMANDS = ("run", "bench", "topo", "tune", "simulate", "explain", "draw", "status", "doctor")
 _VERBATIM = {"allow_extra_args": True, "allow_interspersed_args": False}
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json as json_format
 import platform
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flagcx.cli.own_algorithms import Load, load_algorithms, with_algorithms
 from flagcx.cli.start_ranks import Report, count_ranks, launch_reporting, reporting_errors
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ def bench(
         bool, typer.Option("--share-gpu", help="Let several ranks use one GPU; with --gpu.")
     ] = False,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="For each time; the median counts.")] = 7,
+    load: Load = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object for each size.")] = False,
 ) -> None:
     """Time a collective over a range of sizes, verify its results, and print the table of nccl-tests.
@@ -60,11 +63,15 @@ def bench(
             rounds,
         )
         task.check()
-        wrong = _run(task, ranks, share_gpu, _as_json() if json else _as_table())
+        load_algorithms(load)
+        ranked = with_algorithms(load, measure)
+        wrong = _run(ranked, task, ranks, share_gpu, _as_json() if json else _as_table())
     raise typer.Exit(int(wrong > 0))
 
 
-def _run(task: BenchTask, ranks: int, share_gpu: bool, report: Report) -> int:
+def _run(
+    ranked: Callable[[BenchTask, Report], int], task: BenchTask, ranks: int, share_gpu: bool, report: Report
+) -> int:
     """Lets the ranks measure; returns how many elements were wrong."""
     from flagcx.bootstrap.environment import identify
     from flagcx.config import environment
@@ -75,7 +82,7 @@ def _run(task: BenchTask, ranks: int, share_gpu: bool, report: Report) -> int:
         return measure(task, report)
     count = count_ranks(ranks, task.gpu, share_gpu)
     task.check_ranks(count)
-    return launch_reporting(measure, count, task, report, share_gpu)
+    return launch_reporting(ranked, count, task, report, share_gpu)
 
 
 def measure(task: BenchTask, report: Report) -> int:

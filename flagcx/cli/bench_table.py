@@ -15,19 +15,7 @@ from typing import Any
 
 from flagcx.cli.bench_oracle import BenchMessage
 from flagcx.errors import ArgumentError
-from flagcx.schedule.collectives import COLLECTIVES
-
-
-def bus_share(collective: str, size: int) -> float:
-    """Bus bandwidth as a multiple of algorithm bandwidth, for ``size`` ranks.
-
-    Example:
-        >>> bus_share("allreduce", 4)
-        1.5
-    """
-    if collective == "allreduce":
-        return 2 * (size - 1) / size
-    return (size - 1) / size if COLLECTIVES[collective].blocks else 1.0
+from flagcx.schedule.collectives import bus_share
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flagcx.cli.own_algorithms import Load, load_algorithms, with_algorithms
 from flagcx.cli.start_ranks import count_ranks, launch_quietly, reporting_errors
 from flagcx.errors import ArgumentError
 
@@ -40,19 +42,23 @@ def explain(
     share_gpu: Annotated[
         bool, typer.Option("--share-gpu", help="Let several ranks use one GPU; with --gpu.")
     ] = False,
+    load: Load = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Compare the algorithms for a call (steps, bytes, busiest link, time) and say which would run, and why.
 
     For this machine ranks are started and asked, so that what flagcx tune measured is part of the answer.
     """
-    from flagcx.cli.sizes import machine_for, parse_nbytes
+    from flagcx.cli.sizes import parse_nbytes
     from flagcx.selection.explain import explain as explain_over
+    from flagcx.topology import machine_for
 
     with reporting_errors("explain"):
         count = parse_nbytes(nbytes)
+        load_algorithms(load)
         if topology is None:
-            found = _here(collective, count, ranks, gpu, share_gpu)
+            asked = with_algorithms(load, _asked)
+            found = _here(asked, collective, count, ranks, gpu, share_gpu)
         elif gpu or share_gpu:
             raise ArgumentError("--gpu and --share-gpu are about this machine; leave out --topology")
         else:
@@ -69,14 +75,21 @@ def explain(
         typer.echo(str(found))
 
 
-def _here(collective: str, nbytes: int, ranks: int | None, gpu: bool, share_gpu: bool) -> Explanation:
+def _here(
+    asked: Callable[..., Explanation],
+    collective: str,
+    nbytes: int,
+    ranks: int | None,
+    gpu: bool,
+    share_gpu: bool,
+) -> Explanation:
     from flagcx.schedule.collectives import COLLECTIVES
 
     if collective not in COLLECTIVES:
         known = ", ".join(COLLECTIVES)
         raise ArgumentError(f"collective={collective!r} is not known; expected one of {known}")
     count = count_ranks(ranks, gpu, share_gpu)
-    return launch_quietly(_asked, count, (collective, nbytes, gpu), share_gpu)[0]
+    return launch_quietly(asked, count, (collective, nbytes, gpu), share_gpu)[0]
 
 
 def _asked(collective: str, nbytes: int, gpu: bool) -> Explanation:

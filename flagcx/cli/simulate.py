@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flagcx.cli.own_algorithms import Load, load_algorithms
 from flagcx.errors import ArgumentError, FlagcxError
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ def simulate(
     network_only: Annotated[
         bool, typer.Option("--network-only", help="Leave out the costs of a call at its ranks.")
     ] = False,
+    load: Load = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     plot: Annotated[
         Path | None, typer.Option(help="Draw the messages over time, to a .png, .svg or .pdf file.")
@@ -68,12 +70,14 @@ def simulate(
     ] = None,
 ) -> None:
     """Time an algorithm on a machine that you need not have: time, bandwidth, load of the links."""
-    from flagcx.cli.sizes import machine_for, parse_nbytes
+    from flagcx.cli.sizes import parse_nbytes
     from flagcx.cost.model import DEVICE_COSTS, model_of
     from flagcx.cost.simulate import Costs
+    from flagcx.topology import machine_for
 
     try:
         count = parse_nbytes(nbytes)
+        load_algorithms(load)
         scheduled = not _unscheduled(algorithm)
         if scheduled:
             _check_names(collective, algorithm)
@@ -106,6 +110,7 @@ def _unscheduled(algorithm: str) -> bool:
 def _priced(model: Model, collective: str, algorithm: str, nbytes: int) -> dict[str, Any]:
     """What the model says of NCCL's own, or of what goes through the peers' memory."""
     from flagcx.cost.simulate import message_nbytes
+    from flagcx.schedule.collectives import bus_share
     from flagcx.selection.candidates import Request
     from flagcx.selection.explain import unscheduled
 
@@ -139,20 +144,11 @@ def _priced(model: Model, collective: str, algorithm: str, nbytes: int) -> dict[
         "high_us": one.time_us * high,
         "plain_us": one.plain_us,
         "algbw_gb_per_s": speed,
-        "busbw_gb_per_s": speed * _bus_share(collective, model.size),
+        "busbw_gb_per_s": speed * bus_share(collective, model.size),
         "sent_nbytes": one.sent_nbytes,
         "links_used": 0,
         "links": [],
     }
-
-
-def _bus_share(collective: str, size: int) -> float:
-    """The bus bandwidth over the algorithm bandwidth, as nccl-tests has them."""
-    from flagcx.schedule.collectives import COLLECTIVES
-
-    if collective == "allreduce":
-        return 2 * (size - 1) / size
-    return (size - 1) / size if COLLECTIVES[collective].blocks else 1.0
 
 
 def _check_names(collective: str, algorithm: str) -> None:
@@ -211,10 +207,10 @@ def _ranks(text: str, size: int) -> tuple[int, ...]:
 def _report(
     model: Model, collective: str, algorithm: str, candidate: Candidate, timing: Timing
 ) -> dict[str, Any]:
-    size = model.size
-    busiest = sorted(range(len(timing.link_busy)), key=lambda link: -timing.link_busy[link])
-    network = model.network
-    speeds = network.bandwidth_gb_per_s
+    from flagcx.cost.simulation import loads
+    from flagcx.schedule.collectives import bus_share
+
+    size, used = model.size, loads(model.network, timing)
     return {
         "topology": model.topology.name,
         "collective": collective,
@@ -226,19 +222,18 @@ def _report(
         "steps": timing.steps,
         "time_us": timing.time_us,
         "algbw_gb_per_s": timing.algbw_gb_per_s,
-        "busbw_gb_per_s": timing.algbw_gb_per_s * _bus_share(collective, size),
+        "busbw_gb_per_s": timing.algbw_gb_per_s * bus_share(collective, size),
         "sent_nbytes": float(timing.sent_nbytes.max(initial=0)),
-        "links_used": int((timing.link_nbytes > 0).sum()),
+        "links_used": len(used),
         "links": [
             {
-                "link": list(network.names[link]),
-                "kind": network.kinds[link],
-                "bandwidth_gb_per_s": float(speeds[link]),
-                "nbytes": float(timing.link_nbytes[link]),
-                "busy": float(timing.link_busy[link]),
+                "link": [link.a, link.b],
+                "kind": link.kind,
+                "bandwidth_gb_per_s": link.bandwidth_gb_per_s,
+                "nbytes": link.nbytes,
+                "busy": link.busy,
             }
-            for link in busiest[:_MOST_LISTED]
-            if timing.link_nbytes[link] > 0
+            for link in used[:_MOST_LISTED]
         ],
     }
 

@@ -1,15 +1,10 @@
-"""Reads sizes and machines as the command line takes them."""
+"""Reads sizes as the command line takes them."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
-from typing import TYPE_CHECKING
 
-from flagcx.errors import ArgumentError, TopologyError
-
-if TYPE_CHECKING:
-    from flagcx.topology import Topology
+from flagcx.errors import ArgumentError
 
 _SIZE = re.compile(r"\s*(\d{1,18}(?:\.\d{1,9})?(?:[eE]\+?\d{1,2})?)\s*(?:([kKmMgGtT])(i?[bB])?|[bB])?\s*")
 _POWERS = "kmgt"
@@ -40,27 +35,3 @@ def parse_nbytes(text: str) -> int:
     if value > _MOST or value != int(value):
         raise ArgumentError(f"{text!r} is {value:g} bytes; expected a whole number up to 2^60")
     return int(value)
-
-
-def machine_for(name: str, ranks: int | None) -> Topology:
-    """The topology of a preset's name or a file, as a cluster with a GPU for each of the ``ranks``.
-
-    A file is NCCL's XML or the output of ``nvidia-smi topo -m``. Without ``ranks`` it is one machine.
-
-    Raises:
-        TopologyError: There is no such preset or file, it has no GPU, or it cannot make a cluster.
-    """
-    from flagcx.topology import cluster, files, preset, preset_names
-
-    if name in preset_names():
-        machine = preset(name)
-    elif Path(name).exists():
-        machine = files.read(Path(name))
-    else:
-        raise TopologyError(
-            f"--topology {name!r} is neither a file nor a preset; presets are {', '.join(preset_names())}"
-        )
-    width = len(machine.gpus)
-    if not width:
-        raise TopologyError(f"{machine!r} has no GPU, so no place for a rank")
-    return machine if ranks is None or ranks <= width else cluster(machine, -(-ranks // width))

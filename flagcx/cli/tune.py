@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flagcx.cli.own_algorithms import Load, load_algorithms, with_algorithms
 from flagcx.cli.start_ranks import count_ranks, launch_reporting, reporting_errors
 from flagcx.errors import ArgumentError
 
@@ -45,6 +46,7 @@ def tune(
     share_gpu: Annotated[
         bool, typer.Option("--share-gpu", help="Let several ranks use one GPU; with --gpu.")
     ] = False,
+    load: Load = None,
 ) -> None:
     """Measure all algorithms on this machine; from then on flagcx chooses by the measured times.
 
@@ -58,7 +60,8 @@ def tune(
 
     with reporting_errors("tune"):
         what = Task(tuple(collective or _COMMON), quick, output and output.absolute(), gpu)
-        path = _tune(ranks, what, share_gpu)
+        load_algorithms(load)
+        path = _tune(ranks, what, share_gpu, with_algorithms(load, measure))
     if path is not None:
         typer.echo(f"measured; the table is {path}")
         if warning := unsteady(read_table(path)):
@@ -82,7 +85,9 @@ class Task:
     gpu: bool = False
 
 
-def _tune(ranks: int, task: Task, share_gpu: bool) -> Path | None:
+def _tune(
+    ranks: int, task: Task, share_gpu: bool, ranked: Callable[[Task, Report], Path | None]
+) -> Path | None:
     from flagcx.bootstrap.environment import identify
     from flagcx.config import environment
     from flagcx.selection.tuning import TUNED
@@ -95,7 +100,7 @@ def _tune(ranks: int, task: Task, share_gpu: bool) -> Path | None:
             return measure(task, report)
     count = count_ranks(ranks, task.gpu, share_gpu)
     with _bar() as report:
-        return launch_reporting(measure, count, task, report, share_gpu)
+        return launch_reporting(ranked, count, task, report, share_gpu)
 
 
 def sizes(quick: bool) -> list[int]:

@@ -135,7 +135,7 @@ class Model:
         self.topology = topology
         self.gpus = tuple(gpu.index for gpu in topology.gpus) if gpus is None else tuple(gpus)
         self.size = len(self.gpus)
-        self.costs = _spread(costs, len({topology.gpu(gpu).host for gpu in self.gpus}))
+        self.costs = costs_between(costs, len({topology.gpu(gpu).host for gpu in self.gpus}))
         self.network = over(topology, self.gpus) if network is None else network
         self._laid: dict[tuple[str, Candidate, int | None], Timed] = {}
 
@@ -186,7 +186,7 @@ def rounds(collective: str, candidate: Candidate, size: int, root: int | None = 
     return rounds_of(schedule)
 
 
-def _spread(costs: Costs, hosts: int) -> Costs:
+def costs_between(costs: Costs, hosts: int) -> Costs:
     """The costs of ranks on so many hosts: between several, messages are cut into shorter parts."""
     if hosts < 2 or costs.channels is None:
         return costs

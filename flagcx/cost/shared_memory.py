@@ -22,6 +22,7 @@ from flagcx.cost.model import Prediction, predict
 from flagcx.cost.network import Flows, Network
 from flagcx.cost.simulate import Costs, lay, message_nbytes
 from flagcx.schedule.collectives import COLLECTIVES
+from flagcx.schedule.model import Schedule
 from flagcx.schedule.traffic import Rounds, rounds_of
 
 MOST_RANKS = 64
@@ -105,7 +106,7 @@ def predict_on_host(
     """
     if root is None and COLLECTIVES[collective].rooted:
         root = 0
-    rounds = _rounds(collective, candidate.algorithm, size, root, candidate.pieces_at(nbytes))
+    rounds = _rounds(build(collective, candidate.algorithm, size, root, candidate.pieces_at(nbytes)))
     cores = cores or count_cores()
     once = attached and candidate.protocol == "cross_memory"
     cached = message_nbytes(collective, size, nbytes) <= costs.cache_nbytes
@@ -124,8 +125,8 @@ def predict_on_host(
 
 
 @lru_cache(maxsize=256)
-def _rounds(collective: str, algorithm: str, size: int, root: int | None, pieces: int) -> Rounds:
-    return rounds_of(build(collective, algorithm, size, root, pieces))
+def _rounds(schedule: Schedule) -> Rounds:
+    return rounds_of(schedule)
 
 
 def _host_network(size: int, cores: int, once: bool, cached: bool, costs: HostCosts) -> Network:

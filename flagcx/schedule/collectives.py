@@ -215,3 +215,15 @@ def _bounds(counts: Sequence[int], per_block: int) -> tuple[int, ...]:
         start = bounds[-1]
         bounds.extend(start + b for b in cut(count, per_block)[1:])
     return tuple(bounds)
+
+
+def bus_share(collective: str, size: int) -> float:
+    """Bus bandwidth as a multiple of algorithm bandwidth, for ``size`` ranks, as nccl-tests has them.
+
+    Example:
+        >>> bus_share("allreduce", 4)
+        1.5
+    """
+    if collective == "allreduce":
+        return 2 * (size - 1) / size
+    return (size - 1) / size if COLLECTIVES[collective].blocks else 1.0

@@ -7,11 +7,12 @@ from dataclasses import replace
 
 from flagcx.algorithms import Algorithm, entries, entry
 from flagcx.algorithms.candidate import Candidate, Groups, Order
+from flagcx.algorithms.packages import load_packages
 from flagcx.cost import nccl, peer_memory
 from flagcx.cost.model import DEVICE_COSTS, Bottleneck, Prediction, model_of
 from flagcx.cost.simulate import Costs, message_nbytes
 from flagcx.dtypes import dtype_of, resolve_op
-from flagcx.errors import ArgumentError
+from flagcx.errors import ArgumentError, ScheduleError
 from flagcx.kernels.peer import MOST_RANKS, PROTOCOLS, PeerLayout, may_be_bare
 from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.selection.candidates import Request
@@ -28,7 +29,6 @@ BLOCKS = 128
 TOO_LONG = "too long for packets"
 NO_PACKETS = "no packets carry this"
 NOT_KNOWN = "whether these GPUs reach each other's memory is known on the machine alone"
-NOT_NAMED = "registered by the user: taken only where a call names it"
 GROUPED = "needs ranks in groups, such as those of several hosts"
 _CLEARLY = 0.9
 """The model speaks up where it sees at least a tenth less time."""
@@ -40,6 +40,7 @@ def _row(
     found: Prediction | None = None,
     measured_us: float | None = None,
     obstacle: str = "",
+    named_only: bool = False,
 ) -> Row:
     """A candidate's row; without a prediction, its steps and bytes by the catalogue's closed forms."""
     collective, nbytes, size, *_ = request
@@ -60,7 +61,8 @@ def _row(
             sent = float(known.sent(size, pieces)) * message_nbytes(collective, size, nbytes)
             facts = {"steps": known.steps(size, pieces), "sent_nbytes": sent}
     names_of = (candidate.name, candidate.label, pieces)
-    return Row(*names_of, measured_us=measured_us, protocol=candidate.protocol, obstacle=obstacle, **facts)
+    facts |= {"protocol": candidate.protocol, "obstacle": obstacle, "named_only": named_only}
+    return Row(*names_of, measured_us=measured_us, **facts)
 
 
 # -- over a topology -------------------------------------------------------------------------------
@@ -105,10 +107,15 @@ def explain(
         )
     request, known = Request(collective, nbytes, size), measured or {}
     model = model_of(topology, size, gpus, costs)
+    load_packages()
     found = [(one, "") for one in compare(model, collective, nbytes, root)]
     found += unscheduled(request, topology, model.gpus)
+    own = {str(one.algorithm) for one in entries(collective) if not one.trusted}
     rows = in_order(
-        [_row(request, one.candidate, one, known.get(one.candidate.name), why) for one, why in found]
+        [
+            _row(request, one, what, known.get(one.name), why, one.algorithm in own)
+            for one, what, why in ((what.candidate, what, why) for what, why in found)
+        ]
     )
     return Explanation(collective, nbytes, size, topology.name, tuple(rows), reason_for(rows))
 
@@ -222,6 +229,7 @@ def explain_call(
     collective, nbytes, size, *_ = request
     if nbytes < 0:
         raise ArgumentError(f"nbytes={nbytes!r}; expected 0 or more")
+    load_packages()
     measured: dict[Candidate, float] = {}
     for one in sorted(times_us, key=lambda one: (not one.piece_nbytes, one.piece_nbytes)):
         # Of candidates that are cut alike here, the last counts: that with no pieces, or the longest.
@@ -235,6 +243,7 @@ def explain_call(
     serving = (one for one in measured if not rules.obstacle(one, request))
     rows = [row(one) for one in dict.fromkeys([*rules.candidates(request), *serving, choice])]
     rows += _excluded(request, {one.algorithm for one in rows})
+    rows += _own(request, rules, measured, place)
     missing = rules.unavailable(choice)
     if missing is not None:
         rows.append(row(missing))
@@ -250,14 +259,31 @@ def _excluded(request: Request, taken: Iterable[str]) -> Iterator[Row]:
     """The algorithms that serve the collective and are not taken at all, with the reason."""
     for known in entries(request.collective):
         name = str(known.algorithm)
-        if name in taken:
+        if name in taken or not known.trusted:
             continue
         obstacle = f"it cannot serve {request.size} ranks: {known.refusal(request.size)}"
-        if not known.trusted:
-            obstacle = NOT_NAMED
-        elif known.allows(request.size):
+        if known.allows(request.size):
             obstacle = GROUPED if known.grouped else "it has no use here"
         yield _row(request, Candidate(name), obstacle=obstacle)
+
+
+def _own(
+    request: Request,
+    rules: Rules,
+    measured: Mapping[Candidate, float],
+    place: tuple[Order | None, Groups | None],
+) -> Iterator[Row]:
+    """The algorithms that the user, or a package, registered, with what the model says of them."""
+    for known in entries(request.collective):
+        if known.trusted:
+            continue
+        one = Candidate(known.algorithm)
+        try:
+            obstacle = known.refusal(request.size)
+            found = None if obstacle else rules.predict(one.along(*place), request)
+        except ScheduleError as error:  # verified for this number of ranks only now
+            obstacle, found = str(error), None
+        yield _row(request, one, found, measured.get(one), obstacle, named_only=True)
 
 
 def _doubt(chosen: Row, others: Sequence[Row]) -> str:

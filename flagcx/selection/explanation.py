@@ -12,6 +12,7 @@ from flagcx.cost.simulate import message_nbytes
 from flagcx.report import Report, Reported
 
 PLAIN = "Predicted: the GPU's time in a CUDA graph's replay. A plain call of {}, with launch: {:.1f} us."
+NAMED_ONLY = "registered by the user: taken where a call names it"
 _COLUMNS = ("candidate", "steps", "sent/rank", "busiest link", "predicted us", "measured us", "")
 _MEASURED = 5
 
@@ -36,6 +37,7 @@ class Row:
         measured_us: Time as measured, or None.
         protocol: How the transport moves the data; empty where it has no choice, or chooses itself.
         obstacle: Why it cannot be taken; empty where it can.
+        named_only: Whether it is taken only where a call names it: an algorithm of the user's own.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Row:
     measured_us: float | None = None
     protocol: str = ""
     obstacle: str = ""
+    named_only: bool = False
 
     @property
     def time_us(self) -> float | None:
@@ -142,9 +145,9 @@ class Explanation(Reported):
             return f"cannot: {row.obstacle}"
         # A time by the model says nothing beside a measured one.
         alike = (row.measured_us is None) == (self.chosen.measured_us is None)
-        if not (row.time_us and self.chosen.time_us and alike):
-            return ""
-        return f"{row.time_us / self.chosen.time_us:.2f} x"
+        known = row.time_us and self.chosen.time_us and alike
+        words = [f"{(row.time_us or 0) / (self.chosen.time_us or 1):.2f} x"] if known else []
+        return "; ".join([*words, *([NAMED_ONLY] if row.named_only else [])])
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain values."""
@@ -160,9 +163,13 @@ class Explanation(Reported):
 
 
 def in_order(rows: Sequence[Row]) -> list[Row]:
-    """What was measured before what was not, each the fastest first; what has no time, then obstacles."""
+    """What was measured before what was not, each the fastest first; what has no time, then obstacles.
 
-    def key(row: Row) -> tuple[bool, bool, bool, float]:
-        return bool(row.obstacle), row.time_us is None, row.measured_us is None, row.time_us or 0.0
+    Algorithms of the user's own come after all that may be chosen.
+    """
+
+    def key(row: Row) -> tuple[bool, bool, bool, bool, float]:
+        untimed = row.time_us is None
+        return bool(row.obstacle), row.named_only, untimed, row.measured_us is None, row.time_us or 0.0
 
     return sorted(rows, key=key)

@@ -118,7 +118,8 @@ def compare(model: Model, collective: str, nbytes: float, root: int | None = Non
     nbytes = 0 if collective == "barrier" else nbytes
     simple = [in_pieces(model, collective, candidate, nbytes, root) for candidate in found]
     ranked = sorted(simple, key=lambda prediction: prediction.time_us)
-    pairs = list(_pairs(model, collective, ranked, nbytes, root)) if 2 < model.size <= MOST_PLANNED else []
+    paired = [one for one in ranked if entry(collective, one.candidate.algorithm).trusted]
+    pairs = list(_pairs(model, collective, paired, nbytes, root)) if 2 < model.size <= MOST_PLANNED else []
     return tuple(sorted([*ranked, *pairs], key=lambda prediction: prediction.time_us))
 
 

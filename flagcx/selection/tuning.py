@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from flagcx.algorithms import build
+from flagcx.algorithms import build, entries
 from flagcx.algorithms.candidate import Candidate
 from flagcx.dtypes import dtype_of, resolve_op
 from flagcx.schedule.collectives import COLLECTIVES
@@ -203,12 +203,13 @@ class HostBench:
         self._transport, self.size = transport, transport.size
 
     def candidates(self, collective: str, nbytes: int) -> list[Candidate]:
-        """The schedules that come with flagcx, with every protocol."""
+        """The schedules that come with flagcx, with every protocol, and those of the user's own."""
+        own = [known for known in entries(collective) if not known.trusted and known.allows(self.size)]
         return [
             replace(one, protocol=protocol)
             for one in schedules(Request(collective, nbytes, self.size), PIECE_NBYTES)
             for protocol in self._transport.protocols(collective, one.algorithm, nbytes) or ("",)
-        ]
+        ] + [Candidate(known.algorithm) for known in own]
 
     def measurement(self, collective: str, nbytes: int) -> HostMeasurement:
         """Arrays and plans for one collective at one size."""

@@ -18,6 +18,7 @@ from flagcx.topology.draw import plot_topology
 from flagcx.topology.files import read
 from flagcx.topology.graph import Device, DeviceKind, Link, LinkKind, Port
 from flagcx.topology.join import join
+from flagcx.topology.named import machine_for
 from flagcx.topology.orders import best_order, order_bandwidth
 from flagcx.topology.paths import Path, matrix, nearest_nic, numa_node, path_class, shortest, widest
 from flagcx.topology.plan import Plan, Ring, make_plan, plan_rings
@@ -40,6 +41,7 @@ __all__ = [
     "cluster",
     "detect",
     "join",
+    "machine_for",
     "make_plan",
     "matrix",
     "nearest_nic",

@@ -22,7 +22,7 @@ from flagcx.cli.bench_ranks import ArraySource, BenchTask, rows
 from flagcx.cli.bench_table import BenchRow, BenchTiming
 from flagcx.dtypes import OPS, dtype_of, resolve_op
 from flagcx.errors import ArgumentError
-from flagcx.schedule.collectives import COLLECTIVES
+from flagcx.schedule.collectives import COLLECTIVES, bus_share
 
 ROOT = Path(__file__).parents[2]
 NAMES = [name for name in COLLECTIVES if name != "barrier"]
@@ -142,7 +142,7 @@ def test_sizes_count_the_whole_message():
     + [("broadcast", 8, 1), ("reduce", 8, 1), ("reduce_scatter", 1, 0)],
 )
 def test_bus_share(collective, size, share):
-    assert bench_table.bus_share(collective, size) == pytest.approx(share)
+    assert bus_share(collective, size) == pytest.approx(share)
 
 
 ROW = BenchRow(message("allreduce", 4, count=1 << 18), BenchTiming(100.0, 0), BenchTiming(200.0, 3))

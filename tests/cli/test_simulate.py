@@ -9,9 +9,9 @@ import typer
 from typer.testing import CliRunner
 
 from flagcx.cli.simulate import simulate
-from flagcx.cli.sizes import machine_for, parse_nbytes
+from flagcx.cli.sizes import parse_nbytes
 from flagcx.errors import ArgumentError, TopologyError
-from flagcx.topology import nccl_xml_write, preset
+from flagcx.topology import machine_for, nccl_xml_write, preset
 
 
 @pytest.fixture

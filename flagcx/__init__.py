@@ -7,6 +7,24 @@
 
 See ``Communicator`` for all that ranks can do together, ``Algorithm`` for how, and ``errors`` for what can
 go wrong. A name is imported when it is first used, so that ``import flagcx`` itself costs next to nothing.
+
+The way of one call, and where to read on; each room imports only from those below it::
+
+    cli/ interop/ gradients/ world.py    the command line, other frameworks, training, fc.init()
+    communicator/  comm.allreduce(x)     operations.py lists the calls, caller.py makes them; a call that
+                                         repeats goes from here straight to its plan
+    compression/ fusion/                 codecs, and many small arrays in few messages
+    executor/      executor.find, .run   the plans of a communicator, and their order: now or in a group
+    selection/     selector.choose       -> a candidate, by rule, measured table or model; explain and tune
+    cost/ profiler/                      what schedules cost on a network; records of what ran
+    diagnosis/     flagcx status         the page of each rank; which one keeps the others waiting
+    transport/     transport.compile     -> a plan: shared_memory/ mpi threads nccl/ peer_memory/, listed in
+                                         registry.py; base.py says how to add one
+    algorithms/    candidate.build       -> a schedule: ring, tree, ...; topology/: the machine and its rings
+    schedule/      programs of steps     composed, verified, drawn; kernels/: CUDA; bootstrap/: how ranks meet
+
+An algorithm is data: a pure function that returns a schedule, which says what each rank sends to whom in
+which step, and what is added where. The same schedule is verified, run, simulated and drawn.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ OPTIONAL = {
     "mpi4py": {"bootstrap", "cli", "transport"},
     "torch": {"interop"},
     "networkx": {"topology"},
-    "matplotlib": {"figure", "topology", "schedule", "profiler"},
+    "matplotlib": {"cli", "figure", "topology", "schedule", "profiler"},
     "typer": {"cli"},
     "rich": {"cli", "topology", "profiler", "selection", "report", "gradients"},
 }

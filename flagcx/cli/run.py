@@ -1,4 +1,10 @@
-"""``flagcx run``: a script on several ranks of this host, watched from one terminal."""
+"""``flagcx run``: a script on several ranks of this host, watched from one terminal.
+
+It puts the rank before each line of output, shows the traceback of the first rank that failed last, ends
+all ranks, and returns that rank's exit code. Ranks that are told to end have ten seconds for a checkpoint
+(``--kill-after``). SIGUSR1 and SIGUSR2 go to the ranks, Ctrl-Z and ``fg`` stop and continue all, ``nohup``
+works, and a full disk under its output ends no job.
+"""
 
 from __future__ import annotations
 

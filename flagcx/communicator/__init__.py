@@ -1,4 +1,25 @@
-"""The communicator: the facade over all that ranks can do together."""
+"""The communicator: the facade over all that ranks can do together.
+
+What holds for all calls:
+
+- Arrays may have any strides: they are packed before a call and unpacked after it. Shapes may differ
+  between ranks where counts are equal.
+- Sums have the same bits on every rank. Half precision is summed in float32 and rounded once wherever one
+  rank adds up all contributions (small and large all-reduces by default). Averages of half precision, fp8
+  and integers don't overflow: every algorithm but NCCL's own adds them up in a wider dtype, divides and
+  rounds once (integers toward zero). Overflows end no call; the warning names the caller's line.
+- Sends and receives of NumPy arrays that were started move together, beside collectives, and may be waited
+  for in any order, as MPI's rules have it. On GPUs they keep to the order of the calls: put those that must
+  move together into one ``comm.group()``. Calls of several communicators must be enqueued in the same order
+  on all ranks.
+- Calls on CuPy arrays are enqueued on the current stream, or ``stream=``; nothing waits on the host.
+  ``async_op=True`` runs on a stream of the communicator's own; ``comm.barrier(stream=s)`` lets streams wait
+  for each other. A call that comes again with the same arrays is replayed as a CUDA graph.
+- What a communicator keeps is bounded by bytes, whatever sizes it is called with, so a job may live for
+  weeks. A split that is dropped gives it back (one that has used GPUs: when it is closed).
+- A forked child (a ``DataLoader``'s worker, a daemon) does its parent, the rank, no harm, whatever it does;
+  only the communicator and ``fc.init()`` are refused there.
+"""
 
 from __future__ import annotations
 

@@ -15,6 +15,15 @@
                                if it is allowed
 =============================  ==========================================  ==============  ================
 
+A step with infinity or NaN on any rank, or whose sum overflows, is seen on all of them, and leaves error
+feedback as it was (which is kept twice for that): in ``GradientSynchronizer`` and DDP's hook that of all
+buckets; in a loop of your own ``feedback.undo()`` takes back what the good arrays left. ``auto`` compresses
+only where the link is slower than the core or GPU codes, and uses nothing lossy unless told:
+``fc.compression.Auto(lossy=("int8",))``. ``auto`` and ``advise`` never take ``randomk``, with which
+trainings diverge at the step size of dense gradients. ``topk`` wants a warm-up, and an optimizer with less
+momentum and larger steps (``TopK``). On GPUs all stripes of a message are coded, added up and decoded by
+one kernel each.
+
 Example:
     >>> comm.allreduce(x, compression="int8")                            # doctest: +SKIP
     >>> feedback = fc.compression.Feedback("topk")                       # doctest: +SKIP

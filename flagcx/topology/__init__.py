@@ -1,5 +1,12 @@
 """Machines and clusters as graphs: read them, detect them, plan over them, draw them.
 
+Files are NCCL's XML and the text of ``nvidia-smi topo -m``, which may have prose, prompts or quote marks
+around it. What makes no sense in it is a note and an assumption; only a text that holds no machine is
+refused (``python -m tests.topology.mutants 20000`` tries it). Each plan says how near it is to the bound:
+the best all-reduce bandwidth that any schedule can have on that graph without multicast and reduction in
+switches; with both (NVLS) NVSwitches from Hopper on allow more, which is told beside it. Rings and trees on
+GPUs follow the planned order.
+
 Example:
     >>> from flagcx import topology
     >>> machine = topology.preset("dgx-1v")

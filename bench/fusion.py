@@ -4,7 +4,8 @@
     flagcx run -n 4 bench/fusion.py --out results.jsonl
     flagcx run -n 4 bench/fusion.py --gpu              # CuPy arrays
 
-The kinds take turns, so that a drift of the machine hits all alike. Every result is checked.
+The kinds take turns, so that a drift of the machine hits all alike. Every result is checked. Of NumPy arrays
+"copies" tells what packing alone takes: each array into a message and back, in NumPy calls that check dtypes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ import os
 import platform
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import repeat
+from operator import setitem
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,6 +30,7 @@ import flagcx as fc
 SMALLEST, LARGEST = 1 << 10, 64 << 10
 SPREADS = ("1 KiB", "4 KiB", "16 KiB", "64 KiB", "powers", "even")
 KINDS = ("one by one", "list", "new arrays", "group")
+MESSAGE_NBYTES = 512 << 10
 
 
 def sizes(count: int, spread: str) -> Iterator[int]:
@@ -79,6 +84,22 @@ class Trial:
             for array in self.arrays:
                 self.comm.allreduce(array)
 
+    def copies(self) -> Callable[[], None]:
+        """What packs and unpacks all arrays and sends nothing."""
+        many = max(MESSAGE_NBYTES // self.arrays[0].nbytes, 1)
+        messages = [self.arrays[i : i + many] for i in range(0, len(self.arrays), many)]
+        flats = [np.empty(sum(a.size for a in message), np.float32) for message in messages]
+        views = [
+            np.split(f, np.cumsum([a.size for a in m])[:-1]) for f, m in zip(flats, messages, strict=True)
+        ]
+
+        def copy() -> None:
+            for message, flat, parts in zip(messages, flats, views, strict=True):
+                np.concatenate(message, None, flat, casting="no")
+                deque(map(setitem, message, repeat(...), parts), maxlen=0)
+
+        return copy
+
     def synchronize(self) -> None:
         if self.xp is not np:
             self.xp.cuda.Device().synchronize()
@@ -110,7 +131,9 @@ def measure(trial: Trial, rounds: int) -> dict[str, Any]:
     """Times all kinds in turns; medians."""
     calls = {kind: getattr(trial, kind.replace(" ", "_")) for kind in KINDS}
     wrong = {kind: trial.wrong(call, trial.of(kind)) for kind, call in calls.items()}
-    times: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    if trial.xp is np:
+        calls["copies"] = trial.copies()
+    times: dict[str, list[float]] = {kind: [] for kind in calls}
     for i in range(rounds + 2):
         for kind, call in calls.items():
             trial.of(kind)

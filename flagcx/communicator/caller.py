@@ -27,7 +27,7 @@ from flagcx.errors import ArgumentError, CommunicationError
 from flagcx.executor.host import Executor
 from flagcx.executor.open import open_device_executor
 from flagcx.executor.staging import stage
-from flagcx.fusion.fuse import Fusion, HostPacker, Packer
+from flagcx.fusion.fuse import Fusion, HostPacker, Packer, host_limits
 from flagcx.fusion.group import Group, Pending
 from flagcx.profiler import RecordBuffer
 from flagcx.schedule.collectives import COLLECTIVES
@@ -339,7 +339,7 @@ class Caller:
         if found is None:
             packer: Packer
             if executor is self._host:
-                packer = HostPacker(executor.transport.empty)
+                packer = HostPacker(executor.transport.empty, host_limits(executor.transport))
             else:
                 packer = self._device_packer(executor)
             found = self._fusions[id(executor)] = Fusion(executor, packer)

@@ -10,12 +10,15 @@
                      |                     |
     arrays     [a] [b] [-- c --] [d]  [------- e ---------]
 
-The memory of a message comes from the transport's pool, where peers reach it without a copy, and is kept.
+Small arrays share a message with those around them, also over larger ones between them: the arrays are apart,
+so their order is free. The memory of a message comes from the transport's pool, where peers reach it without
+a copy, and is kept.
 What is fused is worked out once for arrays of the same shapes, whichever arrays they are.
 """
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -27,8 +30,8 @@ import numpy as np
 from flagcx.dtypes import DType, ReduceOp
 from flagcx.executor.host import Executor
 from flagcx.fusion.cache import BindingCache, BoundPart, PlacedPacking, drop_oldest
-from flagcx.fusion.known_lists import KnownLists, ListPart
-from flagcx.transport.base import Plan
+from flagcx.fusion.known_lists import KnownLists, ListPart, copy_each, picker
+from flagcx.transport.base import Plan, Transport
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -44,6 +47,18 @@ class Limits:
 
     array_nbytes: int
     message_nbytes: int
+
+
+def host_limits(transport: Transport) -> Limits:
+    """What is worth fusing of NumPy arrays; the same on every rank.
+
+    A message between ranks with a core each is cheap, and copies are most of the time: a message stays in a
+    second-level cache from the copy into it to the copy out of it, and an array for which the two copies
+    take longer than a message travels alone. Where ranks share cores, or messages leave the host, each
+    message costs far more.
+    """
+    cheap = transport.modelled and transport.size <= (os.cpu_count() or 1)
+    return Limits(32 << 10, 512 << 10) if cheap else Limits(512 << 10, 4 << 20)
 
 
 class Packing(Protocol):
@@ -117,13 +132,11 @@ class HostPacking:
 
     def pack(self, arrays: Sequence[np.ndarray]) -> None:
         """Copies the arrays into the message."""
-        for view, array in zip(self.views, arrays, strict=True):
-            view[...] = array
+        np.concatenate(arrays, None, self.flat, casting="no")
 
     def unpack(self, arrays: Sequence[np.ndarray]) -> None:
         """Copies the message into the arrays."""
-        for view, array in zip(self.views, arrays, strict=True):
-            array[...] = view
+        copy_each(self.views, arrays)
 
     def close(self) -> None:
         """Gives a message of its own back."""
@@ -135,13 +148,13 @@ class HostPacker:
 
     Args:
         empty: Makes the memory of messages: ``empty(shape, dtype)``.
+        limits: What is worth packing.
     """
 
-    limits = Limits(512 << 10, 4 << 20)
     lasting = False  # NumPy's arrays can be given another shape or dtype
 
-    def __init__(self, empty: Callable[[int, np.dtype], np.ndarray]) -> None:
-        self._empty = empty
+    def __init__(self, empty: Callable[[int, np.dtype], np.ndarray], limits: Limits) -> None:
+        self._empty, self.limits = empty, limits
         self._buffer: np.ndarray | None = None
 
     def packing(self, shapes: Shapes, dtype: np.dtype, own: bool = False) -> HostPacking:
@@ -167,10 +180,17 @@ class HostPacker:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Arrays ``first`` to ``last`` in one message; a single array without a packing."""
+    """Some of the arrays in one message; a single array without a packing.
 
-    first: int
-    last: int
+    Attributes:
+        numbers: Which arrays, in order.
+        take: Takes them from a list of all.
+        packing: The message.
+        plan: Its all-reduce.
+    """
+
+    numbers: Sequence[int]
+    take: Callable[[Sequence[Any]], Sequence[Any]]
     packing: Packing | None
     plan: Plan
 
@@ -205,13 +225,14 @@ class Fused:
             recvbufs: Likewise; the same list where it is in place.
         """
         for part in self._parts:
+            mine = part.take(sendbufs)
+            results = mine if recvbufs is sendbufs else part.take(recvbufs)
             if part.packing is None:
-                part.plan.run(sendbufs[part.first], recvbufs[part.first])
+                part.plan.run(mine[0], results[0])
                 continue
-            mine = sendbufs[part.first : part.last]
             part.packing.pack(mine)
             part.plan.run(part.packing.flat, part.packing.flat)
-            part.packing.unpack(mine if recvbufs is sendbufs else recvbufs[part.first : part.last])
+            part.packing.unpack(results)
 
     def bind(self, arrays: Sequence[Any], numbers: Sequence[int]) -> Iterator[BoundPart]:
         """What is left to do for certain arrays that keep their place, in place.
@@ -221,17 +242,18 @@ class Fused:
             numbers: Which of them are this plan's, in order.
         """
         for part in self._parts:
+            mine = part.take(numbers)
             if part.packing is None:
-                yield BoundPart(part.plan, numbers[part.first])
+                yield BoundPart(part.plan, mine[0])
                 continue
             packing = cast(PlacedPacking, part.packing)
-            places = packing.places([arrays[i] for i in numbers[part.first : part.last]])
+            places = packing.places([arrays[i] for i in mine])
             yield BoundPart(part.plan, -1, packing, places)
 
     def known(self, arrays: Sequence[Any], numbers: Sequence[int]) -> Iterator[ListPart]:
         """What is to be done when a list of NumPy arrays comes again; see ``bind``."""
         for part in self._parts:
-            mine = numbers[part.first : part.last]
+            mine = part.take(numbers)
             some = part.plan, mine, arrays[mine[0]].dtype
             if part.packing is None:
                 yield ListPart(*some)
@@ -286,19 +308,18 @@ class Fusion:
     def _parts(
         self, dtype: DType, op: ReduceOp, algorithm: str | None, shapes: Shapes, in_place: bool
     ) -> Iterator[_Part]:
-        for first, last in cut_into_messages(shapes, dtype.numpy.itemsize, self.packer.limits):
-            if last - first == 1:
-                count = _size(shapes[first])
-                plan = self.executor.find("allreduce", count, dtype, op, None, algorithm, in_place)
-                yield _Part(first, last, None, plan)
+        for numbers in cut_into_messages(shapes, dtype.numpy.itemsize, self.packer.limits):
+            take, counts = picker(numbers), [_size(shapes[i]) for i in numbers]
+            if len(numbers) == 1:
+                plan = self.executor.find("allreduce", counts[0], dtype, op, None, algorithm, in_place)
+                yield _Part(numbers, take, None, plan)
                 continue
-            packing = self.packer.packing(shapes[first:last], dtype.numpy)
+            packing = self.packer.packing(tuple([shapes[i] for i in numbers]), dtype.numpy)
             # Messages of as many elements may be made of other arrays.
-            counts = ", ".join(str(_size(shape)) for shape in shapes[first:last])
-            whole = f"allreduce of {last - first} arrays of {counts} elements"
+            whole = f"allreduce of {len(numbers)} arrays of {', '.join(map(str, counts))} elements"
             count = packing.flat.size
             plan = self.executor.find("allreduce", count, dtype, op, None, algorithm, True, whole)
-            yield _Part(first, last, packing, plan)
+            yield _Part(numbers, take, packing, plan)
 
     def close(self) -> None:
         """Gives the memory back."""
@@ -316,8 +337,8 @@ def _close(packings: Sequence[Packing | None]) -> None:
             packing.close()
 
 
-def cut_into_messages(shapes: Shapes, itemsize: int, limits: Limits) -> list[tuple[int, int]]:
-    """Cuts a list of arrays into messages: neighbours go together as far as the limits allow.
+def cut_into_messages(shapes: Shapes, itemsize: int, limits: Limits) -> list[list[int]]:
+    """Cuts a list of arrays into messages: small ones go together, in order, as far as the limits allow.
 
     Args:
         shapes: The arrays' shapes.
@@ -325,26 +346,25 @@ def cut_into_messages(shapes: Shapes, itemsize: int, limits: Limits) -> list[tup
         limits: What is worth fusing.
 
     Returns:
-        First and last (exclusive) array of each message.
+        The numbers of the arrays of each message, by its first.
 
     Example:
         >>> cut_into_messages(((2,), (3,), (100,), (4,)), 4, Limits(64, 64))
-        [(0, 2), (2, 3), (3, 4)]
+        [[0, 1, 3], [2]]
     """
-    messages: list[tuple[int, int]] = []
-    first, filled = 0, 0
+    messages: list[list[int]] = []
+    small: list[int] = []
+    filled = limits.message_nbytes + 1
     for i, shape in enumerate(shapes):
         nbytes = _size(shape) * itemsize
-        alone = nbytes > limits.array_nbytes
-        if i > first and (alone or filled + nbytes > limits.message_nbytes):
-            messages.append((first, i))
-            first, filled = i, 0
+        if nbytes > limits.array_nbytes:
+            messages.append([i])
+            continue
+        if filled + nbytes > limits.message_nbytes:
+            small, filled = [], 0
+            messages.append(small)
+        small.append(i)
         filled += nbytes
-        if alone:
-            messages.append((i, i + 1))
-            first, filled = i + 1, 0
-    if first < len(shapes):
-        messages.append((first, len(shapes)))
     return messages
 
 

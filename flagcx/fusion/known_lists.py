@@ -22,6 +22,24 @@ from flagcx.fusion.cache import drop_oldest
 from flagcx.transport.base import Plan
 
 
+def picker(numbers: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """What takes the items with these numbers from a list.
+
+    Example:
+        >>> picker([1, 2])("abcd"), picker([0, 2])("abcd")
+        ('bc', ('a', 'c'))
+    """
+    first, count = numbers[0], len(numbers)
+    if [*numbers] == [*range(first, first + count)]:
+        return itemgetter(slice(first, first + count))
+    return itemgetter(*numbers)
+
+
+def copy_each(sources: Sequence[Any], targets: Sequence[Any]) -> None:
+    """Copies each array into the one at its place, in a loop that runs no bytecode."""
+    deque(map(setitem, targets, repeat(...), sources), maxlen=0)
+
+
 class ArraysChanged(ArgumentError):
     """An array of a known list has another dtype than before.
 
@@ -64,7 +82,7 @@ class KnownList:
     __slots__ = ("_parts", "_plans", "kinds")
 
     def __init__(self, parts: Iterable[ListPart], plans: Sequence[object], kinds: tuple = ()) -> None:
-        self._parts = [(_picker(part.numbers), part) for part in parts]
+        self._parts = [(picker(part.numbers), part) for part in parts]
         self._plans, self.kinds = plans, kinds
 
     def run(self, sendbufs: Sequence[Any], recvbufs: Sequence[Any]) -> None:
@@ -87,7 +105,7 @@ class KnownList:
                 raise ArraysChanged(self._numbers_from(at)) from None
             plan.run(flat, flat)
             try:
-                deque(map(setitem, arrays, repeat(...), views), maxlen=0)
+                copy_each(views, arrays)
             except ValueError:
                 _cut(flat, arrays)
 
@@ -137,14 +155,6 @@ class KnownLists:
         """Forgets all lists."""
         self._known.clear()
         self._seen.clear()
-
-
-def _picker(numbers: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """Takes the arrays with these numbers from a list."""
-    first, count = numbers[0], len(numbers)
-    if [*numbers] == [*range(first, first + count)]:
-        return itemgetter(slice(first, first + count))
-    return itemgetter(*numbers) if count > 1 else lambda arrays: (arrays[first],)
 
 
 def _cut(flat: Any, arrays: Sequence[Any]) -> None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _COUNTS = (1 << 10, 1 << 18)
 _DEVICE_COUNTS = (1 << 14, 1 << 18, 1 << 22)
 """On a GPU the second takes hardly longer than the first: only the third shows the speed of the link."""
+_PUT_OFF_NBYTES = 4 << 20
 _TRIALS = 3
 _DEVICE_CALLS = 5
 _LONG_S = 0.05
@@ -57,7 +58,7 @@ def choose_bucket_nbytes(
         return total_nbytes, "one rank: nothing is sent"
     if not overlap:
         nbytes = comm.fusion_of(executor).packer.limits.message_nbytes
-        return nbytes, "as large as messages of a group: nothing is reduced beside the computation"
+        return max(nbytes, _PUT_OFF_NBYTES), "few: nothing is reduced beside the computation"
     on_device = executor is not comm._host
     time_us, source = _known(comm, executor)
     if time_us is None:

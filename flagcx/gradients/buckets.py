@@ -12,14 +12,14 @@ from flagcx.dtypes import DType, ReduceOp, dtype_of, resolve_op
 from flagcx.executor.host import Executor
 from flagcx.executor.staging import Staged, stage
 from flagcx.executor.work import Work
-from flagcx.fusion.fuse import HostPacker, Packing
+from flagcx.fusion.fuse import Packing
 from flagcx.kernels.pack import ALIGNMENT
 from flagcx.transport.base import Plan
 
 if TYPE_CHECKING:
     from flagcx.communicator import Communicator
 
-ALONE_NBYTES = MappingProxyType({"host": HostPacker.limits.array_nbytes, "device": 16 << 20})
+ALONE_NBYTES = MappingProxyType({"host": 512 << 10, "device": 16 << 20})
 """By place: a larger gradient is not packed; that would take longer than the call that it saves."""
 
 

@@ -272,16 +272,18 @@ def test_nothing_is_allocated_when_shapes_come_back():
 def test_messages_keep_the_order_and_the_limits():
     shapes = tuple((n,) for n in (10, 20, 30, 200, 5, 5, 90, 90))
     limits = Limits(array_nbytes=100, message_nbytes=100)
-    assert cut_into_messages(shapes, 1, limits) == [(0, 3), (3, 4), (4, 7), (7, 8)]
+    assert cut_into_messages(shapes, 1, limits) == [[0, 1, 2, 4, 5], [3], [6], [7]]
     assert cut_into_messages((), 1, limits) == []
     for itemsize in (1, 3, 50, 101):
         cuts = cut_into_messages(shapes, itemsize, limits)
-        assert [first for first, _ in cuts] == [0] + [last for _, last in cuts[:-1]]
-        assert cuts[-1][1] == len(shapes)
+        assert sorted(i for numbers in cuts for i in numbers) == [*range(len(shapes))]
+        for numbers in cuts:
+            nbytes = [shapes[i][0] * itemsize for i in numbers]
+            assert numbers == sorted(numbers) and (len(numbers) == 1 or sum(nbytes) <= 100)
 
 
 def test_a_packing_puts_arrays_end_to_end():
-    packer = HostPacker(lambda count, dtype: np.empty(count, dtype))
+    packer = HostPacker(lambda count, dtype: np.empty(count, dtype), Limits(1 << 10, 1 << 12))
     arrays = [np.arange(6.0).reshape(2, 3), np.array(7.0), np.arange(8.0, 10.0)]
     packing = packer.packing(tuple(a.shape for a in arrays), np.dtype(float))
     packing.pack(arrays)

@@ -246,7 +246,7 @@ class MemoryHolder(Protocol):
 
 
 class MemoryReport(Mapping[str, PoolStats]):
-    """Statistics by kind of memory: "shared", "device", "pinned". Prints as a table."""
+    """Statistics by kind of memory: "shared", "device", "pinned". Prints as a table, in a notebook too."""
 
     def __init__(self, kinds: Mapping[str, PoolStats]) -> None:
         self._kinds = dict(kinds)
@@ -264,15 +264,22 @@ class MemoryReport(Mapping[str, PoolStats]):
         """Everything as plain values."""
         return {k: {**asdict(s), "fragmentation": s.fragmentation} for k, s in self._kinds.items()}
 
-    def __str__(self) -> str:
+    def report(self) -> Report:
+        """The statistics as a table; sizes in bytes."""
         columns = ("memory", "reserved", "used", "peak", "blocks", "allocations", "fragmentation")
         rows = []
         for kind, s in self._kinds.items():
             sizes = (f"{n:,}" for n in (s.reserved_nbytes, s.used_nbytes, s.peak_nbytes))
             rows.append((kind, *sizes, str(s.blocks), str(s.allocations), f"{s.fragmentation:.0%}"))
-        return "\n".join(Report("", columns, rows, words=(0,)).lay_out())
+        return Report("communication memory of this process, in bytes", columns, rows, words=(0,))
+
+    def __str__(self) -> str:
+        return "\n".join(self.report().lay_out())
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return self.report()._repr_html_()
 
 
 def memory_stats() -> MemoryReport:

@@ -95,10 +95,14 @@ class Report:
     def _repr_html_(self) -> str:
         import html
 
-        def row(cells: Sequence[str], tag: str) -> str:
-            return "<tr>" + "".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in cells) + "</tr>"
+        def row(cells: Sequence[str], tag: str, bold: bool = False) -> str:
+            shown = (f"<b>{html.escape(text)}</b>" if bold else html.escape(text) for text in cells)
+            # Notebooks put all cells at the right.
+            left = (' style="text-align:left"' if place in self.words else "" for place in range(len(cells)))
+            row = (f"<{tag}{side}>{text}</{tag}>" for side, text in zip(left, shown, strict=True))
+            return f"<tr>{''.join(row)}</tr>"
 
-        body = "".join(row(cells, "td") for cells in self.rows)
+        body = "".join(row(cells, "td", place in self.bold) for place, cells in enumerate(self.rows))
         return (
             f"<p><b>{html.escape(self.title)}</b></p>"
             f"<table><thead>{row(self.columns, 'th')}</thead><tbody>{body}</tbody></table>"

@@ -71,8 +71,9 @@ def test_any_number_of_columns_may_hold_words():
 
 
 def test_html_escapes_the_cells():
-    page = Report("<t>", ("a", "b"), [("<i>", "1")], (0,), ["<n>"])._repr_html_()
-    assert "<td>&lt;i&gt;</td><td>1</td>" in page and "<p>&lt;n&gt;</p>" in page and "&lt;t&gt;" in page
+    page = Report("<t>", ("a", "b"), [("<i>", "1"), ("x", "2")], (0,), ["<n>"], bold=(1,))._repr_html_()
+    assert '<td style="text-align:left">&lt;i&gt;</td><td>1</td>' in page, "words stand at the left"
+    assert "<p>&lt;n&gt;</p>" in page and "&lt;t&gt;" in page and "<td><b>2</b></td>" in page
 
 
 @pytest.mark.parametrize(

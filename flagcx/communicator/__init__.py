@@ -26,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -44,6 +45,7 @@ from flagcx.executor.open import open_host_executor
 from flagcx.fusion.fuse import Fusion
 from flagcx.fusion.group import Group
 from flagcx.profiler import Profiler
+from flagcx.report import Report
 from flagcx.selection.online_tuning import findings_of, write_back
 from flagcx.transport.base import TransportContext
 from flagcx.transport.waits import Waits
@@ -361,6 +363,14 @@ class Communicator(Caller):
         except FlagcxError:
             if error is None:
                 raise  # else what came first tells more
+
+    def _repr_html_(self) -> str:
+        many = Counter(self.hosts)
+        rows = [
+            (host, str(ranks), "this rank's" if host == self.hosts[self.rank] else "")
+            for host, ranks in many.items()
+        ]
+        return Report(repr(self)[1:-1], ("host", "ranks", ""), rows, words=(0, 2))._repr_html_()
 
     def __repr__(self) -> str:
         state = f", {self._host.over}" if self._host.over else ""

@@ -20,6 +20,7 @@ from flagcx.compression.select import density_of
 from flagcx.compression.slot import Slot
 from flagcx.compression.topk import Sparse
 from flagcx.dtypes import ReduceOp
+from flagcx.report import Report
 
 DENSE = "dense"
 SPARSE_STEPS = 8
@@ -70,6 +71,19 @@ class Decision:
     predicted_us: Mapping[str, float] = field(default_factory=dict)
     sparse_below: float = 0.0
     sent_nbytes: Mapping[str, int] = field(default_factory=dict)
+
+    def report(self) -> Report:
+        """The candidates as a table, the fastest first."""
+        rows = [
+            (name, f"{time_us:,.0f}", f"{self.sent_nbytes[name]:,}" if name in self.sent_nbytes else "")
+            for name, time_us in sorted(self.predicted_us.items(), key=lambda pair: pair[1])
+        ]
+        bold = [place for place, row in enumerate(rows) if row[0] == self.chosen]
+        columns = ("codec", "predicted us", "bytes a rank sends")
+        return Report(f"compression: {self.chosen}", columns, rows, (0,), (self.reason,), bold)
+
+    def _repr_html_(self) -> str:
+        return self.report()._repr_html_()
 
     def __str__(self) -> str:
         return self.reason

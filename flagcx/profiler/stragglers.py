@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any
 
 from flagcx.profiler.records import NO_CALL, Record
+from flagcx.report import Report
 
 LATE_NS = 100_000
 """A rank that begins a call less than this after the first is not late: schedulers delay it as much."""
@@ -53,6 +54,20 @@ class StragglerReport:
     def as_dict(self) -> dict[str, Any]:
         """The figures as plain data."""
         return {"worst": self.worst, "ranks": [asdict(entry) for entry in self.ranks]}
+
+    def report(self) -> Report:
+        """The figures of every rank as a table."""
+        calls = self.ranks[0].calls if self.ranks else 0
+        rows = [
+            (str(e.rank), str(e.late), _time(e.typical_us), _time(e.worst_us), _time(e.caused_us))
+            for e in self.ranks
+        ]
+        columns = ("rank", "last and late", "median", "worst", "the others waited")
+        bold = [place for place, e in enumerate(self.ranks) if e.rank == self.worst]
+        return Report(f"who was late in {calls} calls", columns, rows, words=(), bold=bold)
+
+    def _repr_html_(self) -> str:
+        return self.report()._repr_html_()
 
     def __str__(self) -> str:
         if not self.ranks or not self.ranks[0].calls:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flagcx.errors import ArgumentError
+from flagcx.errors import ArgumentError, MissingDependencyError
 from flagcx.figure import check_picture, new_figure, save_picture
 from flagcx.schedule.lower import levels
 from flagcx.schedule.messages import Message, match_messages
@@ -163,6 +163,17 @@ def draw(schedule: Schedule, path: str | os.PathLike[str] | None = None) -> Figu
     if path is not None:
         save_picture(figure, path)
     return figure
+
+
+def html(schedule: Schedule) -> str:
+    """What a notebook shows of a schedule: ``draw``'s picture, else what is known in words."""
+    from html import escape
+
+    try:
+        return draw(schedule)._repr_html_()  # type: ignore[attr-defined]
+    except (ArgumentError, MissingDependencyError) as error:
+        shown = text(schedule) if schedule.size <= _MOST_NAMES else f"{_title(schedule)}; {error}"
+        return f"<pre>{escape(shown)}</pre>"
 
 
 def _shown_steps(messages: Sequence[Message], depth: int) -> int:

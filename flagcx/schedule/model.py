@@ -30,6 +30,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 
 from flagcx.errors import ArgumentError
 
@@ -180,6 +181,11 @@ class Schedule:
     def programs(self) -> Iterator[Program]:
         """The programs of all ranks, made one at a time."""
         return (self.make(rank) for rank in range(self.size))
+
+    def _repr_html_(self) -> str:
+        """A picture for notebooks; a table of the steps without matplotlib, or of too many ranks to draw."""
+        # Drawing rests on this module, so it is looked up when it is asked for.
+        return import_module("flagcx.schedule.draw").html(self)
 
 
 def check_schedule(schedule: object) -> None:

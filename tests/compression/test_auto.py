@@ -34,6 +34,7 @@ def test_a_slow_link_pays_for_coding_and_a_fast_one_does_not():
 
 def test_nothing_lossy_unless_it_is_allowed():
     decision = decide(1 << 24, SLOW, {}, {})
+    assert '<td style="text-align:left"><b>dense</b></td>' in decision._repr_html_()
     assert decision.chosen == "dense"
     assert "no lossy codec, since none is allowed (Auto(lossy=...))" in decision.reason
     assert Auto().lossless and Auto().allowed == () and not Auto(lossy=True).lossless

@@ -43,6 +43,8 @@ def test_who_is_late_and_by_how_much():
     assert report.worst == 1
     assert report.as_dict()["ranks"][0]["late"] == 3
     assert "rank 1 was last in 3 of 4 calls, by 500 us (median; at worst 900 us)" in str(report)
+    page = report._repr_html_()
+    assert "<td><b>1</b></td><td><b>3</b></td><td><b>500 us</b></td>" in page and "in 4 calls" in page
 
 
 def test_clocks_that_differ_are_put_right():
@@ -60,6 +62,7 @@ def test_only_calls_that_all_recorded_are_compared():
     report = find_stragglers([long + transfers, short], [0, 0])
     assert report.ranks[0].calls == 2
     assert "no call" in str(find_stragglers([[], []], [0, 0]))
+    assert "in 0 calls" in find_stragglers([[], []], [0, 0])._repr_html_()
     assert "no rank was late in 3 calls" in str(find_stragglers([long, long], [0, 0]))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import sys
 
 import pytest
 
@@ -58,7 +59,15 @@ def test_a_figure_shows_itself_in_a_notebook():
     pytest.importorskip("matplotlib", reason="drawing needs matplotlib")
     figure = draw(two_shot(3))
     assert figure._repr_png_()[:4] == b"\x89PNG"
+    assert two_shot(3)._repr_html_().startswith('<img alt="a schedule" src="data:image/png;base64,')
     assert figure._repr_html_().startswith('<img alt="a schedule" src="data:image/png;base64,')
+
+
+def test_a_schedule_that_cannot_be_drawn_shows_itself_in_words(monkeypatch):
+    page = two_shot(300)._repr_html_()
+    assert "two_shot: 300 ranks" in page and "cannot be read" in page
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert two_shot(2)._repr_html_().startswith("<pre>allreduce, two_shot: 2 ranks, 2 chunks\nrank | step 0")
 
 
 @pytest.mark.parametrize("path", ["x.xyz", "nowhere/x.png"])

@@ -77,7 +77,7 @@ class _World:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)  # an exception raised here would not change the exit code
-        MPI_PROCESS.leave(lost, PeerTimeoutError in kinds)
+        MPI_PROCESS.leave(lost, bool(kinds))
 
 
 _WORLD = _World()

@@ -3,8 +3,9 @@
 mpi4py starts MPI as it is imported, and ends it as the process ends: two calls that wait for all ranks, and
 meanwhile let no other thread of Python run. Where nothing has imported ``mpi4py.MPI`` before flagcx needs it,
 flagcx makes both calls: it starts MPI on a thread, looks for dead ranks meanwhile, and leaves
-``MPI_Finalize`` out once a rank is lost. A program that imports ``mpi4py.MPI`` before ``fc.init()`` keeps MPI
-to itself.
+``MPI_Finalize`` out once a rank is lost. Where a program has imported ``mpi4py.MPI`` before, mpi4py ends MPI,
+but for a rank that has lost another one: flagcx then begins ``MPI_Finalize``, and the process ends whether it
+returns or not.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from typing import Any
 from flagcx.bootstrap.bounded import bounded
 from flagcx.bootstrap.mpi_leftovers import remove_own
 from flagcx.config import environment
-from flagcx.errors import BootstrapError
+from flagcx.errors import BootstrapError, ResourceError
 
 logger = logging.getLogger("flagcx")
 
-_SURVIVES, _FINALIZE_S = "OMPI_MCA_mpi_ft_enable", 5.0
-"""What ``mpirun --with-ft ulfm`` sets, where a lost rank ends no other; and the end's limit there."""
+_SURVIVES = "OMPI_MCA_mpi_ft_enable"
+"""What ``mpirun --with-ft ulfm`` sets, where a lost rank ends no other."""
+_FINALIZE_S, _FINALIZE_LOST_S = 5.0, 1.0
+"""For how long MPI_Finalize is waited for where a rank may be lost, and where one is."""
 
 
 class MpiProcess:
@@ -37,7 +40,7 @@ class MpiProcess:
     def __init__(self) -> None:
         self.lost = False
         self._mpi: Any = None  # where flagcx has started it
-        self._owner = os.getpid()
+        self._owner, self._left = os.getpid(), False
 
     def load(self, limit_s: float, check: Callable[[], object] = lambda: None) -> Any:
         """The module ``mpi4py.MPI``, with MPI started unless the program wants to start it itself.
@@ -89,26 +92,50 @@ class MpiProcess:
                 comm.Set_errhandler(mpi.ERRORS_RETURN)
 
     def leave(self, lost: bool, late: bool = False) -> None:
-        """Ends MPI as the process ends, where flagcx has started it.
+        """Ends MPI as the process ends, unless the program ends it itself.
 
         Args:
             lost: Whether a rank is lost, for which ``MPI_Finalize`` might wait without end.
             late: Whether one may be lost, so that ``MPI_Finalize`` is waited for, but not for long.
         """
-        mpi, self._mpi = self._mpi, None
-        if mpi is None or self._owner != os.getpid() or mpi.Is_finalized():
+        mpi = self._mpi or _ended_by_mpi4py()
+        if self._left or mpi is None or self._owner != os.getpid():
             return
-        if lost or self.lost:
+        self._left = True
+        if not mpi.Is_initialized() or mpi.Is_finalized():
+            return
+        # Without Python's lock, which mpi4py's own call keeps: ranks may wait for this one's store.
+        finalize = ctypes.CDLL(mpi.__file__).MPI_Finalize
+        lost = lost or self.lost
+        if lost and self._mpi is not None:
             logger.info("MPI_Finalize is left out, which would wait for ranks that are lost")
             remove_own()
-        elif not late and environment().get(_SURVIVES) != "1":
-            mpi.Finalize()
-        else:
-            # A rank may have been lost that no call missed, and this job outlives that.
-            finalize = ctypes.CDLL(mpi.__file__).MPI_Finalize
-            if not bounded(finalize, _FINALIZE_S, lambda: None):
-                logger.info("MPI_Finalize did not return within %g s, and is left to itself", _FINALIZE_S)
-                remove_own()
+        elif lost or late or environment().get(_SURVIVES) == "1":
+            _finalize_within(finalize, _FINALIZE_LOST_S if lost else _FINALIZE_S)
+        elif self._mpi is not None:
+            finalize()
+
+
+def _ended_by_mpi4py() -> Any:
+    """The module ``mpi4py.MPI`` where it ends MPI as the process ends, because it has started it."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    rc = getattr(sys.modules.get("mpi4py"), "rc", None)
+    return mpi if rc is not None and rc.initialize and rc.finalize in (None, True) else None
+
+
+def _finalize_within(finalize: Callable[[], object], limit_s: float) -> None:
+    """Calls MPI_Finalize on a thread, which is left to itself after a time.
+
+    MPI counts as finalized then, since Open MPI's call waits for the other ranks only after it has noted
+    that, so that mpi4py does not call it again.
+    """
+    try:
+        returned = bounded(finalize, limit_s, lambda: None)
+    except ResourceError:  # Python 3.12.0 and 3.12.1 start no thread as they end.
+        returned = False
+    if not returned:
+        logger.info("MPI_Finalize did not return within %g s, and is left to itself", limit_s)
+        remove_own()
 
 
 MPI_PROCESS = MpiProcess()

@@ -358,7 +358,13 @@ class StoreServer:
     # Sending.
 
     def _deliver(self, answers: Answers) -> None:
-        for (peer, number), answer in answers:
+        """Sends answers, that of the rank whose process this is last.
+
+        That rank may then make a call, such as mpi4py's MPI_Init, that keeps Python's lock, which this thread
+        needs, until the other ranks make it too.
+        """
+        host = self._host["host_rank"]
+        for (peer, number), answer in sorted(answers, key=lambda pair: pair[0][0].rank == host):
             if peer in self._peers:
                 self._send(peer, wire.write_answer(number, answer))
 

@@ -20,6 +20,7 @@ import logging
 from dataclasses import replace
 from typing import Any
 
+from flagcx.bootstrap.mpi_process import MPI_PROCESS
 from flagcx.communicator.caller import Caller, Lineage
 from flagcx.errors import (
     AbortedError,
@@ -87,9 +88,7 @@ def shrink(self: Caller) -> Caller:
     The new ranks are 0 to n-1 in the order of the old ones. This communicator is closed. Communicators split
     from it go on if they lost no rank; else they shrink too. Arrays of ``comm.empty`` stay as they are, and
     are ordinary memory to the new one. The call that failed may have been done on some ranks and not on
-    others: agree on where to go on, such as by a ``broadcast`` from one of them. Over MPI a program that has
-    imported ``mpi4py.MPI`` before ``fc.init()`` ends its processes by ``os._exit``: in MPI_Finalize Open MPI
-    5.0 may wait for the lost ranks.
+    others: agree on where to go on, such as by a ``broadcast`` from one of them.
 
     Returns:
         The new communicator. ``fc.init()`` returns it too, where this is the one it made.
@@ -142,6 +141,7 @@ def _go_on(old: Caller, lineage: Lineage) -> Caller:
         made = _build(old, lineage)
         if made is not None:
             made.lost = tuple(rank for rank, member in enumerate(known) if member not in came)
+            MPI_PROCESS.lost = MPI_PROCESS.lost or bool(made.lost)
             logger.info("rank %d goes on as rank %d without %s", old.rank, made.rank, made.lost)
             return made
     raise CommunicationError(f"rank {old.rank} could not go on with ranks {lineage.members}: each try failed")

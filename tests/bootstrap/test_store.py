@@ -87,6 +87,19 @@ def test_exchange_gives_every_rank_every_value_in_order(stores):
         assert found == [values] * 3
 
 
+def test_the_rank_that_runs_the_store_is_answered_last(monkeypatch):
+    """Where a call of its own then keeps Python's lock, such as MPI_Finalize of mpi4py, the others go on."""
+    answered = []
+    with StoreServer(3, host="rank 1", host_rank=1) as server, contextlib.ExitStack() as stack:
+        stores = [
+            stack.enter_context(RemoteStore(server.address, server.authkey, rank, 3)) for rank in range(3)
+        ]
+        send = server._send
+        monkeypatch.setattr(server, "_send", lambda peer, _: answered.append(peer.rank) or send(peer, _))
+        together(*(lambda store=store: store.exchange("all", b"", 10) for store in stores))
+    assert sorted(answered[:3]) == [0, 1, 2] and answered[2] == 1
+
+
 def test_keys_counters_and_barriers(stores):
     first, second, third = stores
     first.set("k", b"v")

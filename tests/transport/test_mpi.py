@@ -51,8 +51,9 @@ def test_a_rank_that_ends_early_is_missed_at_once():
     assert "PeerDiedError soon=True: rank 2 has ended" in printed, printed
 
 
-def test_ranks_go_on_after_losses_where_mpi_does():
-    _, printed = run_mpi(4, "tests.transport.mpi_jobs", "losses", options=("--with-ft", "ulfm"))
+@pytest.mark.parametrize("job", ["losses", pytest.param("losses_beside_mpi4py", marks=pytest.mark.slow)])
+def test_ranks_go_on_after_losses_and_end_where_mpi_does(job):
+    _, printed = run_mpi(4, "tests.transport.mpi_jobs", job, options=("--with-ft", "ulfm"), timeout_s=60)
     aborted = [line.split() for line in printed.splitlines() if " aborted " in line]
     assert len(aborted) == 3 and all(float(words[4]) < 2.6 for words in aborted), printed
     for line in (

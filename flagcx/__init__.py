@@ -160,11 +160,19 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
-        raise AttributeError(f"module 'flagcx' has no attribute {name!r}")
+        raise AttributeError(f"module 'flagcx' has no attribute {name!r}{_hint(name)}", name=name)
     home = importlib.import_module(f"flagcx.{_HOMES[name]}")
     value = home if name == _HOMES[name] else getattr(home, name)
     globals()[name] = value
     return value
+
+
+def _hint(name: str) -> str:
+    if name.startswith("_"):  # protocols of Python's, and tools, ask for many of these
+        return ""
+    from flagcx.migration import hint_for
+
+    return hint_for(name)
 
 
 def __dir__() -> list[str]:

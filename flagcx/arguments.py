@@ -65,9 +65,17 @@ def _viewed(array, what: str) -> np.ndarray:
     kind = f"{type(array).__module__}.{type(array).__qualname__}"
     raise ArrayError(
         f"{what} is a {kind}; expected an array: NumPy's, CuPy's, or one that offers "
-        f"__array_interface__, __cuda_array_interface__ or DLPack. For Python objects use the object forms, "
-        f"such as comm.broadcast_object"
+        f"__array_interface__, __cuda_array_interface__ or DLPack. {_instead(array, what)}"
     )
+
+
+def _instead(array, what: str) -> str:
+    """What may have been meant by something that is no array."""
+    if type(array).__name__ == "InPlaceType":
+        return "MPI.IN_PLACE is not needed: comm.allreduce(x) is in place, comm.allreduce(x, out=y) is not"
+    if isinstance(array, (complex, float, int, np.generic)):
+        return f"For a number: {what} = np.array({array}), of one element"
+    return "For Python objects use the object forms, such as comm.broadcast_object"
 
 
 def _shared(array, what: str) -> np.ndarray:
@@ -167,6 +175,11 @@ def check_rank(rank, size: int, what: str) -> int:
     try:
         value = operator.index(rank)
     except TypeError:
+        if hasattr(rank, "__array_interface__") or hasattr(rank, "__dlpack__"):
+            raise RankError(
+                f"{what} is an array; expected a rank, 0 to {size - 1}. An array for the result is given by "
+                f"name: out=y"
+            ) from None
         raise RankError(f"{what}={rank!r} is not an integer; expected 0 to {size - 1}") from None
     if not 0 <= value < size:
         raise RankError(f"{what}={value} is not a rank of this communicator; expected 0 to {size - 1}")

@@ -16,6 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from flagcx.errors import ArrayError, OperationError
+from flagcx.migration import operation_hint
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +155,7 @@ def _resolved(op: Any, dtype: DType) -> ReduceOp:
         if op not in OPS:
             raise OperationError(
                 f"op={op!r} is not an operation; expected one of {', '.join(OPS)} or a ufunc"
+                f"{operation_hint(op)}"
             )
         found = OPS[op]
     elif isinstance(op, ReduceOp):
@@ -174,9 +176,10 @@ def _resolved(op: Any, dtype: DType) -> ReduceOp:
 
 
 def _no_operation(op: Any) -> OperationError:
+    what = "op" if hasattr(op, "__array_interface__") else f"op={op!r}"  # not a large array's elements
     return OperationError(
-        f"op={op!r} is a {type(op).__name__}; expected one of {', '.join(OPS)}, fc.scaled_sum(factor) or a "
-        f"binary NumPy ufunc such as np.maximum"
+        f"{what} is a {type(op).__name__}; expected one of {', '.join(OPS)}, fc.scaled_sum(factor) or a "
+        f"binary NumPy ufunc such as np.maximum{operation_hint(op)}"
     )
 
 

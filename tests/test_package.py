@@ -59,7 +59,7 @@ PUBLIC = [
 
 # From the bottom up; a module may import from its own layer and from those before it.
 LAYERS = [
-    ["errors", "config", "forks", "_version"],
+    ["errors", "config", "forks", "migration", "_version"],
     ["dtypes", "report", "figure"],
     ["schedule"],
     ["algorithms", "topology", "bootstrap", "memory"],

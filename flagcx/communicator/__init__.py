@@ -44,6 +44,7 @@ from flagcx.errors import ArgumentError, CommunicationError, FlagcxError, Mismat
 from flagcx.executor.open import open_host_executor
 from flagcx.fusion.fuse import Fusion
 from flagcx.fusion.group import Group
+from flagcx.migration import ForeignNames
 from flagcx.profiler import Profiler
 from flagcx.report import Report
 from flagcx.selection.online_tuning import findings_of, write_back
@@ -59,7 +60,7 @@ if TYPE_CHECKING:
 Exchange = Callable[[bytes], list[bytes]]
 
 
-class Communicator(Caller):
+class Communicator(Caller, ForeignNames):
     """Ranks that call the same operations in the same order.
 
     Made by ``fc.init()`` and ``split``. A context manager; ``close`` may be called again. One thread at a

@@ -3,8 +3,10 @@
 The k-th send to a rank meets its k-th receive. On the host any number of messages is under way at once, begun
 and waited for in any order, beside collectives too: whatever MPI's rules let end does.
 
-On GPUs messages go through the peers' memory, or by NCCL, in the order of the calls, collectives among them:
-what must move together stands in one ``comm.group()`` or ``sendrecv``.
+On GPUs messages that are started (``async_op=True``) move likewise, through the peers' memory: each follows
+those before it to, or from, the same rank, and waits for no collective. A call without ``async_op`` keeps to
+the order of its stream, as all work on a GPU does, and where NCCL carries messages all of them do: what must
+move together stands there in one ``comm.group()`` or ``sendrecv``.
 """
 
 from __future__ import annotations
@@ -128,6 +130,10 @@ def _together(
                 plain = executor.plain_like(array)
                 copies.append((plain, array) if messages is sends else (array, plain))
                 messages[i] = plain, peer
+    device: Any = executor
+    if async_op and executor.messages is None and device.transport.messages.may_start:
+        copy(before)
+        return device.start_messages(sends, receives, partial(copy, after) if after else None, nbytes, value)
     if executor.messages is None:
         plan = executor.recorded_transfer(_Transfer(executor.transport, sends, receives), nbytes)
         plan = Staged(plan, before, after) if before or after else plan

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from operator import attrgetter
+from time import monotonic
 from typing import Any, NoReturn
 
 from flagcx.algorithms.candidate import Candidate
 from flagcx.algorithms.catalogue import Algorithm
 from flagcx.errors import ArrayError, CommunicatorError
 from flagcx.executor.host import Executor
-from flagcx.executor.point_to_point import TWO_THREADS
+from flagcx.executor.point_to_point import TWO_THREADS, Messages
 from flagcx.executor.work import Work, seconds
 from flagcx.forks import FORKED, keep_in_child
 from flagcx.profiler import RecordBuffer, RecordedPlan
@@ -106,17 +108,36 @@ class DeviceExecutor(Executor):
         Returns:
             Work whose ``wait`` returns ``value``, and makes the current stream wait, not the host.
         """
+        event = self._begin(lambda: self.transport.submit(plan, sendbuf, recvbuf))
+        return DeviceWork(self.transport, [event], value, what)
+
+    def start_messages(
+        self, sends: Messages, receives: Messages, after: Callable[[], object] | None, nbytes: int, value: Any
+    ) -> DeviceWork:
+        """Starts sends and receives, which wait neither for collectives nor for each other.
+
+        Args:
+            sends: Plain arrays, and the rank that each goes to.
+            receives: Plain arrays, and the rank whose data each gets.
+            after: What is left to do when all have ended.
+            nbytes: Bytes of all of them.
+            value: What the work's ``wait`` returns.
+        """
+        plan = _StartedMessages(self.transport, sends, receives)
+        self._begin(lambda: self.recorded_transfer(plan, nbytes).run(None, None))
+        return DeviceWork(self.transport, plan.events, value, "send and receive", after)
+
+    def _begin(self, enqueue: Callable[[], Any]) -> Any:
         self.check()
         if not self._enter(False):
             raise CommunicatorError(TWO_THREADS)
         try:
-            event = self.transport.submit(plan, sendbuf, recvbuf)
+            return enqueue()
         except BaseException as error:
             self.broke(error)
             raise
         finally:
             self._exit()
-        return DeviceWork(self.transport, event, value, what)
 
     def abandon(self) -> None:
         """Refuses every call in a forked child, where nothing of the GPU can be used, and nothing freed."""
@@ -130,28 +151,49 @@ def _refuse_in_child(*_: object) -> NoReturn:
     raise CommunicatorError(FORKED)
 
 
+class _StartedMessages:
+    """Messages that are started, as a plan that is run once; then it has the events of their ends."""
+
+    def __init__(self, transport: NcclTransport, sends: Messages, receives: Messages) -> None:
+        self._transport, self._sends, self._receives = transport, sends, receives
+        self.events: list[Any] = []
+
+    def run(self, sendbuf: object, recvbuf: object) -> None:
+        """Starts them; a plan's two arrays have no meaning here."""
+        self.events = self._transport.messages.start(self._sends, self._receives)
+
+
 class DeviceWork(Work):
-    """An operation on arrays of a GPU, under way on the communicator's own stream.
+    """An operation on arrays of a GPU, under way on streams of the communicator's own.
 
     Until ``wait`` has returned, the arrays of the call belong to it.
 
     Args:
         transport: What carries the arrays.
-        event: The end of the operation.
+        events: The ends of the operation.
         value: What ``wait`` returns.
         what: What it is, for messages.
+        after: What is left to do then on the stream that has waited, once.
 
     Example:
         >>> work = comm.allreduce(x, async_op=True)  # doctest: +SKIP
         >>> y = work.wait() + 1                      # doctest: +SKIP
     """
 
-    def __init__(self, transport: NcclTransport, event: Any, value: Any, what: str) -> None:
-        self._transport, self._event, self._value, self._what = transport, event, value, what
+    def __init__(
+        self,
+        transport: NcclTransport,
+        events: Sequence[Any],
+        value: Any,
+        what: str,
+        after: Callable[[], object] | None = None,
+    ) -> None:
+        self._transport, self._events, self._value, self._what = transport, events, value, what
+        self._after = after
 
     def done(self) -> bool:
         """Whether the operation has ended."""
-        return bool(self._event.done)
+        return all(bool(event.done) for event in self._events)
 
     def wait(self, timeout_s: float | None = None) -> Any:
         """Makes the current stream wait for the operation; the host goes on at once.
@@ -169,11 +211,24 @@ class DeviceWork(Work):
         """
         limit_s = seconds(timeout_s)
         if limit_s is not None:
-            self._transport.wait(self._event, limit_s)
-        self._transport.follow(self._event)
+            end = monotonic() + limit_s
+            for event in self._events:
+                self._transport.wait(event, max(end - monotonic(), 0.0))
+        for event in self._events:
+            self._transport.follow(event)
+        self._finish()
         return self._value
 
     def synchronize(self) -> Any:
         """Waits on the host until the operation has ended; returns and raises as ``wait`` does."""
-        self._transport.wait(self._event)
+        for event in self._events:
+            self._transport.wait(event)
+        if self._after is not None:
+            self._finish()
+            self._transport.wait(self._transport.mark())
         return self._value
+
+    def _finish(self) -> None:
+        after, self._after = self._after, None
+        if after is not None:
+            after()

@@ -52,7 +52,7 @@ FLAGCX_DEVICE Cut cut_of(const Args& a, i64 nbytes) {
     cut.channels = wanted < (u32)most ? (int)wanted : most;
     cut.each = (int)((packs + cut.channels - 1) / (u32)cut.channels);
   } else {
-    cut.each = (int)lesser(over(cut.packs, (i64)most * 4 * WORK) * WORK, BOX_PACKS);
+    cut.each = (int)lesser(over(cut.packs, (i64)most * 4 * CUT_WORK) * CUT_WORK, BOX_PACKS);
     cut.channels = (int)lesser(over(cut.packs, cut.each), most);
     cut.steps = (u32)over(cut.packs, (i64)cut.channels * cut.each);
   }

@@ -84,9 +84,12 @@ class MoveKernel:
 
     Attributes:
         layout: The memory.
+        work: Threads of a block that move data; those of the layout's shape if 0. Sender and receiver may
+            differ in it.
     """
 
     layout: PeerLayout
+    work: int = 0
 
     @property
     def name(self) -> str:
@@ -97,7 +100,8 @@ class MoveKernel:
         """The whole CUDA source; see ``PeerKernel.source``."""
         layout, shape = self.layout, self.layout.shape
         values = {
-            "RANKS": layout.ranks, "MOST_RANKS": MOST_RANKS, "MOST_JOBS": MOST_JOBS, "WORK": shape.work,
+            "RANKS": layout.ranks, "MOST_RANKS": MOST_RANKS, "MOST_JOBS": MOST_JOBS,
+            "WORK": self.work or shape.work, "CUT_WORK": shape.work,
             "RESIDENT": shape.resident, "LAG": shape.lag, "FLIGHT": FLIGHT, "POLLS": POLLS,
             "BOXES": layout.boxes, "BOX_PACKS": layout.box_packs, "SMALL_PACKS": layout.small_packs,
             "PACKS_EACH": layout.packs_each, "MOST_SMALL": layout.most_small, "FEW_STEPS": FEW_STEPS,

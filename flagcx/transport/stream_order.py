@@ -36,6 +36,7 @@ class StreamOrder:
         what: The last operation; its ``str()`` describes it.
         mark: (Calls of all ranks so far, what stands for all of them in their order); the same on all ranks.
         marks: The mark after every 1024 calls, the latest last.
+        apart: For each stream of operations outside the order, the event after the last of them.
         captured: Whether a stream was being captured, so that graphs of the caller may replay calls.
         inside: Whether a thread is inside a call into NCCL.
         failure: The error that ended the communicator, or None.
@@ -63,7 +64,8 @@ class StreamOrder:
         self._entered = (0, 0.0)
         self._looking: float | None = None
         self._one_look = threading.Lock()
-        self._kept: deque[tuple[Any, tuple]] = deque()
+        self.apart: dict[int, Any] = {}
+        self._kept: dict[int, deque[tuple[Any, tuple]]] = {}  # by stream, each in the order of its events
         self._keeping = threading.Lock()
 
     def enter(self, what: object, signature: int = 0) -> Any:
@@ -76,14 +78,8 @@ class StreamOrder:
         Raises:
             FlagcxError: The communicator failed before, or the current device is not its own.
         """
-        if self.failure is not None:
-            raise self.report()
-        current = self._runtime.getDevice()
-        if current != self.device:
-            raise CommunicatorError(
-                f"the current device is {current}, but rank {self.rank} uses device {self.device}; call it "
-                f"under cupy.cuda.Device({self.device})"
-            )
+        if self.failure is not None or self._runtime.getDevice() != self.device:
+            self._refuse()
         stream = self._current()
         if stream.ptr != self._last_ptr:
             self._follow(stream)
@@ -97,6 +93,29 @@ class StreamOrder:
             if not mark[0] % _MARK_EVERY:
                 self.marks.append(mark)
         return stream
+
+    def current(self) -> Any:
+        """The current stream; for operations outside the order, too.
+
+        Raises:
+            FlagcxError: The communicator failed before, or the current device is not its own.
+        """
+        if self.failure is not None or self._runtime.getDevice() != self.device:
+            self._refuse()
+        return self._current()
+
+    def _refuse(self) -> None:
+        if self.failure is not None:
+            raise self.report()
+        raise CommunicatorError(
+            f"the current device is {self._runtime.getDevice()}, but rank {self.rank} uses device "
+            f"{self.device}; call it under cupy.cuda.Device({self.device})"
+        )
+
+    def chain(self, before: Any, after: Any) -> None:
+        """Makes stream ``after`` wait for ``before``, unless only one of them is being captured."""
+        if before.ptr != after.ptr and self.is_capturing(before) == self.is_capturing(after):
+            after.wait_event(before.record(self.event()))
 
     @property
     def calls(self) -> int:
@@ -148,14 +167,24 @@ class StreamOrder:
         """Keeps arrays alive until the stream reaches the event, recorded now, that this returns."""
         event = stream.record(self.event())
         with self._keeping:
-            self._kept.append((event, arrays))
+            self._kept.setdefault(stream.ptr, deque()).append((event, arrays))
         self._release()
+        return event
+
+    def keep_apart(self, stream: Any, *arrays: object) -> Any:
+        """``keep`` for an operation outside the order, for which ``drain`` and ``settle`` wait too."""
+        if self.is_capturing(stream):
+            return stream.record(self.event())  # the capturing rank keeps a graph's arrays
+        event = self.apart[stream.ptr] = self.keep(stream, *arrays)
         return event
 
     def _release(self) -> None:
         with self._keeping:
-            while self._kept and self.reached(self._kept[0][0]):
-                self._kept.popleft()
+            for pointer, kept in list(self._kept.items()):
+                while kept and self.reached(kept[0][0]):
+                    kept.popleft()
+                if not kept:
+                    del self._kept[pointer]
 
     def reached(self, event: Any) -> bool:
         """Whether an event has been reached.
@@ -206,16 +235,19 @@ class StreamOrder:
                 self._looking = None
 
     def all_done(self) -> bool:
-        """Whether no operation is unfinished by now."""
+        """Whether no operation is unfinished by now, outside the order either."""
         looker = threading.Thread(target=self.look, name="flagcx-look", daemon=True)
         looker.start()
         looker.join(2 * _KEPT_S)
-        return self.pending_since() is None
+        return self.pending_since() is None and not self.apart
 
     def _look(self) -> None:
         self._runtime.setDevice(self.device)
         try:
             self._release()
+            for pointer, event in list(self.apart.items()):
+                if self.reached(event) and self.apart.get(pointer) is event:
+                    del self.apart[pointer]
             for _ in range(2):  # of operations after the marker's, all may be done too
                 marker = self._marker
                 if marker is not None:
@@ -271,17 +303,20 @@ class StreamOrder:
         """Waits on the host, for at most ``limit_s``, until all operations have ended, done or failed."""
         end = time.monotonic() + limit_s
         with contextlib.suppress(self._runtime.CUDARuntimeError):
-            if self._last is None or self.is_capturing(self._last):
-                return
-            event = self._last_event()
-            while not self.reached(event) and time.monotonic() < end:
-                time.sleep(_SLEEP_S)
+            for event in self._ends():
+                while not self.reached(event) and time.monotonic() < end:
+                    time.sleep(_SLEEP_S)
 
     def drain(self, timeout_s: float) -> None:
         """Waits on the host until all operations are done; raises as ``wait`` does."""
-        if self._last is not None and not self.is_capturing(self._last):
-            self.wait(self._last_event(), timeout_s)
+        for event in self._ends():
+            self.wait(event, timeout_s)
         self._kept.clear()
+
+    def _ends(self) -> list[Any]:
+        """An event after all operations of the order, if it can have one, and those of others."""
+        ordered = self._last is not None and not self.is_capturing(self._last)
+        return [*self.apart.values(), *([self._last_event()] if ordered else [])]
 
     def _last_event(self) -> Any:
         """An event after all operations; another thread's default stream has the handle of this one's."""
@@ -292,3 +327,4 @@ class StreamOrder:
         self._last = self._latest = self._captured = self._marker = None
         self._last_ptr = -1
         self._kept.clear()
+        self.apart.clear()

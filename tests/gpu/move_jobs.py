@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -112,6 +113,83 @@ def messages(times: int, large: int = 0) -> list[str]:
         comm.send(own, r)
         faults += compare(f"{r}: to itself", comm.recv(back, r), np.arange(3000, dtype=np.float32))
     return faults
+
+
+def started(times: int, large: int = 0) -> list[str]:
+    """Messages that are started and waited for in any order, beside collectives: as MPI lets them move."""
+    import cupy
+
+    comm = fc.init(timeout_s=40.0)
+    n, r, random = comm.size, comm.rank, np.random.default_rng(14)
+    faults: list[str] = []
+    after, before = (r + 1) % n, (r - 1) % n
+
+    def got(what: str, out: Any, source: int, number: int) -> None:
+        nonlocal faults
+        want = _bytes_of(source, r, number, len(out))
+        faults += compare(f"{r}: {what}, {len(out)} bytes from {source}", out, want)
+
+    def pair(number: int, target: int, source: int, sizes: Any) -> tuple[Any, Any]:
+        given = placed(cupy, _bytes_of(r, target, number, int(sizes[r, target])), number % 3)
+        return given, placed(cupy, np.zeros(int(sizes[source, r]), np.uint8), (number + r) % 2)
+
+    for i in range(times):
+        sizes = random.choice((*SIZES, large), (n, n))
+        given, out = pair(i, after, before, sizes)
+        total = cupy.full(1000 + i, r, cupy.float32)
+        receive = comm.recv(out, before, async_op=True)
+        comm.allreduce(total)  # the first of all calls, at first: its kernel is compiled meanwhile
+        comm.send(given, after, async_op=True).wait()
+        got("recv, allreduce, send", receive.wait(), before, i)
+        faults += compare(f"{r}: beside it", total, np.full(1000 + i, n * (n - 1) / 2, np.float32))
+
+        given, out = pair(i + 1, after, before, sizes)
+        send = comm.send(given, after, async_op=True)
+        value = comm.broadcast(cupy.full(70_000, r, cupy.int32), i % n)
+        comm.barrier(stream=cupy.cuda.get_current_stream())
+        comm.recv(out, before)
+        send.wait()
+        got("send, broadcast, recv, wait", out, before, i + 1)
+        faults += compare(f"{r}: broadcast", value, np.full(70_000, i % n, np.int32))
+
+        arrays = [pair(10 * i + k, (r + k) % n, (r - k) % n, sizes) for k in range(n)]
+        works = [comm.recv(out, (r - k) % n, async_op=True) for k, (_, out) in enumerate(arrays)]
+        works += [comm.send(x, (r + k) % n, async_op=True) for k, (x, _) in enumerate(arrays)]
+        for k in random.permutation(len(works)):
+            works[k].wait()
+        for k, (_, out) in enumerate(arrays):
+            got("all at once", out, (r - k) % n, 10 * i + k)
+        given, out = pair(i + 5, after, before, sizes)
+        work = comm.sendrecv(given, after, out, before, async_op=True)
+        got("sendrecv", work.synchronize(), before, i + 5)
+    return faults
+
+
+def farm(tasks: int) -> list[str]:
+    """Rank 0 gives tasks to whichever rank has answered; the others answer until they get a 0."""
+    import cupy
+
+    comm = fc.init(timeout_s=40.0)
+    faults: list[str] = []
+    if comm.rank == 0:
+        answers = {q: cupy.zeros(50_000, cupy.int64) for q in range(1, comm.size)}
+        works = {q: comm.recv(answers[q], q, async_op=True) for q in answers}
+        for task in range(1, tasks + comm.size):
+            q = next(q for q in itertools.cycle(works) if works[q].done())
+            works.pop(q).wait()
+            if (answers[q] != answers[q][0]).any() or int(answers[q][0]) % 3:
+                faults.append(f"rank {q} answered {answers[q][:3]}")
+            comm.send(cupy.full(1, task if task <= tasks else 0, cupy.int64), q)
+            if task <= tasks:
+                works[q] = comm.recv(answers[q], q, async_op=True)
+        return faults
+    task, answer = cupy.zeros(1, cupy.int64), cupy.zeros(50_000, cupy.int64)
+    while True:
+        comm.send(answer, 0)
+        comm.recv(task, 0)
+        if not int(task[0]):
+            return faults
+        answer[...] = 3 * task
 
 
 def in_graphs(times: int) -> list[str]:

@@ -22,6 +22,15 @@ def test_sends_and_receives(ranks, size):
     assert faults_of(ranks(size, move_jobs.messages, 8, 3_000_001)) == ""
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_messages_that_are_started_move_in_any_order_beside_collectives(ranks, size):
+    assert faults_of(ranks(size, move_jobs.started, 5, 3_000_001)) == ""
+
+
+def test_a_farm_of_tasks(ranks):
+    assert faults_of(ranks(3, move_jobs.farm, 100)) == ""
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_graph_with_all_of_them(ranks, size):
     assert faults_of(ranks(size, move_jobs.in_graphs, 500)) == ""

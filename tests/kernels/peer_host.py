@@ -438,7 +438,8 @@ def move_kernel(directory: Path, layout: PeerLayout, **changed: int):
     """``flagcx_move``, with constants that are replaced."""
     _fibers()
     kernel = MoveKernel(layout)
-    source = _HEAD + kernel.source(_INTRINSICS, **CONSTANTS, **changed)
+    constants = {**CONSTANTS, "CUT_WORK": WORK, **changed}
+    source = _HEAD + kernel.source(_INTRINSICS, **constants)
     name = f"move_{layout.ranks}_{layout.one_gpu}_{'_'.join(map(str, changed.values()))}.so"
     library = compile_library(source, directory / name, ctypes.RTLD_LOCAL, "-fvisibility=hidden")
     return getattr(library, kernel.name)

@@ -10,6 +10,7 @@ import pytest
 from flagcx.kernels.peer import PeerLayout
 from flagcx.kernels.peer_move import TOO_MANY, WRONG_SIZE, Job, MoveArgs, MoveKernel
 from flagcx.kernels.source import OPTIONS
+from flagcx.transport.peer_memory.grids import started_work
 from tests.kernels import nvrtc, peer_host
 from tests.kernels.peer_host import BLOCKS, WARP, WORK, Host, Launch, move_kernel
 
@@ -34,6 +35,7 @@ class Messages:
     def __init__(self, host: Host, seed: int) -> None:
         self.host, self.size, self.random = host, host.ranks, np.random.default_rng(seed)
         self.kernel = move_kernel(host.directory, host.layout, **SMALL)
+        self.started = move_kernel(host.directory, host.layout, **SMALL, WORK=WARP)  # of smaller blocks
         self.made: list[list[Launch]] = [[] for _ in range(self.size)]
         self.kept: list = []
         self.checks: list[tuple[str, np.ndarray, np.ndarray]] = []
@@ -64,9 +66,13 @@ class Messages:
             args.job[i] = job
         return args
 
-    def launch(self, rank: int, args: MoveArgs) -> None:
+    def launch(self, rank: int, args: MoveArgs, either: bool = False) -> None:
+        """A launch, by the kernel for messages that were started too, if ``either`` will do."""
         grid = int(self.random.integers(1, 7))
-        self.made[rank].append(Launch(self.kernel, args, grid, WORK + WARP))
+        if either and self.random.integers(2):
+            self.made[rank].append(Launch(self.started, args, grid, 2 * WARP))
+        else:
+            self.made[rank].append(Launch(self.kernel, args, grid, WORK + WARP))
 
     def alltoall(self, on_gpu: bool) -> np.ndarray:
         """An alltoall of blocks of any size, whose counts may lie in memory; returns the sizes."""
@@ -99,8 +105,8 @@ class Messages:
         sent, taken = self.array(nbytes, True), self.array(nbytes, False)
         out = Job(sent.ctypes.data, 0, nbytes, -1, receiver, sender)
         into = Job(0, taken.ctypes.data, -1, nbytes, receiver, sender)
-        self.launch(sender, self.args(sender, [out], pairs=True))
-        self.launch(receiver, self.args(receiver, [into], pairs=True))
+        self.launch(sender, self.args(sender, [out], pairs=True), either=True)
+        self.launch(receiver, self.args(receiver, [into], pairs=True), either=True)
         self.checks.append((f"{nbytes} bytes from {sender} to {receiver}", taken, sent))
 
     def faults(self, seed: int) -> list[str]:
@@ -242,13 +248,14 @@ def test_a_faulty_kernel_is_noticed(tmp_path, monkeypatch, name):
 @needs_nvrtc
 @pytest.mark.parametrize("architecture", ["sm_75", "sm_80", "sm_90"])
 def test_it_compiles_without_a_warning(architecture):
-    layouts = [PeerLayout(2, 16, True), PeerLayout(8, 16, False)]
+    shared, apart = PeerLayout(2, 16, True), PeerLayout(8, 16, False)
+    kernels = [MoveKernel(shared), MoveKernel(apart), MoveKernel(shared, started_work(shared))]
 
-    def compiled(layout):
-        return nvrtc.compile_for(MoveKernel(layout).source(), architecture, OPTIONS)
+    def compiled(kernel):
+        return nvrtc.compile_for(kernel.source(), architecture, OPTIONS)
 
     with ThreadPoolExecutor(2) as pool:
-        for made in pool.map(compiled, layouts):
+        for made in pool.map(compiled, kernels):
             assert (made.status, made.log) == (0, "")
             assert b"flagcx_move" in made.code
 

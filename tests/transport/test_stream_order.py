@@ -195,10 +195,26 @@ def test_an_operation_behind_the_marker_gets_one_of_its_own(fake, order):
 
 def test_arrays_are_kept_until_their_event(fake, order):
     first = order.keep(fake.stream, "x", "y")
-    assert len(order._kept) == 1
+    assert kept(order) == {("x", "y")}
+    order.keep(fake.streams[200], "of a stream that waits")
     first.done = True
-    second = order.keep(fake.stream, "z")
-    assert [event for event, _ in order._kept] == [second]
+    order.keep(fake.stream, "z")
+    assert kept(order) == {("of a stream that waits",), ("z",)}
+
+
+def kept(order: StreamOrder) -> set[tuple]:
+    return {arrays for of_stream in order._kept.values() for _, arrays in of_stream}
+
+
+def test_the_end_waits_for_operations_outside_the_order_too(fake, order):
+    apart = order.keep_apart(fake.streams[200], "x")
+    assert pending(order) is None
+    with pytest.raises(PeerTimeoutError):
+        order.drain(0.01)
+    assert not order.all_done()
+    apart.done = True
+    order.drain(1.0)
+    assert order.all_done()
 
 
 def test_waiting_ends_with_the_event_the_time_or_the_failure(order):

@@ -30,7 +30,7 @@ def to_self() -> ToSelf:
 
     runtime = SimpleNamespace(memcpyAsync=copy, memcpyDeviceToDevice=3)
     cupy = SimpleNamespace(cuda=SimpleNamespace(alloc=Memory, runtime=runtime))
-    order = SimpleNamespace(rank=RANK, keep=lambda *_: None)
+    order = SimpleNamespace(rank=RANK, keep=lambda *_: None, chain=lambda *_: None)
     return ToSelf(cupy, order)  # type: ignore[arg-type]
 
 

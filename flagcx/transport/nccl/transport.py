@@ -40,13 +40,11 @@ from flagcx.transport.average import averaging
 from flagcx.transport.base import Call, DeviceTransport, Plan, TransportContext
 from flagcx.transport.device import (
     DeviceIdentity,
-    address,
     check_devices,
     identify_device,
     prepare_sharing,
     surroundings_of,
 )
-from flagcx.transport.device_messages import Message, ToSelf, Transfer
 from flagcx.transport.nccl.average import AveragedPlan, adds_once
 from flagcx.transport.nccl.binding import (
     NcclCommunicator,
@@ -56,6 +54,7 @@ from flagcx.transport.nccl.binding import (
     make_unique_id,
     message_of,
 )
+from flagcx.transport.nccl.messages import DeviceMessages, Sized
 from flagcx.transport.nccl.native import NATIVE, native_form
 from flagcx.transport.nccl.plans import URGENT, NativePlan, SchedulePlan, Scratch, grouped
 from flagcx.transport.nccl.rows import AddedRows
@@ -90,6 +89,7 @@ class NcclTransport(DeviceTransport):
         nccl_version: As an integer: 23007 is 2.30.7.
         peers: The transport through the peers' memory, or None.
         no_peers: Why there is none.
+        messages: Its sends and receives.
     """
 
     name = "nccl"
@@ -114,7 +114,7 @@ class NcclTransport(DeviceTransport):
         self._kernels = FusedKernels(cupy, self.device)
         self._order = StreamOrder(cupy, self.device, self.rank)
         self.peers, self.no_peers = connect(cupy, store, self.identities, self._order, config)
-        self._to_self = ToSelf(cupy, self._order)
+        self.messages = DeviceMessages(cupy, self._order, self.peers, self._send_by_nccl)
         self._scratch = Scratch(cupy)
         self._side = cupy.cuda.Stream(non_blocking=True, priority=URGENT)
         self._plans: weakref.WeakSet[SchedulePlan] = weakref.WeakSet()
@@ -223,9 +223,11 @@ class NcclTransport(DeviceTransport):
 
     def order(self, before: Any, after: Any) -> None:
         """Makes stream ``after`` wait for ``before``, unless only one of them is being captured."""
-        capturing = self._order.is_capturing
-        if before.ptr != after.ptr and capturing(before) == capturing(after):
-            after.wait_event(before.record(self._order.event()))
+        self._order.chain(before, after)
+
+    def mark(self) -> Any:
+        """An event after what is enqueued on the current stream."""
+        return self._order.current().record(self._order.event())
 
     def follow(self, event: Any) -> None:
         """Makes the current stream wait for an event of ``submit``; the host goes on at once."""
@@ -252,18 +254,11 @@ class NcclTransport(DeviceTransport):
         return bool(self._order.is_capturing(self._cupy.cuda.get_current_stream()))
 
     def transfer(self, sends: Sequence[tuple[Any, int]], receives: Sequence[tuple[Any, int]]) -> None:
-        """Sends arrays to ranks and receives arrays from ranks, all at once."""
-        order, peers = self._order, self.peers
-        messages = [Message(True, address(a, order), a.nbytes, peer) for a, peer in sends]
-        messages += [Message(False, address(a, order), a.nbytes, peer) for a, peer in receives]
-        self._to_self.check(own := [message for message in messages if message.peer == self.rank])
-        stream = order.enter(Transfer(messages))
-        others = self._to_self.settle(messages, stream) if own else messages
-        if peers is not None:
-            peers.transfer(others, stream)
-        elif sized := [(m.sends, 0, m.at, m.nbytes, m.peer) for m in others if m.nbytes]:
-            self._guarded(lambda: self._communicator.group(sized, (0, 0, 0, 0), stream.ptr))
-        order.leave(stream)
+        """Sends arrays to ranks and receives arrays from ranks, all at once, in the order of the calls."""
+        self.messages.transfer(sends, receives)
+
+    def _send_by_nccl(self, sized: Sized, stream: int) -> None:
+        self._guarded(lambda: self._communicator.group(sized, (0, 0, 0, 0), stream))
 
     def take(self, array: Any, what: str, writable: bool) -> Any:
         """Takes a caller's array as a CuPy array, without a copy."""
@@ -372,7 +367,7 @@ class NcclTransport(DeviceTransport):
             for plan in self._plans:
                 plan.close()
             self._scratch.close()
-            self._to_self.close()
+            self.messages.close()
             if self.peers is not None:
                 self.peers.close(together=self._order.failure is None)
             # A remaining reference to the transport keeps no stream alive.

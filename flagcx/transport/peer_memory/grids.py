@@ -72,6 +72,30 @@ def blocks_beside(layout: PeerLayout) -> int:
     return max(layout.blocks // 3 if layout.one_gpu else layout.blocks * 3 // 8, 1)
 
 
+def started_grid(layout: PeerLayout, items: int) -> Grid:
+    """The grid of a message that was started, which may wait on the GPU for as long as its peer likes.
+
+    Those of all pairs of ranks find room beside a collective's blocks. Ranks that share a GPU have small
+    blocks for that, of which one fits on a multiprocessor beside a collective's.
+
+    Args:
+        layout: The memory.
+        items: Channels that the message has.
+
+    Example:
+        >>> started_grid(PeerLayout(2, 128, one_gpu=False), 64).blocks
+        21
+    """
+    room = layout.blocks if layout.one_gpu else layout.blocks // 3
+    most = max(room // (2 * (layout.ranks - 1)), 1)
+    return Grid(min(most, items), started_work(layout) + WARP, 0, 0, 1)
+
+
+def started_work(layout: PeerLayout) -> int:
+    """Threads of a block that move the data of a message that was started."""
+    return 2 * WARP if layout.one_gpu else layout.shape.work
+
+
 def parts_of(form: str, count: int, itemsize: int, ranks: int, packets: bool) -> int:
     """Packs that one rank processes: a part of the message, or the whole message or block."""
     packs = 1 if form == "barrier" else -(-count // (_PACK_NBYTES // itemsize))

@@ -33,7 +33,14 @@ from flagcx.schedule.collectives import largest_block
 from flagcx.transport.base import Call
 from flagcx.transport.device import DeviceIdentity
 from flagcx.transport.device_messages import Message
-from flagcx.transport.peer_memory.grids import Grid, blocks_beside, chunk_grid, packet_grid
+from flagcx.transport.peer_memory.grids import (
+    Grid,
+    blocks_beside,
+    chunk_grid,
+    packet_grid,
+    started_grid,
+    started_work,
+)
 from flagcx.transport.peer_memory.moves import (
     ALWAYS_MOVED,
     CountedPlan,
@@ -117,7 +124,7 @@ class PeerMemory:
         self._launch = cupy.cuda.driver.launchKernel
         self.segments = Segments(cupy, store, limit_s, region.table)
         self.rank, self.size = region.rank, region.size
-        self._move: Any = None
+        self._movers: dict[int, Any] = {}
         self._graphs = Graphs(cupy)
         self._transfers = Replays(self._graphs)
         self._closed = False
@@ -232,11 +239,14 @@ class PeerMemory:
         )  # fmt: skip
         return CountedPlan(plan) if on_gpu else plan
 
-    def _mover(self) -> Any:
-        if self._move is None:
-            kernel = MoveKernel(self.layout)
-            self._move = load_kernel(self._cupy, self._region.device, kernel.source(), kernel.name)
-        return self._move
+    def _mover(self, work: int = 0) -> Any:
+        """The kernel that moves blocks, with ``work`` threads in a block for it; the layout's if 0."""
+        found = self._movers.get(work)
+        if found is None:
+            kernel = MoveKernel(self.layout, work)
+            found = load_kernel(self._cupy, self._region.device, kernel.source(), kernel.name)
+            self._movers[work] = found
+        return found
 
     def _move_args(
         self, jobs: Sequence[Job], pairs: bool = False, on_gpu: bool = False
@@ -263,9 +273,20 @@ class PeerMemory:
     def _enqueue(self, messages: Sequence[Message], stream: Any) -> None:
         for jobs in rounds_of(self.rank, self.size, messages):
             args, grid = self._move_args(jobs, pairs=True)
-            pointers = (ctypes.c_void_p * 1)(ctypes.addressof(args))
-            at = ctypes.addressof(pointers)
-            self._launch(self._mover().ptr, grid.blocks, 1, 1, grid.threads, 1, 1, 0, stream.ptr, at, 0)
+            self._launch_move(self._mover(), grid, args, stream)
+
+    def start(self, message: Message, stream: Any) -> None:
+        """Enqueues a message by a launch that leaves room for those of other pairs and for collectives."""
+        self.check()
+        (jobs,) = rounds_of(self.rank, self.size, [message])
+        args, grid = self._move_args(jobs, pairs=True)
+        work = started_work(self.layout)
+        self._launch_move(self._mover(work), started_grid(self.layout, grid.blocks), args, stream)
+
+    def _launch_move(self, kernel: Any, grid: Grid, args: MoveArgs, stream: Any) -> None:
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(args))
+        at = ctypes.addressof(pointers)
+        self._launch(kernel.ptr, grid.blocks, 1, 1, grid.threads, 1, 1, 0, stream.ptr, at, 0)
 
     def check(self) -> None:
         """Raises an error if a kernel has found one: a wait has timed out, or a message has a wrong size."""

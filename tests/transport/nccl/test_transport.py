@@ -41,7 +41,7 @@ def transport(fake) -> NcclTransport:
     made._plans = set()
     made.below = Below()
     made._communicator = made.peers = made._watchdog = made._scratch = made.below
-    made._to_self = SimpleNamespace(close=lambda: None)
+    made.messages = SimpleNamespace(close=lambda: None)
     return made
 
 
@@ -108,7 +108,7 @@ def test_started_work_in_a_graph_keeps_nothing(fake, transport):
     assert event.stream is fake.streams[200] and not transport._order._kept
     fake.streams[100].capturing = fake.streams[200].capturing = False
     event = transport.submit(plan, "x", "x")
-    assert [kept for kept, _ in transport._order._kept] == [event]
+    assert [kept for kept, _ in transport._order._kept[200]] == [event]
 
 
 def test_a_stream_waits_for_another_unless_one_is_captured_alone(fake, transport):

@@ -100,24 +100,28 @@ def measure(nbytes: int) -> dict[str, Any]:
 
 
 def measure_torch(nbytes: int, port: int) -> dict[str, Any]:
-    """Runs on every rank; what this rank found, for ``dist.all_reduce``."""
+    """Runs on every rank; what this rank found, for ``dist.all_reduce``.
+
+    NCCL refuses ranks that share a GPU unless they seem to be on different hosts; then it uses sockets.
+    """
     import torch
     import torch.distributed as dist
 
     comm = fc.init()
+    if comm.size > torch.cuda.device_count():
+        os.environ.setdefault("NCCL_HOSTID", f"rank-{comm.rank}")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.cuda.set_device(comm.rank % torch.cuda.device_count())
     dist.init_process_group("cpu:gloo,cuda:nccl", rank=comm.rank, world_size=comm.size)
     ours = fc.enhance_process_group(dist.new_group(backend="cpu:gloo,cuda:nccl"))
-    shared = comm.size > torch.cuda.device_count()  # torch's NCCL may refuse ranks that share a GPU
     x = torch.ones(nbytes // 4, device="cuda")
     calls: dict[str, Callable[[], Any]] = {
         "flagcx": lambda: dist.all_reduce(x, group=ours),
         "flagcx_async": lambda: dist.all_reduce(x, group=ours, async_op=True).wait(),
+        "nccl": lambda: dist.all_reduce(x),
+        "nccl_async": lambda: dist.all_reduce(x, async_op=True).wait(),
     }
-    if not shared:
-        calls["nccl"] = lambda: dist.all_reduce(x)
-        calls["nccl_async"] = lambda: dist.all_reduce(x, async_op=True).wait()
     array = ours.membership.queue_of([x]).views.elements(x)
     calls["communicator"] = lambda: ours.membership.queue_of([x]).comm.allreduce(array)
     times = in_turns(comm.barrier, torch.cuda.synchronize, calls)

@@ -159,6 +159,7 @@ def init(
                 comm.close()
             elif world is _WORLD:
                 atexit.register(world.close_at_exit)
+                MPI_PROCESS.before_end = world.close
                 abandon_in_children(world)
                 sys.excepthook = partial(_tell_of_uncaught, sys.excepthook)
             world.comm = comm = _join(config, environ)

@@ -20,7 +20,7 @@ from typing import Any
 from flagcx.bootstrap.bounded import bounded
 from flagcx.bootstrap.mpi_leftovers import remove_own
 from flagcx.config import environment
-from flagcx.errors import BootstrapError, ResourceError
+from flagcx.errors import BootstrapError, FlagcxError, ResourceError
 
 logger = logging.getLogger("flagcx")
 
@@ -35,10 +35,13 @@ class MpiProcess:
 
     Attributes:
         lost: Whether ranks went on after MPI has lost one.
+        before_end: Closes what needs MPI.
     """
 
     def __init__(self) -> None:
         self.lost = False
+        self.before_end: Callable[[], object] = lambda: None
+        self._armed = False
         self._mpi: Any = None  # where flagcx has started it
         self._owner, self._left = os.getpid(), False
 
@@ -90,6 +93,23 @@ class MpiProcess:
         if rc.errors == "exception":  # as mpi4py sets it where it starts MPI
             for comm in (mpi.COMM_WORLD, mpi.COMM_SELF):
                 comm.Set_errhandler(mpi.ERRORS_RETURN)
+
+    def arm(self, mpi: Any) -> None:
+        """Has ``before_end`` called when the program calls ``MPI.Finalize()``, after which MPI aborts on any call.
+
+        MPI_Finalize begins by freeing ``MPI_COMM_SELF``'s attributes (MPI 4.1, 11.2.4).
+        """
+        if self._armed:
+            return
+        self._armed = True
+
+        def deleted(*_: object) -> None:
+            try:
+                self.before_end()
+            except FlagcxError as error:
+                logger.warning("%s: %s", type(error).__name__, error)
+
+        mpi.COMM_SELF.Set_attr(mpi.Comm.Create_keyval(delete_fn=deleted), None)
 
     def leave(self, lost: bool, late: bool = False) -> None:
         """Ends MPI as the process ends, unless the program ends it itself.

@@ -147,6 +147,16 @@ def losses() -> None:
         print(f"rank {me} goes on as {comm.rank} of {n}, lost {comm.lost}", flush=True)
 
 
+def finalizes() -> None:
+    """The program ends MPI itself, with a communicator open that needs it."""
+    comm = fc.init()
+    comm.allreduce(np.ones(5))
+    from mpi4py import MPI
+
+    MPI.Finalize()
+    assert comm.closed
+
+
 def losses_beside_mpi4py() -> None:
     """The same, in a program in which mpi4py has started MPI, and ends it."""
     from mpi4py import MPI

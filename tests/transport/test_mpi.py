@@ -66,6 +66,12 @@ def test_ranks_go_on_after_losses_and_end_where_mpi_does(job):
         assert line in printed, printed
 
 
+@pytest.mark.slow
+def test_a_program_may_end_mpi_itself():
+    code, printed = run(3, "finalizes", timeout_s=60)
+    assert code == 0, printed
+
+
 def told_by(printed: str) -> dict[str, dict[int, list[str]]]:
     """What the ranks printed in each case: the case, the rank, and what it was told, between bars."""
     told: dict[str, dict[int, list[str]]] = {}

@@ -109,6 +109,7 @@ class MpiTransport(HostTransport):
         except mpi.Exception as error:
             context.store.check()  # which names a rank that has died
             raise BootstrapError(f"MPI made no communicator of the job's ranks: {error}") from error
+        MPI_PROCESS.arm(mpi)
         self._watch = Watch(context.store, context.config.timeout_s, context.waits)
         self._wire = Wire(mpi, comm, self._watch)
         self.messenger = MpiMessenger(self._wire, self._watch, self._message, context.config.timeout_s)

@@ -33,6 +33,7 @@ from flagcx.errors import (
 from flagcx.forks import abandon_in_children
 
 if TYPE_CHECKING:
+    from flagcx.bootstrap.store import Store
     from flagcx.diagnosis.own_page import OwnPage
     from flagcx.topology import Topology
 
@@ -45,6 +46,7 @@ class _World:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.comm: Communicator | None = None
+        self.store: Store | None = None
         self.page: OwnPage | None = None
 
     def current(self) -> Communicator | None:
@@ -203,13 +205,18 @@ def _refuse_in_child(comm: Communicator | None) -> None:
 def _tell_of_uncaught(before: Callable[..., object], kind: type, error: BaseException, trace: Any) -> None:
     """The hook for an exception that ends the main thread: the peers learn of it at once.
 
-    The process may live on: Python waits for its threads, and closes the communicator only then.
+    The process may live on: Python waits for its threads, and closes the communicator only then. The launcher
+    is told so.
     """
     before(kind, error, trace)
     comm, main = _WORLD.current(), threading.main_thread()
     live = [thread for thread in threading.enumerate() if thread is not main and not thread.daemon]
     if comm is not None and not comm.closed and live:
         comm.abort(f"{kind.__name__}: {error}")
+        if _WORLD.store is not None:
+            from flagcx.bootstrap.rendezvous import leave
+
+            leave(_WORLD.store, lives_on=True)
 
 
 def _warn_of_others(wanted: dict[str, Any], config: Config) -> None:
@@ -315,7 +322,7 @@ def _join_once(config: Config, environ: Mapping[str, str]) -> Communicator:
         if identity.rank == 0:
             for text in unknown_settings(environ):
                 logger.warning("%s", text)
-        store = connect(identity, config, environ)
+        store = _WORLD.store = connect(identity, config, environ)
     limit_s = config.init_timeout_s
     if not identity.local_size:
         told = store.scoped("located/").exchange("hosts", identity.host.encode(), limit_s)

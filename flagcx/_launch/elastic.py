@@ -61,6 +61,10 @@ class ElasticRanks(Ranks):
             super()._react(ended)
             self._plan(signal.SIGTERM, 0.0)  # too few are left to go on
 
+    def _react_to_failure(self, rank: int) -> None:
+        """The others wait for this rank: its process ends, so that it is started again."""
+        self.signal_rank(rank, signal.SIGKILL)
+
     def _restart(self, rank: int, how: str) -> None:
         if self._server is not None:
             self._server.rank_restarts(rank, how)

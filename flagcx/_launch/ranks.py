@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -101,6 +102,7 @@ class Ranks:
         environ = job_environment(self._environ, self.size)
         if self.size > 1:
             self._server = self._make_server()
+            self._hear_of_failures(self._server)
             environ["FLAGCX_STORE_ADDRESS"] = self._server.address
             environ["FLAGCX_STORE_KEY"] = self._server.authkey.hex()
         self._environ = environ
@@ -184,6 +186,25 @@ class Ranks:
 
     def _make_server(self) -> StoreServer:
         return StoreServer(self.size)
+
+    def _hear_of_failures(self, server: StoreServer) -> None:
+        """Has ``_react_to_failure`` called for ranks that fail and whose processes live on."""
+        told, told_end = deque[int](), os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._settings.callback(os.close, told_end)
+
+        def tell(rank: int) -> None:
+            told.append(rank)
+            os.eventfd_write(told_end, 1)
+
+        def hear() -> None:
+            os.eventfd_read(told_end)
+            while told:
+                rank = told.popleft()
+                if rank in self.running() and not self._planned:
+                    self._react_to_failure(rank)
+
+        server.on_failure = tell
+        self.selector.register(told_end, selectors.EVENT_READ, hear)
 
     def _start_rank(self, rank: int, streams: Mapping[str, Any], **variables: str) -> None:
         command, place = self._commands[rank], {"FLAGCX_RANK": str(rank), "FLAGCX_LOCAL_RANK": str(rank)}
@@ -309,6 +330,10 @@ class Ranks:
             self._server.rank_ended(ended.rank, how)
         if ended.code != 0 and not self._planned:
             self._plan(signal.SIGTERM, self._grace_s)
+
+    def _react_to_failure(self, rank: int) -> None:
+        """Ends the job although a thread keeps the process of a rank alive whose main thread has failed."""
+        self._plan(signal.SIGTERM, self._grace_s)
 
     def _plan(self, number: int, after_s: float) -> None:
         """Plans a signal to all ranks, then SIGKILL to those that ignore it."""

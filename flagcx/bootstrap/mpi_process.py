@@ -95,7 +95,7 @@ class MpiProcess:
                 comm.Set_errhandler(mpi.ERRORS_RETURN)
 
     def arm(self, mpi: Any) -> None:
-        """Has ``before_end`` called when the program calls ``MPI.Finalize()``, after which MPI aborts on any call.
+        """Has ``before_end`` called when the program calls ``MPI.Finalize()``; MPI aborts on any later call.
 
         MPI_Finalize begins by freeing ``MPI_COMM_SELF``'s attributes (MPI 4.1, 11.2.4).
         """

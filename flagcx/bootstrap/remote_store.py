@@ -150,8 +150,8 @@ class RemoteStore(Store):
     def close(self) -> None:
         self._close_with({"kind": "leave", "blames": self.blames()})
 
-    def abort(self, reason: str) -> None:
-        self._close_with({"kind": "abort", "detail": reason})
+    def abort(self, reason: str, lives_on: bool = False) -> None:
+        self._close_with({"kind": "abort", "detail": reason, "lives_on": lives_on})
 
     def _close_with(self, message: dict[str, Any]) -> None:
         with self._lock:

@@ -266,17 +266,21 @@ def _serve(identity: Identity, address: str | None, authkey: bytes | None) -> St
     return StoreServer(identity.size, address, authkey, host="rank 0", host_rank=0).start()
 
 
-def leave(store: Store) -> None:
+def leave(store: Store, lives_on: bool = False) -> None:
     """Leaves the store as this process ends: in good order, or with the exception that ends it.
 
     After an uncaught exception (which Python keeps as ``sys.last_value``) the ranks that wait for this one
     get a ``PeerDiedError`` with its text.
+
+    Args:
+        store: The store.
+        lives_on: Whether a thread keeps the process alive for now.
     """
     error = getattr(sys, "last_value", None)
     if error is None:
         store.close()
     else:
-        store.abort(f"it raised {type(error).__name__}: {str(error)[:500]}")
+        store.abort(f"it raised {type(error).__name__}: {str(error)[:500]}", lives_on)
 
 
 # One host: a file.

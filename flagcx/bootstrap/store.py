@@ -188,11 +188,12 @@ class Store:
     def close(self) -> None:
         """Leaves the store in good order."""
 
-    def abort(self, reason: str) -> None:
+    def abort(self, reason: str, lives_on: bool = False) -> None:
         """Leaves the store because this rank failed: the others are told, as if it had died.
 
         Args:
             reason: What happened, such as "it raised ValueError: no such file".
+            lives_on: Whether the process lives on without its main thread, so that its launcher must end it.
         """
         self.close()
 

@@ -63,6 +63,7 @@ class StoreServer:
         address: Where it listens, as ``RemoteStore`` takes it.
         authkey: The key.
         blaming: The ranks that left because a peer had failed.
+        on_failure: Called, from the server's thread, with a rank that has failed and whose process lives on.
 
     Raises:
         BootstrapError: The address cannot be listened on.
@@ -93,6 +94,7 @@ class StoreServer:
         self._peers: dict[Peer, None] = {}
         self._members = Generations(size) if elastic else Membership(size)
         self.blaming: set[int] = set()
+        self.on_failure: Callable[[int], object] = lambda rank: None
         self._ended = False
         self._ends_when_idle = False
         self._owner = os.getpid()
@@ -325,14 +327,16 @@ class StoreServer:
         if not peer.joined:
             raise wire.MalformedError("a request after it had left")
         if header.get("kind") == "leave":
-            _, blames = wire.read_end(header)
+            end = wire.read_end(header)
             peer.joined = False
-            if blames:
+            if end.blames:
                 self.blaming.add(peer.rank)
             self._deliver(self._members.leave(peer.rank))
         elif header.get("kind") == "abort":
-            detail, _ = wire.read_end(header)
-            self._drop(peer, detail)
+            end = wire.read_end(header)
+            self._drop(peer, end.detail)
+            if end.lives_on:
+                self.on_failure(peer.rank)
         else:
             request = wire.read_request(header, body, peer.rank, self.size)
             ticket = (peer, header["number"])

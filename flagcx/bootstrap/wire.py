@@ -12,7 +12,7 @@ import hashlib
 import hmac
 import json
 import struct
-from typing import Any
+from typing import Any, NamedTuple
 
 from flagcx.bootstrap.store_state import StoreAnswer, StoreRequest
 
@@ -168,19 +168,30 @@ def _read_group(group: object, rank: int, size: int) -> tuple[int, ...] | None:
     return tuple(group)
 
 
-def read_end(header: dict[str, Any]) -> tuple[str, bool]:
-    """Reads the message by which a rank leaves or aborts.
+class End(NamedTuple):
+    """What a rank says as it leaves or aborts.
 
-    Returns:
-        Why it aborts, and whether it leaves because a peer failed.
+    Attributes:
+        detail: Why it aborts.
+        blames: Whether it leaves because a peer failed.
+        lives_on: Whether its process lives on after the exception that ended its main thread.
+    """
+
+    detail: str
+    blames: bool
+    lives_on: bool
+
+
+def read_end(header: dict[str, Any]) -> End:
+    """Reads the message by which a rank leaves or aborts.
 
     Raises:
         MalformedError: It is no such message.
     """
-    detail, blames = header.get("detail", ""), header.get("blames", False)
-    if not isinstance(detail, str) or not isinstance(blames, bool):
+    end = End(header.get("detail", ""), header.get("blames", False), header.get("lives_on", False))
+    if [*map(type, end)] != [str, bool, bool]:
         raise MalformedError("an end whose reason is no text")
-    return detail[:_LONGEST_DETAIL], blames
+    return end._replace(detail=end.detail[:_LONGEST_DETAIL])
 
 
 def write_answer(number: int, answer: StoreAnswer) -> bytes:

@@ -118,6 +118,36 @@ def test_an_exception_beside_a_thread_that_goes_on_is_what_ends_the_job(script):
     assert re.search(r"rank 1 of 2 failed first: exit code 1.*KeyError: 'mine'", done.stderr, re.DOTALL)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("elastic", [False, True])
+def test_a_thread_that_goes_on_after_an_exception_keeps_no_job(script, elastic):
+    """Though the other ranks go on without the one that failed, or wait until it comes back."""
+    body = """
+    import threading
+    import flagcx as fc
+    comm = fc.init()
+    comm.barrier()
+    if comm.rank == 1 and "FLAGCX_RESTARTS" not in os.environ:
+        threading.Thread(target=time.sleep, args=(50,)).start()
+        raise KeyError("mine")
+    try:
+        comm.barrier()
+    except CommunicationError:
+        pass
+    if "--elastic" in sys.argv:
+        fc.init().barrier()
+    """
+    begun = time.monotonic()
+    options = ("--elastic", "--max-restarts", "1") if elastic else ()
+    done = flagcx_run(*options, "-n", "2", script(body), *options[:1])
+    assert time.monotonic() - begun < 30
+    if elastic:
+        assert (done.returncode, "rank 1 is started again" in done.stderr) == (0, True), done
+    else:
+        assert done.returncode == 1
+        assert re.search(r"rank 1 of 2 failed first: exit code 1.*KeyError: 'mine'", done.stderr, re.DOTALL)
+
+
 def test_a_rank_killed_before_init_is_told_to_the_others(script):
     body = """
     if environment()["FLAGCX_RANK"] == "1":

@@ -106,7 +106,7 @@ class Auto:
             step size that they have: name it itself, and take a smaller one.
 
     Raises:
-        ArgumentError: ``lossy`` is none of these, or has a name that no codec has.
+        ArgumentError: ``lossy`` is none of these, has a name that no codec has, or two codecs of one name.
 
     Example:
         >>> Auto(lossy=True).allowed
@@ -129,6 +129,9 @@ class Auto:
                     f"lossy={self.lossy!r} has {one!r}, which is no codec; expected names out of "
                     f"{', '.join(_TABLE)}, or codecs such as flagcx.compression.Quantized('int8', block=128)"
                 )
+        names = [one if isinstance(one, str) else one.name for one in self.lossy]
+        if len(set(names)) < len(names):
+            raise ArgumentError(f"lossy={self.lossy!r} has two codecs of one name; give one of them")
         object.__setattr__(self, "lossy", tuple(self.lossy))
 
     @property

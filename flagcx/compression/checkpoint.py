@@ -180,7 +180,7 @@ def _check_numbers(array: np.ndarray, name: str, dimensions: int, where: str) ->
 def check_entry(state: Mapping[str, Any], name: str, expected: Any, what: str) -> None:
     """Raises ArgumentError where an entry is missing, or not what is expected."""
     found = _entry(state, name, what)
-    found = found if isinstance(found, str) else np.asarray(found).item()
+    found = found if isinstance(found, str) else np.asarray(found).tolist()
     if found != expected:
         raise ArgumentError(
             f"the state is one of a {what} with {name} {found!r}, and this one has {expected!r}; make it "

@@ -4,6 +4,7 @@ The ``id`` of an array is its own as long as the array lives, so one look-up tel
 were checked before. An array of NumPy may get another dtype or shape meanwhile, though no other size, since
 NumPy resizes none that is referred to weakly. So a message is filled by one call that refuses other dtypes,
 before anything is sent; and where an array no longer has the shape that it had, it is filled by its size.
+Arrays without a message are looked at before the first message is sent.
 """
 
 from __future__ import annotations
@@ -79,24 +80,29 @@ class KnownList:
         kinds: Describes the arrays' dtypes.
     """
 
-    __slots__ = ("_parts", "_plans", "kinds")
+    __slots__ = ("_alone", "_parts", "_plans", "kinds")
 
     def __init__(self, parts: Iterable[ListPart], plans: Sequence[object], kinds: tuple = ()) -> None:
         self._parts = [(picker(part.numbers), part) for part in parts]
+        self._alone = [(part.numbers[0], part.dtype) for _, part in self._parts if part.flat is None]
         self._plans, self.kinds = plans, kinds
 
     def run(self, sendbufs: Sequence[Any], recvbufs: Sequence[Any]) -> None:
         """Reduces the arrays of ``sendbufs``, which are those of the list; ``recvbufs`` is the same list.
 
         Raises:
-            ArraysChanged: Some have another dtype; those before them were reduced.
-            ArrayError: An array has become read-only.
+            ArraysChanged: Some have another dtype, or arrays without a message other flags; those before them
+                were reduced.
+            ArrayError: An array has become read-only; all others were reduced, as the peers expect it.
         """
-        for at, (pick, (plan, _, dtype, flat, views)) in enumerate(self._parts):
+        for number, dtype in self._alone:
+            array = sendbufs[number]
+            if array.dtype != dtype or not array.flags.carray:
+                raise ArraysChanged(self._numbers_from(0))
+        refused = None
+        for at, (pick, (plan, _, _, flat, views)) in enumerate(self._parts):
             arrays = pick(sendbufs)
             if flat is None:
-                if arrays[0].dtype != dtype:
-                    raise ArraysChanged(self._numbers_from(at))
                 plan.run(arrays[0], arrays[0])
                 continue
             try:
@@ -107,7 +113,9 @@ class KnownList:
             try:
                 copy_each(views, arrays)
             except ValueError:
-                _cut(flat, arrays)
+                refused = _cut(flat, arrays) or refused
+        if refused is not None:
+            raise refused
 
     def _numbers_from(self, at: int) -> list[int]:
         return sorted(number for _, part in self._parts[at:] for number in part.numbers)
@@ -157,16 +165,18 @@ class KnownLists:
         self._seen.clear()
 
 
-def _cut(flat: Any, arrays: Sequence[Any]) -> None:
+def _cut(flat: Any, arrays: Sequence[Any]) -> ArrayError | None:
     """Copies a message into arrays of which some have another shape than before.
 
-    Raises:
-        ArrayError: An array has become read-only.
+    Returns:
+        The error about an array that has become read-only, if one has.
     """
-    at = 0
+    at, refused = 0, None
     for array in arrays:
         part = flat[at : at + array.size]
         at += array.size
-        if not array.flags.writeable:
-            raise ArrayError(f"an array of shape {array.shape} is read-only, and gets no result")
-        array[...] = part.reshape(array.shape)
+        if array.flags.writeable:
+            array[...] = part.reshape(array.shape)
+        else:
+            refused = ArrayError(f"an array of shape {array.shape} is read-only, and gets no result")
+    return refused

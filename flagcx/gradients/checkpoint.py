@@ -70,10 +70,17 @@ def load(state: Mapping[str, Any], gradients: Sequence[Gradient], feedback: Any)
             f"the state is one of a {WHAT} with {has}, and this one has {this}; make it with the same "
             f"compression"
         )
+    order = np.asarray(state["order"]).reshape(-1).tolist()
+    bucket_nbytes = int(state.get("bucket_nbytes", 0))
+    whole = all(isinstance(number, int) for number in order)
+    if order and not (whole and sorted(order) == [*range(len(gradients))] and bucket_nbytes >= 1):
+        raise ArgumentError(
+            f"the state of a {WHAT} has the order {order} of {len(gradients)} gradients, and buckets of "
+            f"{bucket_nbytes} bytes; give what state_dict() gave"
+        )
     if feedback is not None:
         feedback.load_state_dict(inner)
-    order = [int(number) for number in np.asarray(state["order"])]
-    return order, int(state["bucket_nbytes"]) if order else 0
+    return order, bucket_nbytes
 
 
 def _text(gradients: Sequence[Gradient]) -> str:

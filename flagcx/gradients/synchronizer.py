@@ -91,7 +91,8 @@ class GradientSynchronizer:
         self._arrays = list(known.arrays)
         self._feedback = feedback_of(compression)
         self._overlap = overlap
-        self.bucket_nbytes, self.reason = bucket_bytes, "given" if bucket_bytes is not None else ""
+        self._given = bucket_bytes, "given" if bucket_bytes is not None else ""
+        self.bucket_nbytes, self.reason = self._given
         self._buckets: list[Bucket] = []
         self._home: list[Bucket] = []
         self._settled: Sequence[int] = ()
@@ -308,10 +309,12 @@ class GradientSynchronizer:
             ArgumentError: It is the state of other gradients, or of another compression.
         """
         check_between(self._is_ready, "load_state_dict")
-        settled, bucket_nbytes = load(state, self._gradients, self._feedback)
+        self._settled, bucket_nbytes = load(state, self._gradients, self._feedback)
         self._release()
-        if settled:
-            self._settled, self.bucket_nbytes, self.reason = settled, bucket_nbytes, "as in the checkpoint"
+        if self._settled:
+            self.bucket_nbytes, self.reason = bucket_nbytes, "as in the checkpoint"
+        else:
+            self.bucket_nbytes, self.reason = self._given
 
     # -- the first step ---------------------------------------------------------------------------
 

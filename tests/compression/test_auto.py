@@ -181,6 +181,8 @@ def test_codecs_code_float32_whatever_the_array_has():
 def test_a_setting_that_is_wrong():
     with pytest.raises(ArgumentError, match=r"lossy='int8' must be True, False, or a list of codecs such as"):
         Auto(lossy="int8")
+    with pytest.raises(ArgumentError, match="has two codecs of one name; give one of them"):
+        Auto(lossy=("int8", Quantized("int8", block=32)))
 
 
 @pytest.mark.parametrize("wrong", ["int9", 3, "auto", None])

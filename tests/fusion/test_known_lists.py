@@ -52,6 +52,21 @@ def test_a_single_array_travels_without_a_message():
         KnownList([part], []).run(arrays, arrays)
 
 
+@pytest.mark.parametrize("change", ["dtype", "flags", "strides"])
+def test_single_arrays_are_looked_at_before_anything_is_sent(change):
+    arrays = [np.ones(4, np.float32), np.ones(3, np.float32)]
+    known = KnownList([ListPart(Doubling(), [i], array.dtype) for i, array in enumerate(arrays)], [])
+    if change == "flags":
+        arrays[1].flags.writeable = False
+    elif change == "dtype":
+        arrays[1].dtype = np.int32
+    else:
+        arrays[1] = arrays[1][::-1]
+    with pytest.raises(ArraysChanged) as changed:
+        known.run(arrays, arrays)
+    assert changed.value.left == [0, 1] and arrays[0].max() == 1
+
+
 def test_another_dtype_is_found_before_anything_is_sent():
     arrays = some_arrays()
     known = known_list(arrays)
@@ -90,12 +105,13 @@ def test_an_array_of_a_known_list_cannot_be_resized():
         arrays[0].resize(8, refcheck=False)
 
 
-def test_a_read_only_array_is_named():
+def test_a_read_only_array_is_named_and_all_others_get_their_results():
     arrays = some_arrays()
-    known = known_list(arrays)
-    arrays[3].flags.writeable = False
-    with pytest.raises(ArrayError, match=r"of shape \(1, 5\) is read-only"):
+    known = known_list(arrays, [0, 1, 2], [3])
+    arrays[1].flags.writeable = False
+    with pytest.raises(ArrayError, match=r"of shape \(2, 4\) is read-only"):
         known.run(arrays, arrays)
+    assert [array.max() for array in arrays] == [2, 2, 6, 8]
 
 
 def test_a_list_is_known_from_its_second_time_on_and_as_long_as_its_arrays_live():

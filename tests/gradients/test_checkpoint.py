@@ -75,6 +75,28 @@ def test_a_continued_training_has_the_bits_of_one_that_went_through(compression,
         assert same and after_others and buckets == again
 
 
+def _back_to_the_begin() -> list[tuple]:
+    comm, found = fc.init(), []
+    gradients = [np.zeros(3, np.float32), np.zeros(5, np.float32)]
+    for given in (None, 1):
+        sync = fc.GradientSynchronizer(comm, gradients, given)
+        begun = sync.state_dict()
+        for order in ((0, 1), (1, 0)):
+            for name in order:
+                sync.ready(name)
+            sync.wait()
+            found.append((sync.reason, sync.buckets))
+            sync.load_state_dict(begun)
+        found.append((sync.reason, sync.bucket_nbytes))
+    return found
+
+
+def test_a_state_from_before_the_first_step_lets_buckets_form_anew():
+    for found in run_ranks(_back_to_the_begin, 2):
+        assert found[2:] == [("", None), ("given", [(0,), (1,)]), ("given", [(1,), (0,)]), ("given", 1)]
+        assert [buckets for _, buckets in found[:2]] == [[(0, 1)], [(1, 0)]]
+
+
 def _misfits() -> list[str]:
     comm, said = fc.init(), []
     gradients = [np.zeros((3, 4), np.float32), np.zeros(5, np.float32)]
@@ -91,6 +113,8 @@ def _misfits() -> list[str]:
         lambda: fc.GradientSynchronizer(comm, gradients, compression="int4").load_state_dict(state),
         lambda: fc.GradientSynchronizer(comm, gradients, compression="int8").load_state_dict({}),
         lambda: again.load_state_dict({name: begun[name] for name in begun if name != "order"}),
+        lambda: again.load_state_dict(begun | {"order": np.array([0, 2]), "bucket_nbytes": 5}),
+        lambda: again.load_state_dict(begun | {"order": np.array([1, 0])}),
     ):
         with pytest.raises(fc.ArgumentError) as caught:
             call()
@@ -109,6 +133,8 @@ def test_states_that_do_not_fit_say_why():
         "the state is one of a Feedback with codec \"Quantized(name='int8', block=256)\", and this one has",
         "this is no state of a GradientSynchronizer: it has no entry 'version'",
         "the state of a GradientSynchronizer has lost the entries order; give all that state_dict() gave",
+        "has the order [0, 2] of 2 gradients, and buckets of 5 bytes; give what state_dict() gave",
+        "has the order [1, 0] of 2 gradients, and buckets of 0 bytes; give what state_dict() gave",
     )
     for said in run_ranks(_misfits, 2):
         for text, part in zip(said, expected, strict=True):

@@ -12,6 +12,7 @@ class Peer:
     """A connection: a stranger's (rank -1) until it has shown the key, then a rank's.
 
     Attributes:
+        outbox: What is to be sent, in frames.
         joined: Whether it is a rank's that has not left.
     """
 
@@ -23,3 +24,13 @@ class Peer:
         self.outbox = bytearray()
         self.rank = -1
         self.joined = False
+
+    def flush(self) -> None:
+        """Sends as much of ``outbox`` as the socket takes now."""
+        try:
+            while self.outbox:
+                del self.outbox[: self.socket.send(self.outbox)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.outbox.clear()  # The peer is gone; reading will tell so next.

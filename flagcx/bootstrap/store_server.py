@@ -383,13 +383,7 @@ class StoreServer:
 
     def _flush(self, peer: Peer) -> None:
         """Sends as much as the socket takes now; the rest when it takes more."""
-        try:
-            while peer.outbox:
-                del peer.outbox[: peer.socket.send(peer.outbox)]
-        except BlockingIOError:
-            pass
-        except OSError:
-            peer.outbox.clear()  # The peer is gone; reading will tell so next.
+        peer.flush()
         if peer in self._peers:
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.outbox else 0)
             key = self._selector.get_key(peer.socket)

@@ -206,7 +206,7 @@ def measured(nbytes: int) -> list[str]:
         end.record()
         end.synchronize()
         took.append(cupy.cuda.get_elapsed_time(start, end) * 1e3)
-    real_us = float(np.median(took))
+    real_us = min(took)  # as measured times are: others may use the GPU too
     if not 1 / 3 < predicted_us / real_us < 3:
         return [f"{nbytes:,} bytes should take {predicted_us:.0f} us, and take {real_us:.0f} us"]
     return []

@@ -16,8 +16,8 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Callable
+from dataclasses import astuple
 from typing import Protocol
 
 from flagcx.bootstrap.store import Store
@@ -30,7 +30,8 @@ from flagcx.errors import (
     PeerTimeoutError,
 )
 from flagcx.transport.at_exit import call_at_exit
-from flagcx.transport.compared import compare_last, compare_marks
+from flagcx.transport.compared import compare_marks
+from flagcx.transport.questions import Questions, compare, unpacked
 from flagcx.transport.stream_order import StreamOrder
 from flagcx.transport.waits import ON_GPU, Waits
 
@@ -39,29 +40,8 @@ logger = logging.getLogger("flagcx")
 _TICK_S = 0.25
 _PUBLISH_S = 1.0
 _ABORT_LIMIT_S = 3.0
-_ANSWER_S = 1.0
 _END_S, _ENDED_S = 0.5, 0.5
 """How long a close compares calls, and after what wait ranks that have closed are looked for, in seconds."""
-_ASK = 1 << 32  # added to the counter of failures, so that one look at it tells of both
-_FINAL = 1 << 30  # the number of a question that the calls of a rank that closes answer
-_TOLD_MARKS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Told:
-    """What a rank tells of its calls.
-
-    Attributes:
-        captured: Whether a stream was being captured, so that graphs of the caller may replay calls.
-        calls: The number of calls.
-        last: The last calls: their numbers, and words equal on all ranks.
-        marks: Numbers of calls, and what stands for all calls up to there.
-    """
-
-    captured: bool
-    calls: int
-    last: list[tuple[int, str]]
-    marks: list[tuple[int, int]]
 
 
 class Watched(Protocol):
@@ -100,7 +80,6 @@ class Watchdog:
     ) -> None:
         self._order, self._watched, self._store = order, watched, store
         self._timeout_s, self._leave, self._waits = timeout_s, leave, waits
-        self._asked, self._ended = 0, False
         self._since: float | None = None
         self._compared: object = None
         self._shown: tuple[int, int, float | None] | None = None
@@ -108,6 +87,7 @@ class Watchdog:
             waits.calls[ON_GPU] = lambda: order.calls
             waits.offer("gpu_calls", order.last_calls)
         self._tick_s = min(_TICK_S, timeout_s / 8)
+        self._questions = Questions(order, store, self._tick_s)
         self._stop = threading.Event()
         self._published = (0.0, -1)
         self._thread = threading.Thread(target=self._run, name="flagcx-watchdog", daemon=True)
@@ -157,12 +137,9 @@ class Watchdog:
         self._store.check()
         fault = self._watched.fault()
         if fault is not None:
-            return fault
-        asked, failures = divmod(self._store.add("nccl/failures", 0), _ASK)
-        if failures:
+            return self.blamed(fault)
+        if self._questions.look():
             return self._reason()
-        if asked != self._asked:
-            self._answer(asked)
         waited_s = 0.0 if since is None else time.monotonic() - since
         if waited_s > self._timeout_s:
             return self._late()
@@ -180,49 +157,31 @@ class Watchdog:
             what = str(self._order.what)
             self._waits.show(gpu={"calls": calls, "issued": issued, "what": what, "since": since})
 
-    # -- what the ranks called lately -------------------------------------------------------------
+    def blamed(self, error: CommunicationError) -> CommunicationError:
+        """An error of a wait that timed out on the GPU, with the blame of a rank that may be further away.
 
-    def _answer(self, question: int) -> None:
-        """Lets the other ranks see this rank's last calls."""
-        self._asked = question
-        told = self._told(self._order.last_calls())
-        answer = [_FINAL if self._ended else question, *astuple(told)]
-        self._store.set(f"nccl/calls/{self._store.rank}", json.dumps(answer).encode())
-
-    def _told(self, last: list[tuple[int, str]]) -> Told:
-        order, mark = self._order, self._order.mark
-        return Told(order.captured, mark[0], last, [*order.marks][-_TOLD_MARKS:] + [mark])
-
-    def _answers(self, question: int, limit_s: float) -> dict[int, Told]:
-        """What the ranks that answer in time tell of their calls."""
-        end, answers = time.monotonic() + limit_s, {}
-        for rank in range(self._store.size):
-            while rank not in answers:
-                left = end - time.monotonic()
-                try:
-                    number, *told = json.loads(
-                        self._store.get(f"nccl/calls/{rank}", min(max(left, 0.0), self._tick_s))
-                    )
-                    if number >= question:
-                        answers[rank] = _unpacked(told)
-                        break
-                except PeerTimeoutError:
-                    pass
-                if left <= 0:
-                    break
-                time.sleep(self._tick_s / 8)
-        return answers
-
-    def _ask(self) -> dict[int, Told]:
-        """What all ranks that answer in time tell of their calls by now."""
-        question = self._store.add("nccl/failures", _ASK) // _ASK
-        self._answer(question)
-        return self._answers(question, _ANSWER_S)
+        The rank that did not come may itself wait for another, which answers no question: it is stopped.
+        """
+        if not isinstance(error, PeerTimeoutError):
+            return error
+        try:
+            if self._questions.look():
+                return self._reason()
+            answers = self._questions.ask()
+        except FlagcxError:
+            return error  # the job is ending
+        silent = [rank for rank in range(self._store.size) if rank not in answers]
+        if not silent or error.peer not in answers:
+            return error
+        names = ", ".join(f"rank {rank}" for rank in silent)
+        return PeerTimeoutError(
+            f"{names} did not answer, while rank {error.peer} did: {error}", peer=silent[0]
+        )
 
     def difference(self) -> MismatchError | None:
         """The error of ranks that call different things; None if they do not, or do not answer."""
         try:
-            _compare(self._ask())
+            compare(self._questions.ask())
         except MismatchError as error:
             return error
         except FlagcxError:
@@ -240,7 +199,7 @@ class Watchdog:
             return
         peer = (store.rank + 1) % store.size
         try:
-            theirs = _unpacked(json.loads(store.get(f"nccl/progress/{peer}", 0.0))[2:])
+            theirs = unpacked(json.loads(store.get(f"nccl/progress/{peer}", 0.0))[2:])
         except PeerTimeoutError:
             return
         self._compared = order.marks[-1]
@@ -262,10 +221,10 @@ class Watchdog:
             return
         if now - since < waits.due_s(ON_GPU):
             return
-        answers = self._ask()
+        answers = self._questions.ask()
         made = {rank: answers[rank].calls if rank in answers else -1 for rank in range(self._store.size)}
         behind = min(made, key=lambda rank: made[rank])
-        _compare(answers)
+        compare(answers)
         peer = behind if made[behind] < made[self._store.rank] else None
         waits.look(ON_GPU, str(self._order.what), peer, now - since)
 
@@ -278,14 +237,12 @@ class Watchdog:
         self.tell_closed()
         if not self._order.calls:
             return
-        self._ended = True
         try:
-            self._answer(self._asked)
-            answers = self._answers(_FINAL, _END_S)
+            answers = self._questions.end(_END_S)
         except FlagcxError:
             return  # The job is ending.
         alike = {rank: told for rank, told in answers.items() if told.calls == self._order.calls}
-        _compare(alike)  # after other numbers of calls a difference may come from a graph of the caller
+        compare(alike)  # after other numbers of calls a difference may come from a graph of the caller
 
     def tell_closed(self) -> None:
         """Lets the other ranks know that this one makes no further call."""
@@ -321,7 +278,9 @@ class Watchdog:
             self._store.set(f"nccl/progress/{self._store.rank}", self._progress())
 
     def _progress(self) -> bytes:
-        return json.dumps([self._order.issued, str(self._order.what), *astuple(self._told([]))]).encode()
+        return json.dumps(
+            [self._order.issued, str(self._order.what), *astuple(self._questions.told([]))]
+        ).encode()
 
     def _late(self) -> PeerTimeoutError:
         """The error of a late operation: it names each rank's last operation, and the rank that is behind."""
@@ -384,15 +343,3 @@ class Watchdog:
             self._store.add("nccl/failures", 1)
         except FlagcxError:
             logger.debug("the store is closed; the other ranks find out by themselves")
-
-
-def _unpacked(told: Sequence) -> Told:
-    captured, calls, last, marks = told
-    return Told(captured, calls, [(n, words) for n, words in last], [(n, trail) for n, trail in marks])
-
-
-def _compare(answers: Mapping[int, Told]) -> None:
-    """Compares what ranks called, unless only some of them capture, whose graphs replay calls."""
-    if len({told.captured for told in answers.values()}) == 1:
-        compare_last({rank: told.last for rank, told in answers.items()})
-        compare_marks({rank: told.marks for rank, told in answers.items()})

@@ -175,6 +175,23 @@ def test_a_wait_that_was_given_up_on_the_gpu_ends_the_communicator(stores):
         dog.close()
 
 
+def test_a_rank_that_waits_itself_for_a_stopped_one_is_not_blamed():
+    """Rank 0 waits for rank 1, which waits for rank 2, whose process lies still."""
+    with StoreServer(3) as server:
+        server.start()
+        stores = [RemoteStore(server.address, server.authkey, rank, 3) for rank in range(3)]
+        late, between = Fake("allreduce", 5), Fake("send and receive of 20 bytes", 4)
+        late.given_up = PeerTimeoutError("rank 1 did not come (seen on the GPU)", peer=1)
+        dogs = watch(stores[:2], late, between, timeout_s=5.0)
+        assert late.aborted.wait(5) and between.aborted.wait(5)
+        assert isinstance(late.error, PeerTimeoutError) and late.error.peer == 2
+        assert str(late.error).startswith("rank 2 did not answer, while rank 1 did: rank 1 did not come")
+        later = dogs[1].blamed(PeerTimeoutError("rank 0 did not come", peer=0))
+        assert isinstance(later, AbortedError) and "rank 2 did not answer" in str(later)
+        for each in (*dogs, *stores):
+            each.close()
+
+
 def test_calls_that_differ_are_told_on_every_rank_though_one_alone_waits(stores):
     waiting = calling("allreduce of 100 float32", "barrier", waits=True)
     other = calling("allreduce of 101 float32")

@@ -122,6 +122,8 @@ class NcclTransport(DeviceTransport):
         self._watchdog: Watchdog | None = None
         if self.size > 1:
             self._watchdog = Watchdog(self._order, self, store, config.timeout_s, _leave, waits)
+            if self.peers is not None:
+                self.peers.blamed = self._watchdog.blamed
 
     @classmethod
     def open(cls, context: TransportContext) -> NcclTransport:

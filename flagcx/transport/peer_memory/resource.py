@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -107,6 +107,7 @@ class PeerMemory:
         layout: The layout of the shared memory.
         segments: The arrays that peers see.
         blocks: Blocks of threads that a launch may have.
+        blamed: Finds the rank to blame for an error of a wait, before a caller gets it.
     """
 
     def __init__(
@@ -127,6 +128,7 @@ class PeerMemory:
         self._movers: dict[int, Any] = {}
         self._graphs = Graphs(cupy)
         self._transfers = Replays(self._graphs)
+        self.blamed: Callable[[CommunicationError], CommunicationError] = lambda error: error
         self._closed = False
 
     def carries(self, call: Call) -> bool:
@@ -293,7 +295,7 @@ class PeerMemory:
         if self._region.control[1]:
             error = self.fault()
             if error is not None:
-                raise error
+                raise self.blamed(error)
 
     def fault(self) -> CommunicationError | None:
         """The error that a kernel has found, or None."""

@@ -27,8 +27,9 @@ from flagcx.errors import ArgumentError, CommunicationError
 from flagcx.executor.host import Executor
 from flagcx.executor.open import open_device_executor
 from flagcx.executor.staging import stage
-from flagcx.fusion.fuse import Fusion, HostPacker, Packer, host_limits
+from flagcx.fusion.fuse import Fusion, HostPacker, Packer
 from flagcx.fusion.group import Group, Pending
+from flagcx.fusion.limits import host_limits
 from flagcx.profiler import RecordBuffer
 from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.transport.base import Plan, TransportContext

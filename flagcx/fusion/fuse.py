@@ -18,7 +18,6 @@ What is fused is worked out once for arrays of the same shapes, whichever arrays
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -31,34 +30,10 @@ from flagcx.dtypes import DType, ReduceOp
 from flagcx.executor.host import Executor
 from flagcx.fusion.cache import BindingCache, BoundPart, PlacedPacking, drop_oldest
 from flagcx.fusion.known_lists import KnownLists, ListPart, copy_each, picker
-from flagcx.transport.base import Plan, Transport
+from flagcx.fusion.limits import Limits
+from flagcx.transport.base import Plan
 
 Shapes = tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What is worth fusing.
-
-    Attributes:
-        array_nbytes: A larger array travels alone.
-        message_nbytes: A message becomes no larger.
-    """
-
-    array_nbytes: int
-    message_nbytes: int
-
-
-def host_limits(transport: Transport) -> Limits:
-    """What is worth fusing of NumPy arrays; the same on every rank.
-
-    A message between ranks with a core each is cheap, and copies are most of the time: a message stays in a
-    second-level cache from the copy into it to the copy out of it, and an array for which the two copies
-    take longer than a message travels alone. Where ranks share cores, or messages leave the host, each
-    message costs far more.
-    """
-    cheap = transport.modelled and transport.size <= (os.cpu_count() or 1)
-    return Limits(32 << 10, 512 << 10) if cheap else Limits(512 << 10, 4 << 20)
 
 
 class Packing(Protocol):

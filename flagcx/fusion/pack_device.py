@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from flagcx.errors import ResourceError
-from flagcx.fusion.fuse import Limits, Shapes
+from flagcx.fusion.fuse import Shapes
+from flagcx.fusion.limits import Limits
 from flagcx.kernels.cuda import PER_THREAD, is_capturing, load_cupy
 from flagcx.kernels.pack import ALIGNMENT, DevicePacking, PackKernel, PackLayout, PackTable
 from flagcx.memory import DEVICE, PINNED, Pool

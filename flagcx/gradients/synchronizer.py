@@ -311,10 +311,8 @@ class GradientSynchronizer:
         check_between(self._is_ready, "load_state_dict")
         self._settled, bucket_nbytes = load(state, self._gradients, self._feedback)
         self._release()
-        if self._settled:
-            self.bucket_nbytes, self.reason = bucket_nbytes, "as in the checkpoint"
-        else:
-            self.bucket_nbytes, self.reason = self._given
+        settled = bucket_nbytes, "as in the checkpoint"
+        self.bucket_nbytes, self.reason = settled if self._settled else self._given
 
     # -- the first step ---------------------------------------------------------------------------
 

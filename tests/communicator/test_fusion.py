@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import flagcx as fc
-from flagcx.fusion.fuse import HostPacker, Limits, cut_into_messages
+from flagcx.fusion.fuse import HostPacker, cut_into_messages
+from flagcx.fusion.limits import Limits
 from tests.ranks import run_ranks
 
 DTYPES = ("float32", "int64", "float16", "complex64", "uint8", "bool", "float64", "bfloat16", "float8_e4m3fn")

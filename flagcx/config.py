@@ -66,7 +66,7 @@ class Config:
         live_tuning: Whether a job that has a table tries alternatives now and then, and corrects it.
         profile: Whether operations are recorded; see ``Communicator.profiler``.
         deterministic: Whether the rule alone chooses, so that a call gives the same bits in every run.
-        transport: What carries arrays, such as "shared_memory", "mpi" or "threads"; chosen by where the ranks
+        transport: What carries arrays, such as "shared_memory", "mpi" or "ucx"; chosen by where the ranks
             are if empty. See ``flagcx.transport.registry``.
         throttle: A slow link to imitate between ranks of one host, for trials: GB/s, and optionally a comma
             and the latency in us, such as "0.0125,50"; no limit if empty.

@@ -305,7 +305,8 @@ class _LostWhileJoining(Exception):
 
 
 def _join_once(config: Config, environ: Mapping[str, str]) -> Communicator:
-    from flagcx.bootstrap.environment import Identity, host_name, identify, located
+    from flagcx.bootstrap.environment import Identity, host_name, identify, launched_by_mpi, located
+    from flagcx.bootstrap.mpi_process import MPI_PROCESS
     from flagcx.bootstrap.rendezvous import connect, leave
     from flagcx.diagnosis.own_page import OwnPage
     from flagcx.transport.device import bind_local_device
@@ -322,6 +323,7 @@ def _join_once(config: Config, environ: Mapping[str, str]) -> Communicator:
         if identity.rank == 0:
             for text in unknown_settings(environ):
                 logger.warning("%s", text)
+        MPI_PROCESS.launched = launched_by_mpi(identity, environ)
         store = _WORLD.store = connect(identity, config, environ)
     limit_s = config.init_timeout_s
     if not identity.local_size:

@@ -81,6 +81,7 @@ SIBLINGS = [{"algorithms", "topology"}, {"topology", "bootstrap"}, {"algorithms"
 OPTIONAL = {
     "cupy": {"transport", "kernels", "_launch", "cli", "bootstrap", "arguments", "executor", "fusion"},
     "mpi4py": {"bootstrap", "cli", "transport"},
+    "ucxx": {"transport"},
     "torch": {"interop"},
     "networkx": {"topology"},
     "matplotlib": {"cli", "figure", "topology", "schedule", "profiler"},

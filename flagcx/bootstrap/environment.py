@@ -95,6 +95,9 @@ _SLURM = _Names("slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"
 _OTHERS = (_OPENMPI, _MVAPICH, _JSRUN, _HOROVOD, _MPICH, _PALS, _PALS_BY_PMI, _FLUX, _SLURM)
 _BY_PMI = (_MPICH, _PALS, _PALS_BY_PMI)
 """These share names, of which Flux and Slurm set some too; the whole row counts."""
+_MPI_LAUNCHERS = frozenset(names.launcher for names in (_OPENMPI, _MVAPICH, _JSRUN, *_BY_PMI))
+"""The launchers of MPI's own. Horovod's and Flux's ranks may do without."""
+_BY_SLURM_FOR_MPI = ("PMIX_RANK", "PMI_RANK")
 _SIZE_TELLS = (_FLAGCX, _TORCHRUN, _OPENMPI, _MVAPICH, _JSRUN, _HOROVOD, _MPICH)
 """Rows whose size, set alone, shows that the launcher was there."""
 
@@ -182,6 +185,13 @@ def _given(rank: int, size: int, environ: Mapping[str, str]) -> Identity:
     on_one_host = size == 1 or is_loopback(address)
     local = (rank, size) if on_one_host else (-1, 0)
     return Identity(rank, size, *local, host_name(), job, _GIVEN)
+
+
+def launched_by_mpi(identity: Identity, environ: Mapping[str, str]) -> bool:
+    """Whether MPI knows the ranks of a job: it started them, or Slurm did with MPI's process manager."""
+    if identity.launcher == _SLURM.launcher:
+        return any(name in environ for name in _BY_SLURM_FOR_MPI)
+    return identity.launcher in _MPI_LAUNCHERS
 
 
 def is_loopback(address: str) -> bool:

@@ -35,11 +35,12 @@ class MpiProcess:
 
     Attributes:
         lost: Whether ranks went on after MPI has lost one.
+        launched: Whether MPI's launcher started the ranks of this process's job.
         before_end: Closes what needs MPI.
     """
 
     def __init__(self) -> None:
-        self.lost = False
+        self.lost = self.launched = False
         self.before_end: Callable[[], object] = lambda: None
         self._armed = False
         self._mpi: Any = None  # where flagcx has started it

@@ -13,6 +13,7 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any, NoReturn
 
+from flagcx.bootstrap.mpi_process import MPI_PROCESS
 from flagcx.errors import ArgumentError, BootstrapError, FlagcxError, MissingDependencyError
 from flagcx.transport.base import DEVICE, HOST, Transport, TransportContext
 
@@ -27,7 +28,7 @@ class TransportEntry:
         load: Returns its class.
         serves: Whether it can carry the arrays of a job.
         needs: What ``serves`` asks for, in words for an error.
-        automatic: Whether it is chosen where the user names none.
+        automatic: Whether it may be chosen for a job where the user names none.
         late: Whether one that was chosen automatically and cannot be had is an error only when an array
             needs it.
     """
@@ -37,7 +38,7 @@ class TransportEntry:
     load: Callable[[], type[Transport]]
     serves: Callable[[TransportContext], bool]
     needs: str = ""
-    automatic: bool = True
+    automatic: Callable[[TransportContext], bool] = lambda context: True
     late: bool = False
 
     def open(self, context: TransportContext) -> Transport:
@@ -87,6 +88,14 @@ def _always(context: TransportContext) -> bool:
     return True
 
 
+def _never(context: TransportContext) -> bool:
+    return False
+
+
+def _without_mpi(context: TransportContext) -> bool:
+    return not MPI_PROCESS.launched
+
+
 def _built_in(module: str, name: str) -> Callable[[], type[Transport]]:
     return lambda: getattr(import_module(f"flagcx.transport.{module}"), name)
 
@@ -97,6 +106,15 @@ def _entries() -> dict[str, TransportEntry]:
     built_in = (
         TransportEntry("nccl", DEVICE, _built_in("nccl.transport", "NcclTransport"), _has_store, "a store"),
         TransportEntry("mpi", HOST, _built_in("mpi", "MpiTransport"), _has_store, "a store", late=True),
+        TransportEntry(
+            "ucx",
+            HOST,
+            _built_in("ucx", "UcxTransport"),
+            _has_store,
+            "a store",
+            automatic=_without_mpi,
+            late=True,
+        ),
         TransportEntry(
             "shared_memory",
             HOST,
@@ -110,7 +128,7 @@ def _entries() -> dict[str, TransportEntry]:
             _built_in("threads", "ThreadsTransport"),
             _on_one_host,
             "all ranks on one host",
-            automatic=False,
+            automatic=_never,
         ),
     )
     return {entry.name: entry for entry in built_in}
@@ -145,7 +163,8 @@ def register_transport(
         )
     if transport.name in _entries():
         raise ArgumentError(f"transport {transport.name!r} is registered already; choose another name")
-    entry = TransportEntry(transport.name, transport.kind, lambda: transport, serves, needs, automatic)
+    chosen = _always if automatic else _never
+    entry = TransportEntry(transport.name, transport.kind, lambda: transport, serves, needs, chosen)
     _entries()[entry.name] = entry
 
 
@@ -183,11 +202,11 @@ def find_transport(kind: str, context: TransportContext) -> TransportEntry:
             )
         return entry
     for entry in reversed(entries):
-        if entry.automatic and entry.serves(context):
+        if entry.automatic(context) and entry.serves(context):
             return entry
     raise BootstrapError(
         f"no transport carries {kind} arrays of this job: "
-        + ", ".join(f"{entry.name} needs {entry.needs}" for entry in entries if entry.automatic)
+        + ", ".join(f"{entry.name} needs {entry.needs}" for entry in entries if entry.automatic(context))
     )
 
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from flagcx.bootstrap.environment import host_name, identify, of_the_job, without_launchers
+from flagcx.bootstrap.environment import host_name, identify, launched_by_mpi, of_the_job, without_launchers
 from flagcx.errors import BootstrapError
 
 FLAGCX = {
@@ -188,6 +188,20 @@ def test_the_inner_launcher_counts_where_one_started_the_other(inner, outer):
 )
 def test_what_slurm_sets_outside_a_step_makes_no_rank(environ):
     assert identify(environ).launcher == "alone"
+
+
+@pytest.mark.parametrize(
+    ("environ", "knows"),
+    [
+        (SLURM, False),
+        (SLURM | {"PMI_RANK": "2", "PMI_SIZE": "6"}, True),
+        (SLURM | {"PMIX_RANK": "2"}, True),
+        (OPENMPI, True),
+        (TORCHRUN, False),
+    ],
+)
+def test_whether_mpi_knows_the_ranks(environ, knows):
+    assert launched_by_mpi(identify(environ), environ) is knows
 
 
 def test_slurm_that_speaks_pmi_is_slurm():

@@ -15,9 +15,9 @@ IN_GPU_CALLS = (
     "transport.peer_memory.resource:PeerMemory.compile",
 )
 IN_MPI = (
-    "transport.mpi.wire:Wire.exchange",
-    "transport.mpi.wire:Wire.send",
-    "transport.mpi.wire:Wire.moved",
+    "transport.network.wire:Wire.exchange",
+    "transport.network.wire:Wire.send",
+    "transport.mpi.engine:MpiEngine.some_done",
     "bootstrap.store:Store.exchange",
 )
 

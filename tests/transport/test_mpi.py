@@ -13,15 +13,16 @@ from flagcx.errors import PeerTimeoutError
 from flagcx.executor.open import groups_of
 from flagcx.selection.candidates import Request
 from flagcx.selection.rules import MultiHostRules
-from flagcx.transport.mpi.watch import Watch
+from flagcx.transport.network.watch import Watch
 from tests.mpi import ROOT, run_mpi
 from tests.ranges import exhaustive
+from tests.transport.told import check_losses, check_mistakes, check_waits
 
 
 def run(size: int, name: str, timeout_s: float = 180) -> tuple[int, str]:
-    """Runs a job of ``mpi_jobs`` on two hosts; its exit code and what it printed."""
+    """Runs a job of ``network_jobs`` on two hosts; its exit code and what it printed."""
     with tempfile.TemporaryDirectory() as directory:
-        return run_mpi(size, "tests.transport.mpi_jobs", name, directory, timeout_s=timeout_s)
+        return run_mpi(size, "tests.transport.network_jobs", name, directory, timeout_s=timeout_s)
 
 
 @pytest.mark.slow
@@ -53,17 +54,8 @@ def test_a_rank_that_ends_early_is_missed_at_once():
 
 @pytest.mark.parametrize("job", ["losses", pytest.param("losses_beside_mpi4py", marks=pytest.mark.slow)])
 def test_ranks_go_on_after_losses_and_end_where_mpi_does(job):
-    _, printed = run_mpi(4, "tests.transport.mpi_jobs", job, options=("--with-ft", "ulfm"), timeout_s=60)
-    aborted = [line.split() for line in printed.splitlines() if " aborted " in line]
-    assert len(aborted) == 3 and all(float(words[4]) < 2.6 for words in aborted), printed
-    for line in (
-        "rank 0 goes on as 0 of 3, lost (3,)",
-        "rank 1 goes on as 1 of 3, lost (3,)",
-        "rank 2 goes on as 2 of 3, lost (3,)",
-        "rank 1 goes on as 0 of 2, lost (0,)",
-        "rank 2 goes on as 1 of 2, lost (0,)",
-    ):
-        assert line in printed, printed
+    _, printed = run_mpi(4, "tests.transport.network_jobs", job, options=("--with-ft", "ulfm"), timeout_s=60)
+    check_losses(printed)
 
 
 @pytest.mark.slow
@@ -72,55 +64,17 @@ def test_a_program_may_end_mpi_itself():
     assert code == 0, printed
 
 
-def told_by(printed: str) -> dict[str, dict[int, list[str]]]:
-    """What the ranks printed in each case: the case, the rank, and what it was told, between bars."""
-    told: dict[str, dict[int, list[str]]] = {}
-    for line in printed.splitlines():
-        case, *parts = line.split(" | ")
-        if len(parts) > 1 and parts[0].isdigit():
-            told.setdefault(case, {})[int(parts[0])] = parts[1:]
-    return told
-
-
 @pytest.mark.slow
 def test_calls_that_do_not_fit_are_told_to_every_rank():
     code, printed = run(3, "mistakes")
     assert code == 0 and "done" in printed, printed
-    told = told_by(printed)
-    assert len(told) == 11, printed
-    nobody = told.pop("message that nobody takes")
-    assert any("rank 0 sent 40 bytes" in " ".join(texts) for texts in nobody.values()), printed
-    for case, by_rank in told.items():
-        texts = [" | ".join(by_rank[rank]) for rank in range(3)]
-        assert all("MismatchError" in text or "AbortedError" in text for text in texts), (case, texts)
-        assert any("MismatchError" in text for text in texts), (case, texts)
-        assert all(by_rank[rank][0] == "soon=True" for rank in range(3)), (case, texts)
-    assert "allreduce of 5 float64 by sum" in " ".join(told["count of an allreduce"][0]), printed
-    sender, receiver, _ = (" | ".join(told["dtype of a long message"][rank]) for rank in range(3))
-    assert "MismatchError: ranks disagree: rank 0 sent 400,000 bytes of send and receive of flo" in receiver
-    assert "AbortedError: rank 1 gave up: ranks disagree" in sender, printed
-    sizes = " ".join(told["count of a message"][1])
-    assert "rank 0 sent 20 bytes of send and receive of float32, and rank 1 expects 40 bytes" in sizes
+    check_mistakes(printed)
 
 
 @pytest.mark.slow
 def test_waits_between_hosts_are_explained():
     _, printed = run(3, "waits")  # which fails at its end: rank 2 never received the long send
-    told = told_by(printed)
-    assert len(told) == 4, printed
-    warning, error = told["a receive"][0]
-    call = "a receive of 3 float64 of communicator split 1 of world"
-    assert warning.endswith(f"for rank 1 in {call}; rank 1 itself waits for no rank")
-    assert error.startswith("PeerTimeoutError (1): rank 1 did not take part within")
-    for rank in (0, 1):
-        warning, error = told["two receives"][rank]
-        assert f"rank {1 - rank} waits for rank {rank} in a receive" in warning, warning
-        assert "so none of them can go on" in warning and error != "nothing"
-    warning, error = told["a lone barrier"][1]
-    assert "rank 1 has waited" in warning and "barrier" in warning
-    assert error.startswith("PeerTimeoutError (0): ranks 0, 2 did not take part within"), error
-    warning, error = told["a long send"][0]
-    assert "for rank 2 in a send" in warning and error.startswith("PeerTimeoutError (2): rank 2 did not")
+    check_waits(printed)
 
 
 @pytest.mark.slow
@@ -154,11 +108,11 @@ def test_mpi_that_cannot_serve_is_found_at_init(setting, said):
 
 
 def test_messages_in_any_number_of_pieces():
-    alone("from tests.transport.mpi_jobs import pieces; pieces()")
+    alone("from tests.transport.network_jobs import pieces; pieces()")
 
 
 def test_arrays_are_taken_back_from_mpi_after_an_error():
-    alone("from tests.transport.mpi_jobs import taken_back; taken_back()")
+    alone("from tests.transport.network_jobs import taken_back; taken_back()")
 
 
 class SlowStore:

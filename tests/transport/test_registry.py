@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import flagcx as fc
+from flagcx.bootstrap.mpi_process import MPI_PROCESS
 from flagcx.config import Config
 from flagcx.dtypes import dtype_of
 from flagcx.errors import ArgumentError, BootstrapError, MissingDependencyError
@@ -114,6 +115,15 @@ def test_the_last_one_that_serves_the_job_is_chosen(registered):
     register_transport(StoreTransport, lambda job: job.size == 3, automatic=True)
     assert find_transport(HOST, context("a", "a", "b")).name == "store"
     assert find_transport(HOST, context("a", "a")).name == "shared_memory"
+
+
+@pytest.mark.parametrize(("launched", "chosen"), [(True, "mpi"), (False, "ucx")])
+def test_between_hosts_it_depends_on_what_started_the_ranks(launched, chosen, monkeypatch):
+    monkeypatch.setattr(MPI_PROCESS, "launched", launched)
+    job = TransportContext(0, 2, ("a", "b"), lambda mine: [mine] * 2, object(), Config())
+    assert find_transport(HOST, job).name == chosen
+    named = TransportContext(0, 2, ("a", "b"), lambda mine: [mine] * 2, object(), Config(transport="ucx"))
+    assert find_transport(HOST, named).name == "ucx"
 
 
 def test_a_transport_for_the_other_kind_of_array_says_nothing():

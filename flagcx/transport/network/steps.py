@@ -1,4 +1,4 @@
-"""Runs schedules step by step over MPI's messages."""
+"""Runs schedules step by step over messages between hosts."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import numpy as np
 
 from flagcx.schedule.model import Buffer
 from flagcx.transport.base import Call
-from flagcx.transport.mpi.message import SHORT_NBYTES, Message, kind_of
-from flagcx.transport.mpi.watch import Watch
-from flagcx.transport.mpi.wire import COLLECTIVE_TAG, Wire
+from flagcx.transport.network.message import SHORT_NBYTES, Message, kind_of
+from flagcx.transport.network.watch import Watch
+from flagcx.transport.network.wire import COLLECTIVE_TAG, Wire
 from flagcx.transport.scratch import Scratch
 from flagcx.transport.steps import Part, StepParts, Steps
 
@@ -33,8 +33,8 @@ class _Exchange:
     late: tuple[tuple[Part, Part], ...]
 
 
-class MpiSteps(Steps):
-    """A program over MPI's messages.
+class NetworkSteps(Steps):
+    """A program over messages between hosts.
 
     What comes is added when all of a step has come. If one of its messages is long, what is added waits in
     memory of the transport: a long one is received straight into its place.

@@ -15,9 +15,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from flagcx.bootstrap.store import Store
-from flagcx.errors import AbortedError, FlagcxError, MismatchError, PeerDiedError, PeerTimeoutError
+from flagcx.errors import (
+    AbortedError,
+    CommunicationError,
+    FlagcxError,
+    MismatchError,
+    PeerDiedError,
+    PeerTimeoutError,
+)
 from flagcx.transport.at_exit import call_at_exit
-from flagcx.transport.mpi.message import SAME_CALLS
+from flagcx.transport.network.message import SAME_CALLS
 from flagcx.transport.waits import IN_MESSAGES, ON_HOST, Waits
 
 _SPIN_S = 2e-3
@@ -28,7 +35,7 @@ _TELL_S, _MOST_BETWEEN_S = 0.5, 10.0
 _ASKED = 16
 """Ranks that are asked each time what they are doing."""
 _REASON_S = 1.0
-_ENDS, _FAILURE = "mpi/ends", 1 << 32
+_ENDS, _FAILURE = "network/ends", 1 << 32
 """Counts the ranks that have closed and, added to that, those that gave up."""
 _END_S, _END_POLL_S = 0.05, 1e-3
 
@@ -96,7 +103,8 @@ class Watch:
             try:
                 seen = self._ask(what, shared, late)
                 self._compare(seen, what, shared)
-                self._examine_closed(seen, what, peer, shared)
+                closed = seen if shared else {q: told for q, told in seen.items() if q == peer}
+                self._examine_closed(closed, what, shared)
             except PeerTimeoutError:
                 seen = {}  # the store's messages may share a slow link with those that are waited for
         why = ""
@@ -122,7 +130,7 @@ class Watch:
         try:
             if noticed or late:
                 self.check_failures(what)
-            self._examine_closed({peer: self._told_by(peer)}, what, peer, False)
+            self._examine_closed({peer: self._told_by(peer)}, what)
         except PeerTimeoutError:
             pass  # as in ``look``
         why = ""
@@ -148,7 +156,7 @@ class Watch:
 
     def _tell(self, told: _Told) -> None:
         record = [told.calls, told.what, told.waits, told.closed]
-        self._store.set(f"mpi/call/{self._store.rank}", json.dumps(record).encode())
+        self._store.set(f"network/call/{self._store.rank}", json.dumps(record).encode())
         self._own = told
 
     def _ask(self, what: str, shared: bool, late: bool) -> dict[int, _Told]:
@@ -165,27 +173,38 @@ class Watch:
             self._asked += len(others)
         return {rank: self._told_by(rank) for rank in others}
 
-    def find_dead(self, what: str, lost_by_mpi: Sequence[int]) -> PeerDiedError | None:
-        """The death of a rank, which MPI may know a moment before the store does, or alone.
+    def explain_failure(self, what: str, cut_off: Sequence[int], engine: str) -> CommunicationError | None:
+        """Why the engine failed: a rank died, which it may know a moment before the store does, or ended.
 
         Args:
             what: What this rank was in.
-            lost_by_mpi: The ranks that MPI has lost.
+            cut_off: The ranks that the engine cannot reach any more.
+            engine: Its name.
         """
         end = time.monotonic() + _REASON_S
-        while not (lost := self._store.lost()) and time.monotonic() < end:
+        here = f"rank {self._store.rank} was in {what}"
+        while True:
+            for rank, how in self._store.lost().items():
+                return PeerDiedError(f"rank {rank} died ({how}); {here}", peer=rank)
+            try:
+                self.check_failures(what)
+                self._examine_closed({rank: self._told_by(rank) for rank in cut_off}, what)
+            except (AbortedError, PeerDiedError) as told:
+                return told
+            except FlagcxError:
+                return None
+            if time.monotonic() >= end:
+                break
             time.sleep(_LOOK_S / 10)
-        lost = lost or dict.fromkeys(lost_by_mpi, "MPI has lost it")
-        for rank, how in lost.items():
-            here = f"rank {self._store.rank} was in {what}"
-            return PeerDiedError(f"rank {rank} died ({how}); {here}", peer=rank)
+        for rank in cut_off:
+            return PeerDiedError(f"rank {rank} died ({engine} has lost it); {here}", peer=rank)
         return None
 
     def check_failures(self, what: str) -> None:
         """Raises AbortedError if a rank has given up."""
         store = self._store
         if store.add(_ENDS, 0) >= _FAILURE:
-            rank, reason, culprit = json.loads(store.get("mpi/reason", _REASON_S))
+            rank, reason, culprit = json.loads(store.get("network/reason", _REASON_S))
             raise AbortedError(
                 f"rank {rank} gave up: {reason}; rank {store.rank} was in {what}",
                 peer=rank if culprit is None else culprit,
@@ -193,7 +212,7 @@ class Watch:
 
     def _told_by(self, rank: int) -> _Told:
         try:
-            return _Told(*json.loads(self._store.get(f"mpi/call/{rank}", 1e-3)))
+            return _Told(*json.loads(self._store.get(f"network/call/{rank}", 1e-3)))
         except PeerTimeoutError:
             return _Told()
 
@@ -206,9 +225,10 @@ class Watch:
                     peer=peer,
                 )
 
-    def _examine_closed(self, seen: dict[int, _Told], what: str, peer: int, shared: bool) -> None:
+    def _examine_closed(self, seen: dict[int, _Told], what: str, shared: bool = False) -> None:
+        """Raises PeerDiedError if a rank of ``seen`` makes no further call, or not this one of all ranks."""
         for q, told in seen.items():
-            if told.closed and (told.calls < self.calls if shared else q == peer):
+            if told.closed and (told.calls < self.calls or not shared):
                 self.check_failures(
                     what
                 )  # it may have given up, and then closed, since that was looked at last
@@ -240,9 +260,9 @@ class Watch:
         """Tells the others, and a thread that waits, why this rank cannot go on. The first reason stays."""
         store, self._gave_up = self._store, reason
         try:
-            if not store.add("mpi/failing", 1) > 1:
+            if not store.add("network/failing", 1) > 1:
                 told = [store.rank, reason.splitlines()[0][:500], culprit]
-                store.set("mpi/reason", json.dumps(told).encode())
+                store.set("network/reason", json.dumps(told).encode())
             store.add(_ENDS, _FAILURE)
         except FlagcxError:
             return  # the store is gone; the others find out by themselves
@@ -256,7 +276,7 @@ class Watch:
         end = time.monotonic() + _END_S
         try:
             ends = self._store.add(_ENDS, 1)
-            while ends % _FAILURE < self._store.size and time.monotonic() < end:
+            while self.calls and ends % _FAILURE < self._store.size and time.monotonic() < end:
                 self.check_failures("close()")
                 time.sleep(_END_POLL_S)
                 ends = self._store.add(_ENDS, 0)
@@ -265,6 +285,13 @@ class Watch:
             raise
         except FlagcxError:
             return  # the store is closed: the job is ending
+
+    def all_have_ended(self) -> bool:
+        """Whether no rank makes a further call, or the job is over."""
+        try:
+            return self._store.add(_ENDS, 0) % _FAILURE >= self._store.size
+        except FlagcxError:
+            return True
 
     def close(self) -> None:
         """Tells the other ranks that this one makes no further call."""

@@ -5,6 +5,7 @@ A short message has both in one piece. The data of a long one follows its head i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from hashlib import blake2b
 from typing import Any
 
@@ -14,7 +15,7 @@ from flagcx.errors import MismatchError
 
 HEAD_NBYTES = 192
 SHORT_NBYTES = 3 << 10
-"""Up to so many bytes, with the head, an MPI sends at once on one host; it asks the receiver about more."""
+"""Up to so many bytes, with the head, MPI sends at once on one host; it asks the receiver about more."""
 _PIECE_NBYTES = 32 << 20
 """Each piece that comes shows that a slow link is not stuck; see ``Wait.moved``."""
 _DIGEST_NBYTES = 16
@@ -101,31 +102,31 @@ class Slot:
     """Memory for a head and the data of a short message. It stays prepared for the last message it served.
 
     Args:
-        byte: MPI's datatype of bytes.
+        memory: What the engine sends and receives for an array; see ``Engine.memory``.
 
     Attributes:
         message: The message that it is prepared for.
         head: The part for the head.
         stamp: The part of the head that differs from call to call.
         data: The part for the data of ``message``.
-        piece: The head and ``data``, as MPI sends them.
-        whole: All of the memory, as MPI receives into it.
+        piece: The head and ``data``, as the engine sends them.
+        whole: All of the memory, as the engine receives into it.
     """
 
-    __slots__ = ("_byte", "_memory", "data", "head", "message", "piece", "stamp", "whole")
+    __slots__ = ("_array", "_memory", "data", "head", "message", "piece", "stamp", "whole")
 
-    def __init__(self, byte: Any) -> None:
-        self._memory, self._byte = np.empty(HEAD_NBYTES + SHORT_NBYTES, np.uint8), byte
-        self.head = self._memory[:HEAD_NBYTES].data
+    def __init__(self, memory: Callable[[np.ndarray], Any]) -> None:
+        self._array, self._memory = np.empty(HEAD_NBYTES + SHORT_NBYTES, np.uint8), memory
+        self.head = self._array[:HEAD_NBYTES].data
         self.stamp = self.head[:_NUMBER_NBYTES]
-        self.whole: list[Any] = [self._memory, byte]
+        self.whole = memory(self._array)
         self.message: Message | None = None
 
     def prepare(self, message: Message) -> None:
         """Prepares the memory for a message."""
         self.message, stop = message, message.stop
-        self.data = self._memory[HEAD_NBYTES:stop].view(message.dtype)
-        self.piece: list[Any] = [self._memory, stop, self._byte]
+        self.data = self._array[HEAD_NBYTES:stop].view(message.dtype)
+        self.piece = self._memory(self._array[:stop])
         self.head[_NUMBER_NBYTES:] = message.kind
 
 

@@ -1,12 +1,13 @@
-"""Sends and receives the messages of a step by MPI, and checks what comes before it is used.
+"""Sends and receives the messages of a step, and checks what comes before it is used.
 
 A head, and the data of a short message with it, lands in memory of the wire's own. A message whose head is
 not the expected one is refused; of any other the data is copied or added to where it belongs. The data of a
 long message is sent from where it lies, and received straight into its place once its head has been checked.
-Until then MPI knows no array to write to; after an error the array is taken back, or its data waited for.
+Until then the engine knows no array to write to; after an error the array is taken back, or its data waited
+for.
 
 Heads and what follows them have tags of their own, and so have collective calls, the messages between two
-ranks that are parts of such calls, and what ranks send on their own (``messages.py``). With each tag, what a
+ranks that are parts of such calls, and what ranks send on their own (``messenger.py``). With each tag, what a
 rank sends to another one arrives in order.
 """
 
@@ -21,13 +22,14 @@ from typing import Any
 import numpy as np
 
 from flagcx.errors import CommunicationError, MismatchError
-from flagcx.transport.mpi.message import SAME_CALLS, Message, Slot, in_words, put, stamp_of
-from flagcx.transport.mpi.watch import Wait, Watch
+from flagcx.transport.network.engine import Engine
+from flagcx.transport.network.message import SAME_CALLS, Message, Slot, in_words, put, stamp_of
+from flagcx.transport.network.watch import Wait, Watch
 
 COLLECTIVE_TAG, TRANSFER_TAG, _NOTICE_TAG, MESSAGE_TAG = 2, 4, 6, 8
 _LAST_LOOK_S = 1.0
 _DRAIN_S, _DRAIN_POLL_S = 1.0, 1e-3
-"""How long, after an error, messages may take that MPI is just writing to arrays of the caller's."""
+"""How long, after an error, messages may take that are just being written to arrays of the caller's."""
 
 Messages = Sequence[tuple[Message, np.ndarray]]
 """Messages, and the one-dimensional array that each brings, or goes to."""
@@ -37,21 +39,20 @@ class Wire:
     """One rank's messages to and from the other ranks of a communicator.
 
     Args:
-        mpi: The module ``mpi4py.MPI``.
-        comm: An MPI communicator that carries nothing else.
+        engine: Carries the messages.
         watch: Watches the other ranks while this one waits.
 
     Attributes:
-        error: What MPI raises.
+        error: What the engine raises.
         rank: This rank.
         sending: Memory to send from that is free.
         landing: Memory to receive into that is free.
     """
 
-    def __init__(self, mpi: Any, comm: Any, watch: Watch) -> None:
-        self._mpi, self._comm, self._watch, self._byte = mpi, comm, watch, mpi.BYTE
-        self.error: type[Exception] = mpi.Exception
-        self.rank: int = comm.Get_rank()
+    def __init__(self, engine: Engine, watch: Watch) -> None:
+        self._engine, self._watch, self.error, self.rank = engine, watch, engine.error, engine.rank
+        self._send, self._receive = engine.send, engine.receive
+        self.moved, self.is_done, self._all_done = engine.some_done, engine.is_done, engine.all_done
         self.sending: list[Slot] = []
         self.landing: list[Slot] = []
 
@@ -89,7 +90,7 @@ class Wire:
             for message, array in sends:
                 sent.append(self.send(message, stamp, array, tag, requests))
                 long = long or message.long
-            if long or not self._mpi.Request.Testall(requests):
+            if long or not self._all_done(requests):
                 self._finish(sends, receives, landed, requests, tag, stamp, what)
             if long and self.noticed():
                 # A rank that gave up may have gone on to change the array of which the last data came.
@@ -104,7 +105,7 @@ class Wire:
             arrays = [array for _, array in (*sends, *receives)]
             follow = len(receives) + sum(1 + len(message.rest) for message, _ in sends)
             self.abandon(requests, [sent, landed, arrays], requests[follow:])
-            if isinstance(error, self._mpi.Exception):
+            if isinstance(error, self.error):
                 raise self.failed(error, what or "a send or receive") from error
             raise
         self.sending += reversed(sent)  # so that the same call gets the same memory
@@ -120,21 +121,21 @@ class Wire:
             stamp: What its head begins with; see ``stamp_of``.
             array: Its data. That of a long message stays as it is until it has gone.
             tag: The tag.
-            requests: Gets MPI's requests, one for each piece.
+            requests: Gets the engine's requests, one for each piece.
         """
         try:
             slot = self.sending.pop()  # which another thread may do too
         except IndexError:
-            slot = Slot(self._byte)
+            slot = Slot(self._engine.memory)
         if slot.message is not message:
             slot.prepare(message)
         slot.stamp[:] = stamp
-        comm, peer = self._comm, message.peer
+        send, peer = self._send, message.peer
         if not message.long:
             slot.data[...] = array
-        requests.append(comm.Isend(slot.piece, peer, tag))
+        requests.append(send(slot.piece, peer, tag))
         for start, stop in message.rest:
-            requests.append(comm.Isend([array[start:stop].view(np.uint8), self._byte], peer, tag + 1))
+            requests.append(send(self._engine.memory(array[start:stop]), peer, tag + 1))
         return slot
 
     def land(self, peer: int, tag: int, requests: list[Any]) -> Slot:
@@ -142,24 +143,17 @@ class Wire:
         try:
             slot = self.landing.pop()
         except IndexError:
-            slot = Slot(self._byte)
-        requests.append(self._comm.Irecv(slot.whole, peer, tag))
+            slot = Slot(self._engine.memory)
+        requests.append(self._receive(slot.whole, peer, tag))
         return slot
 
     def receive_rest(self, message: Message, array: np.ndarray, tag: int, requests: list[Any]) -> None:
-        """Begins to receive what follows a head that was checked; ``requests`` gets MPI's requests."""
+        """Begins to receive what follows a head that was checked; ``requests`` gets the engine's."""
         for start, stop in message.rest:
-            part = array[start:stop].view(np.uint8)
-            requests.append(self._comm.Irecv([part, self._byte], message.peer, tag + 1))
-
-    def moved(self, requests: list[Any]) -> bool:
-        """Whether some of these requests are done; those that were done before are null."""
-        if len(requests) == 1:
-            return bool(requests[0].Test())
-        return bool(self._mpi.Request.Testsome(requests))
+            requests.append(self._receive(self._engine.memory(array[start:stop]), message.peer, tag + 1))
 
     def failed(self, error: Exception, what: str) -> CommunicationError:
-        """What an error of MPI's means for this rank.
+        """What an error of the engine's means for this rank.
 
         Args:
             error: The error.
@@ -168,15 +162,9 @@ class Wire:
         Returns:
             PeerDiedError where a rank has died.
         """
-        dead = self._watch.find_dead(what, self._lost_by_mpi())
-        return dead or CommunicationError(f"rank {self.rank}: MPI failed in {what}: {error}")
-
-    def _lost_by_mpi(self) -> list[int]:
-        """The ranks that MPI knows to have died, where it tells (ULFM)."""
-        with contextlib.suppress(AttributeError, NotImplementedError, self._mpi.Exception):
-            lost, ours = self._comm.Get_failed(), self._comm.Get_group()
-            return list(lost.Translate_ranks(None, ours))
-        return []
+        name = self._engine.name
+        why = self._watch.explain_failure(what, self._engine.lost(), name)
+        return why or CommunicationError(f"rank {self.rank}: {name} failed in {what}: {error}")
 
     # -- the messages of a step ------------------------------------------------------------------------
 
@@ -196,20 +184,20 @@ class Wire:
             sends: Messages that this rank sends.
             receives: Messages to this rank.
             landed: Where the heads of the latter land.
-            requests: MPI's requests: the heads received, what is sent, and then what follows the heads.
+            requests: The engine's: the heads received, what is sent, and then what follows the heads.
             tag: The tag of the heads.
             stamp: What they begin with.
             what: The call, in words.
         """
         heads = [number for number, (message, _) in enumerate(receives) if message.long]
-        done = len(requests)
+        done, is_done = len(requests), self.is_done
 
         def held_up() -> tuple[int, bool]:
             nonlocal done
             ends = [(message.peer, True) for message, _ in receives]
             ends += [(message.peer, False) for message, _ in sends for _ in range(1 + len(message.rest))]
             ends += followed
-            pending = [bool(request) and not request.Get_status() for request in requests]
+            pending = [not is_done(request) for request in requests]
             for (message, _), slot, absent in zip(receives, landed, pending, strict=False):
                 if not (absent or message.long):
                     message.check(self.rank, stamp, slot)
@@ -224,7 +212,7 @@ class Wire:
             late: set[int] = set()  # ranks whose first head has not come
             for number in heads:
                 message, array = receives[number]
-                if message.peer in late or not requests[number].Test():
+                if message.peer in late or not is_done(requests[number]):
                     late.add(message.peer)
                     later.append(number)
                     continue
@@ -234,45 +222,44 @@ class Wire:
             if len(later) == len(heads):
                 wait.pause(held_up)
             heads = later
-        test = self._mpi.Request.Testall
-        while not test(requests):
+        while not self._all_done(requests):
             wait.pause(held_up)
         wait.end()
 
     # -- the end -----------------------------------------------------------------------------------
 
     def abandon(self, requests: list[Any], kept: object, drained: Sequence[Any] = ()) -> None:
-        """Leaves messages to MPI that are not done; what it may still read or write is never freed.
+        """Leaves messages to the engine that are not done; what it may still read or write is never freed.
 
         Args:
-            requests: MPI's requests. Those that receive and have met no message are taken back.
+            requests: The engine's. Those that receive and have met no message are taken back.
             kept: The memory that they read or write.
             drained: Those that write to arrays of the caller's; what has begun to come gets a moment to end.
         """
-        with contextlib.suppress(self._mpi.Exception):
+        with contextlib.suppress(self.error):
             for request in requests:
-                if request and not request.Get_status():
-                    request.Cancel()
+                if not self.is_done(request):
+                    self._engine.cancel(request)
             end = time.monotonic() + _DRAIN_S
-            while not self._mpi.Request.Testall(list(drained)) and time.monotonic() < end:
+            while not self._all_done(drained) and time.monotonic() < end:
                 time.sleep(_DRAIN_POLL_S)
-            if self._mpi.Request.Testall(requests):
+            if self._all_done(requests):
                 return
+        self._engine.stop()
         ctypes.pythonapi.Py_IncRef(ctypes.py_object((requests, kept)))
 
     def notify(self) -> None:
         """Lets the other ranks know that this one has given up, and that the store says why."""
-        with contextlib.suppress(self._mpi.Exception):
-            none = bytearray(0)
-            others = [q for q in range(self._comm.Get_size()) if q != self.rank]
-            requests = [self._comm.Isend([none, 0, self._byte], q, _NOTICE_TAG) for q in others]
+        with contextlib.suppress(self.error):
+            none = self._engine.memory(np.empty(0, np.uint8))
+            requests = [self._send(none, q, _NOTICE_TAG) for q in self._engine.reached()]
             self.abandon(requests, [])
 
     def noticed(self) -> bool:
-        """Whether another rank has given up, or was lost by MPI."""
+        """Whether another rank has given up, or was lost by the engine."""
         try:
-            return bool(self._comm.Iprobe(self._mpi.ANY_SOURCE, _NOTICE_TAG))
-        except self._mpi.Exception:
+            return self._engine.first(_NOTICE_TAG) is not None
+        except self.error:
             return True
 
     def check_end(self) -> None:
@@ -281,17 +268,17 @@ class Wire:
         Raises:
             MismatchError: There is one.
         """
-        with contextlib.suppress(self._mpi.Exception):  # a rank has died, of which no call needed anything
+        with contextlib.suppress(self.error):  # a rank has died, of which no call needed anything
             for tag in (COLLECTIVE_TAG, TRANSFER_TAG, MESSAGE_TAG):
                 self._look_for(tag)
 
     def _look_for(self, tag: int) -> None:
-        status = self._mpi.Status()
-        if self._comm.Iprobe(self._mpi.ANY_SOURCE, tag, status):
-            peer, requests = status.Get_source(), list[Any]()
+        peer = self._engine.first(tag)
+        if peer is not None:
+            requests: list[Any] = []
             slot = self.land(peer, tag, requests)
             end = time.monotonic() + _LAST_LOOK_S
-            while not (came := requests[0].Test()) and time.monotonic() < end:
+            while not (came := self.is_done(requests[0])) and time.monotonic() < end:
                 time.sleep(0)
             if not came:
                 self.abandon(requests, slot)

@@ -13,20 +13,20 @@ from typing import Any
 import numpy as np
 
 from flagcx.transport.messenger import Message, Messenger
-from flagcx.transport.mpi import message as wired
-from flagcx.transport.mpi.message import Slot, put, stamp_of
-from flagcx.transport.mpi.watch import Watch
-from flagcx.transport.mpi.wire import MESSAGE_TAG, Wire
+from flagcx.transport.network import message as wired
+from flagcx.transport.network.message import Slot, put, stamp_of
+from flagcx.transport.network.watch import Watch
+from flagcx.transport.network.wire import MESSAGE_TAG, Wire
 
 _LOOK_S = 0.25
 _STAMP = stamp_of(0)
 
 
-class MpiMessenger(Messenger):
+class NetworkMessenger(Messenger):
     """Carries the messages of one rank.
 
     Args:
-        wire: The rank's MPI.
+        wire: Carries them.
         watch: What it knows of the other ranks.
         describe: Describes a message with a peer.
         timeout_s: How long a caller waits for a peer, in seconds.
@@ -62,7 +62,7 @@ class MpiMessenger(Messenger):
         self._watch.end_message()
 
     def abandon(self, messages: Sequence[Message]) -> None:
-        """Leaves messages to MPI that won't end."""
+        """Leaves messages to the engine that won't end."""
         for message in messages:
             assert isinstance(message, _OnItsWay)
             message.abandon()
@@ -72,7 +72,7 @@ class _OnItsWay:
     """A message on its way.
 
     Args:
-        wire: The rank's MPI.
+        wire: Carries them.
         watch: What it knows of the other ranks.
         message: The message.
         array: Its data, or where that goes.
@@ -112,11 +112,11 @@ class _OnItsWay:
         if not self._requests:
             self._begin()
             if not (self.sends and self._has_moved()):
-                return False  # MPI may copy all of a message at once; what this rank sends goes first
-        while any(self._requests):
-            self._requests = [request for request in self._requests if request]
-            if not self._has_moved():
-                return False
+                return False  # the engine may copy all of a message at once; what this rank sends goes first
+        is_done = self._wire.is_done
+        self._requests = [request for request in self._requests if not is_done(request)]
+        if self._requests:
+            return False
         if self._follow():
             return self._has_moved() and self._advance()
         if self._message.long and self._wire.noticed():
@@ -132,7 +132,7 @@ class _OnItsWay:
         raise NotImplementedError
 
     def abandon(self) -> None:
-        """Leaves it to MPI."""
+        """Leaves it to the engine."""
         drained = [] if self.sends or self._slot is not None else self._requests
         self._wire.abandon(self._requests, [self._slot, self._array], drained)
         self._requests = []

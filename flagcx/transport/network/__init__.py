@@ -1,0 +1,7 @@
+"""NumPy arrays between any number of hosts: any schedule, step by step, over an engine.
+
+The engine, which is MPI or UCX, only carries the messages. The schedule says which rank sends what and where
+it is added up, so results are the same as on one host. Each message says which call it belongs to
+(``message.py``), and is checked before its data is used (``wire.py``). Every wait has a deadline, and is
+explained before it (``watch.py``).
+"""

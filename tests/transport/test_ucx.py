@@ -1,0 +1,124 @@
+"""NumPy arrays between hosts by UCX: ranks on test hosts, started with torchrun's variables or by hand."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+
+import pytest
+
+from bench.hosts import address_of, inside
+from tests.hosts import KEY, ROOT, run_by_torchrun
+from tests.transport.told import check_losses, check_mistakes, check_waits
+
+pytest.importorskip("ucxx", reason="the extra 'ucx' is not installed")
+
+OVER_THE_NETWORK = {"UCX_TLS": "tcp,self"}
+"""Test hosts share the memory of one kernel, which UCX would find."""
+
+
+def run(
+    names: Sequence[str], counts: Sequence[int], job: str, timeout_s: float = 120
+) -> tuple[list[int], str]:
+    """Runs a job of ``network_jobs`` on test hosts; the exit codes, and what the ranks printed."""
+    with tempfile.TemporaryDirectory() as folder:
+        module = "tests.transport.network_jobs"
+        codes, printed = run_by_torchrun(
+            names[: len(counts)],
+            counts,
+            module,
+            job,
+            folder,
+            "ucx",
+            settings=OVER_THE_NETWORK,
+            timeout_s=timeout_s,
+        )
+    return codes, "".join(printed)
+
+
+def alone(program: str) -> str:
+    """Runs a program as the only rank of a job; returns what it printed."""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_every_call_between_hosts(test_hosts):
+    """Collectives; transfers, objects, groups and splits; messages that move together, beside collectives."""
+    codes, printed = run(test_hosts, (1, 2), "everything", timeout_s=300)
+    assert not any(codes), printed
+    assert re.findall(r"done \w+", printed) == ["done collectives", "done facade", "done messages"], printed
+
+
+@pytest.mark.slow
+def test_calls_that_do_not_fit_are_told_to_every_rank(test_hosts):
+    codes, printed = run(test_hosts, (1, 2), "mistakes")
+    assert not any(codes) and "done" in printed, printed
+    check_mistakes(printed)
+
+
+@pytest.mark.slow
+def test_waits_between_hosts_are_explained(test_hosts):
+    check_waits(run(test_hosts, (1, 2), "waits")[1])
+
+
+@pytest.mark.slow
+def test_what_comes_after_a_time_out_meets_no_array(test_hosts):
+    codes, printed = run(test_hosts, (1, 2), "late")
+    assert not any(codes) and printed.count("untouched=True") == 3, printed
+    assert "rank 0 PeerTimeoutError untouched=True" in printed, printed
+
+
+@pytest.mark.slow
+def test_ranks_go_on_after_losses(test_hosts):
+    codes, printed = run(test_hosts, (2, 2), "losses")
+    assert codes == [-9, 0, 0, -9], printed
+    check_losses(printed)
+
+
+@pytest.mark.slow
+def test_ranks_whose_place_the_program_gives(test_hosts):
+    """Nothing but the arguments of ``fc.init`` says which rank of which job a process is."""
+    program = (
+        "import sys, numpy as np, flagcx as fc\n"
+        f"comm = fc.init(rank=int(sys.argv[1]), size=2, address='{address_of(0)}:29600', key='{KEY}')\n"
+        "print(comm._host.transport.name, comm.allreduce(np.full(3, comm.rank + 1)).tolist(), flush=True)"
+    )
+    ranks = [
+        subprocess.Popen(
+            inside(host, ["env", "UCX_TLS=tcp,self", sys.executable, "-c", program, str(rank)]),
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank, host in enumerate(test_hosts[:2])
+    ]
+    try:
+        printed = [rank.communicate(timeout=60)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert printed == ["ucx [3, 3, 3]\n"] * 2, printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", ["pieces", "taken_back"])
+def test_messages_to_self(job):
+    """In any number of pieces; and taken back after an error."""
+    alone(
+        f"import sys; sys.argv[1:] = ['', '', 'ucx']\nfrom tests.transport.network_jobs import {job}; {job}()"
+    )
+
+
+def test_a_missing_package_is_named():
+    told = alone(
+        "import sys; sys.modules['ucxx'] = None; import flagcx as fc\n"
+        "try:\n    fc.init(transport='ucx')\nexcept fc.MissingDependencyError as error:\n    print(error)"
+    )
+    assert "rank 0: NumPy arrays travel between hosts by UCX, which needs ucxx" in told
+    assert "pip install 'flagcx[ucx]'" in told

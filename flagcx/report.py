@@ -20,7 +20,7 @@ _WIDE = 80
 _PARTS = re.compile(r"[^ _,/]*[ _,/]|[^ _,/]+")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Report:
     """A table with a title and notes.
 
@@ -83,6 +83,8 @@ class Report:
 
     def __str__(self) -> str:
         return "\n".join([self.title, *self.lay_out(), *self.notes])
+
+    __repr__ = __str__
 
     def __rich_console__(self, console: Any, options: Any) -> Any:
         from rich.text import Text

@@ -54,7 +54,7 @@ class LinkProfile:
     known: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Decision:
     """The choice of "auto" for arrays of one length, with the reason.
 
@@ -87,6 +87,8 @@ class Decision:
 
     def __str__(self) -> str:
         return self.reason
+
+    __repr__ = __str__
 
 
 def decide(

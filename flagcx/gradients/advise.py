@@ -64,7 +64,7 @@ class Option:
         return f"{self.compression} + feedback" if self.feedback else self.compression or self.algorithm
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Advice(Reported):
     """Choices with the steps that they would give. Prints as a table; rich and notebooks show it as one.
 

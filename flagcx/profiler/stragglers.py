@@ -35,7 +35,7 @@ class Lateness:
     caused_us: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class StragglerReport:
     """How often each rank was late, and by how much.
 
@@ -64,7 +64,7 @@ class StragglerReport:
         ]
         columns = ("rank", "last and late", "median", "worst", "the others waited")
         bold = [place for place, e in enumerate(self.ranks) if e.rank == self.worst]
-        return Report(f"who was late in {calls} calls", columns, rows, words=(), bold=bold)
+        return Report(f"late ranks in {calls} calls", columns, rows, words=(), bold=bold)
 
     def _repr_html_(self) -> str:
         return self.report()._repr_html_()
@@ -80,6 +80,8 @@ class StragglerReport:
             f"worst {_time(e.worst_us)}); the others waited {_time(e.caused_us)} for it in all"
             for e in late
         )
+
+    __repr__ = __str__
 
 
 def find_stragglers(records: Sequence[Sequence[Record]], offsets_ns: Sequence[int]) -> StragglerReport:

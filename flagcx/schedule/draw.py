@@ -165,8 +165,16 @@ def draw(schedule: Schedule, path: str | os.PathLike[str] | None = None) -> Figu
     return figure
 
 
+def png(schedule: Schedule) -> bytes | None:
+    """``draw``'s picture as a notebook stores it; None where it cannot be drawn."""
+    try:
+        return draw(schedule)._repr_png_()  # type: ignore[attr-defined]
+    except (ArgumentError, MissingDependencyError):
+        return None
+
+
 def html(schedule: Schedule) -> str:
-    """What a notebook shows of a schedule: ``draw``'s picture, else what is known in words."""
+    """``draw``'s picture as HTML, or where it cannot be drawn, the schedule in words."""
     from html import escape
 
     try:

@@ -144,7 +144,7 @@ class Program:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Schedule:
     """One algorithm for one collective among ``size`` ranks.
 
@@ -182,9 +182,18 @@ class Schedule:
         """The programs of all ranks, made one at a time."""
         return (self.make(rank) for rank in range(self.size))
 
-    def _repr_html_(self) -> str:
-        """A picture for notebooks; a table of the steps without matplotlib, or of too many ranks to draw."""
+    def __repr__(self) -> str:
+        root = "" if self.root is None else f", root {self.root}"
+        parts = f"{self.size} ranks, {self.chunks} chunks{root}"
+        return f"<Schedule {self.collective} by {self.algorithm}: {parts}>"
+
+    def _repr_png_(self) -> bytes | None:
+        """A picture for notebooks; None without matplotlib, or of too many ranks to draw."""
         # Drawing rests on this module, so it is looked up when it is asked for.
+        return import_module("flagcx.schedule.draw").png(self)
+
+    def _repr_html_(self) -> str:
+        """The same picture, or the steps in words."""
         return import_module("flagcx.schedule.draw").html(self)
 
 

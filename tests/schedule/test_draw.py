@@ -64,6 +64,7 @@ def test_a_figure_shows_itself_in_a_notebook():
 
 
 def test_a_schedule_that_cannot_be_drawn_shows_itself_in_words(monkeypatch):
+    assert two_shot(2)._repr_png_()[:4] == b"\x89PNG" and two_shot(300)._repr_png_() is None
     page = two_shot(300)._repr_html_()
     assert "two_shot: 300 ranks" in page and "cannot be read" in page
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)

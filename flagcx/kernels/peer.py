@@ -51,6 +51,9 @@ REDUCING = FORMS[:4]
 CHUNK_FORMS = FORMS[:-1]
 """The forms with a kernel that moves chunks. All have one that sends packets."""
 
+TWO_AT_ONCE = 4
+"""What a kernel tells the host, besides 1 for a wait that timed out: two launches of the rank ran at once."""
+
 _PAIR_CHANNELS = 32
 FLIGHT = 8
 POLLS = 1023
@@ -279,7 +282,7 @@ class PeerKernel:
             "PACKET_THREADS": PACKET_THREADS, "OFFSET_BITS": OFFSET_BITS,
             "PACKETS_ONLY": int(self.packets), "PULLS": int(self.layout.one_gpu),
             "BARE": int(self.bare), "MOST_BARE": self.layout.most_bare,
-            "OTHER_NAN": _OTHER_NANS.get(self.dtype.name, "0u"),
+            "TWO_AT_ONCE": TWO_AT_ONCE, "OTHER_NAN": _OTHER_NANS.get(self.dtype.name, "0u"),
             "FORM": self.form.upper(), **{form.upper(): i for i, form in enumerate(FORMS)},
             **{name: f"{at}ull" for name, at in self.layout.places.items()}, **changed,
         }  # fmt: skip

@@ -59,14 +59,6 @@ FLAGCX_DEVICE Cut cut_of(const Args& a, i64 nbytes) {
   return cut;
 }
 
-// Ends all waits of this rank, and tells the host why.
-FLAGCX_DEVICE void give_up(const Args& a, u32 why, int peer) {
-  u32* const control = (u32*)a.control;
-  store_host(control + 2, (u32)peer);
-  release_to_host();
-  store_host(control + 1, why);
-  store_flag(&((State*)(memory_of(a, a.rank) + AT_STATE))->dead, 1u);
-}
 // By one warp. The first orders no reads of data, as none follow where a place is to be written again.
 FLAGCX_DEVICE bool await_place(const Args& a, const u32* word, u32 want, int peer) {
   const bool free = (int)(peek_flag(word) - want) >= 0;

@@ -59,6 +59,11 @@ FLAGCX_DEVICE u32 peek_flag(const u32* at) {
   asm volatile("ld.relaxed." SCOPE ".global.u32 %0, [%1];" : "=r"(v) : "l"(at));
   return v;
 }
+FLAGCX_DEVICE u32 swap_word(u32* at, u32 v) {
+  u32 before;
+  asm volatile("atom.relaxed.gpu.global.exch.b32 %0, [%1], %2;" : "=r"(before) : "l"(at), "r"(v) : "memory");
+  return before;
+}
 FLAGCX_DEVICE void store_flag(u32* at, u32 v) {
   asm volatile("st.relaxed." SCOPE ".global.u32 [%0], %1;" ::"l"(at), "r"(v) : "memory");
 }
@@ -127,7 +132,7 @@ struct Args {
 
 WAITS = r"""
 // The progress of a block of threads over all launches.
-struct State { u32 chunks, calls, packets, bare, dead, slot, pulls, unused; };
+struct State { u32 chunks, calls, packets, bare, dead, slot, pulls, busy; };
 
 FLAGCX_DEVICE u8* memory_of(const Args& a, int rank) { return (u8*)a.peer[rank]; }
 FLAGCX_DEVICE State* state_of(const Args& a) {
@@ -160,6 +165,22 @@ FLAGCX_DEVICE bool keep_waiting(const Args& a, Wait& p, int peer) {
   }
   store_flag(dead, 1u);
   return false;
+}
+// Ends all waits of this rank, and tells the host why.
+FLAGCX_DEVICE void give_up(const Args& a, u32 why, int peer) {
+  u32* const control = (u32*)a.control;
+  store_host(control + 2, (u32)peer);
+  release_to_host();
+  store_host(control + 1, why);
+  store_flag(&((State*)(memory_of(a, a.rank) + AT_STATE))->dead, 1u);
+}
+// Two launches of a communicator that run at once count the same calls and use the same memory: neither is
+// right. Its order keeps the host's launches apart, but not those of replayed graphs. By one thread of each
+// block; what begin_launch() returns is not needed, and not waited for, before end_launch().
+FLAGCX_DEVICE u32 begin_launch(State* state) { return swap_word(&state->busy, 1u); }
+FLAGCX_DEVICE void end_launch(const Args& a, State* state, u32 busy) {
+  if (busy) give_up(a, TWO_AT_ONCE, a.rank);
+  state->busy = 0;
 }
 // Waits until a flag has reached ``want``, counted with wrap-around.
 FLAGCX_DEVICE bool await(const Args& a, const u32* flag, u32 want, int peer) {

@@ -331,6 +331,7 @@ FLAGCX_KERNEL(WORK + WARP, RESIDENT) flagcx_exchange(FLAGCX_PARAMETER Args a) {
   FLAGCX_SHARED(Progress, progress, 1);
   const int t = thread_index(), lane = t % WARP;
   State* const state = state_of(a);
+  const u32 busy = t == 0 ? begin_launch(state) : 0;
   const u32 dead = ((State*)(memory_of(a, a.rank) + AT_STATE))->dead, base = state->chunks;
   if (t < (int)(sizeof(Progress) / 4)) ((u32*)progress)[t] = 0;
   u32 steps = a.steps;
@@ -376,6 +377,7 @@ FLAGCX_KERNEL(WORK + WARP, RESIDENT) flagcx_exchange(FLAGCX_PARAMETER Args a) {
   state->calls = call;
   if (in_place[0] && pulls(a)) state->pulls++;
 #endif
+  end_launch(a, state, busy);
 }
 """
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 
-from flagcx.kernels.peer import FLIGHT, MOST_RANKS, POLLS, PeerLayout
+from flagcx.kernels.peer import FLIGHT, MOST_RANKS, POLLS, TWO_AT_ONCE, PeerLayout
 from flagcx.kernels.peer_bytes import BYTES
 from flagcx.kernels.peer_channels import CHANNELS
 from flagcx.kernels.peer_cuda import INTRINSICS, WAITS
@@ -36,8 +36,8 @@ MOST_JOBS = 2 * MOST_RANKS
 FEW_STEPS = 8
 """A message of so many chunks in each of few channels is not long."""
 WRONG_SIZE, TOO_MANY = 2, 3
-"""What the kernel tells the host, besides 1 for a wait that timed out: a message has another size than is
-expected; the counts that lie on the GPU are negative, or more than the arrays have."""
+"""What the kernel tells the host, besides what all kernels do: a message has another size than is expected;
+the counts that lie on the GPU are negative, or more than the arrays have."""
 
 
 class Job(ctypes.Structure):
@@ -106,6 +106,7 @@ class MoveKernel:
             "BOXES": layout.boxes, "BOX_PACKS": layout.box_packs, "SMALL_PACKS": layout.small_packs,
             "PACKS_EACH": layout.packs_each, "MOST_SMALL": layout.most_small, "FEW_STEPS": FEW_STEPS,
             "WRONG_SIZE": WRONG_SIZE, "TOO_MANY": TOO_MANY,
+            "TWO_AT_ONCE": TWO_AT_ONCE,
             **{name: f"{at}ull" for name, at in layout.places.items()}, **changed,
         }  # fmt: skip
         head = (DEVICE_FUNCTION if intrinsics is INTRINSICS else "") + CONVERSIONS
@@ -292,6 +293,8 @@ FLAGCX_KERNEL(WORK + WARP, RESIDENT) flagcx_move(FLAGCX_PARAMETER Args a) {
   FLAGCX_SHARED(u32, fits, RANKS);
   const int t = thread_index(), lane = t % WARP, items = a.jobs * a.channels;
   // Under way while other numbers are read: there is one look at it, when the first item begins.
+  const bool counts = t == 0 && a.first == 0;  // messages of pairs have an order of their own
+  const u32 busy = counts ? begin_launch(state_of(a)) : 0;
   const u32 dead = peek_flag(&((State*)(memory_of(a, a.rank) + AT_STATE))->dead);
   const Job* jobs = a.job;
   if (a.sent_counts) {
@@ -354,5 +357,6 @@ FLAGCX_KERNEL(WORK + WARP, RESIDENT) flagcx_move(FLAGCX_PARAMETER Args a) {
     if (beyond <= 0) copy_own(a, jobs[a.jobs], block, grid_size(), t);
     else if (block >= items) copy_own(a, jobs[a.jobs], block - items, beyond, t);
   }
+  if (counts) end_launch(a, state_of(a), busy);
 }
 """

@@ -166,6 +166,7 @@ FLAGCX_KERNEL(PACKET_THREADS, 1) flagcx_packets(FLAGCX_PARAMETER Args a) {
   uint4 outgoing[OUTGOING];
   if (t < packs) load_outgoing(a, first + t, outgoing);
   State* const state = state_of(a);
+  const u32 busy = t == 0 ? begin_launch(state) : 0;
   const u32 dead = ((State*)(memory_of(a, a.rank) + AT_STATE))->dead;
   u32* const count = BARE ? &state->bare : &state->packets;
   u32 flag = *count + 1;
@@ -189,7 +190,9 @@ FLAGCX_KERNEL(PACKET_THREADS, 1) flagcx_packets(FLAGCX_PARAMETER Args a) {
     }
   }
   join_block();
-  if (t == 0) *count = flag;
+  if (t != 0) return;
+  *count = flag;
+  end_launch(a, state, busy);
 }
 """
 

@@ -153,6 +153,7 @@ FLAGCX_ROW_KERNEL flagcx_rows(FLAGCX_PARAMETER RowArgs r) {
   uint4 outgoing[PIECES];
   load_row(r, first, outgoing);
   State* const state = state_of(r.a);
+  const u32 busy = thread_index() == 0 ? begin_launch(state) : 0;
   const u32 dead = ((State*)(memory_of(r.a, r.a.rank) + AT_STATE))->dead;
   u32 flag = state->bare + 1;
   if (flag == 0) flag = 2;
@@ -175,6 +176,8 @@ FLAGCX_ROW_KERNEL flagcx_rows(FLAGCX_PARAMETER RowArgs r) {
     finish_row(r, row, values, columns, elements, scratch, turn);
   }
   join_block();
-  if (thread_index() == 0) state->bare = flag;
+  if (thread_index() != 0) return;
+  state->bare = flag;
+  end_launch(r.a, state, busy);
 }
 """

@@ -122,3 +122,39 @@ def captured_by_another_thread() -> list[str]:
         device.synchronize()
         faults += [] if bool((other == 2).all()) else [f"the other graph gave {other[:3]}"]
     return faults + ([] if all(bool((x == 1).all()) for x in arrays) else ["a call gave a wrong result"])
+
+
+def graph_beside_calls(waits: bool) -> str:
+    """A graph is replayed on one stream, and calls are made on another; ``waits``: each waits for the other.
+
+    Returns the error, or what is wrong.
+    """
+    import cupy
+
+    comm = fc.init(timeout_s=20.0)
+    first, second = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+    x, y = cupy.zeros(1 << 19, cupy.float32), cupy.zeros(1 << 19, cupy.float32)
+    cupy.cuda.Device().synchronize()
+    try:
+        with first:
+            comm.allreduce(x)
+            first.begin_capture()
+            for _ in range(20):
+                comm.allreduce(x, "avg")
+            graph = first.end_capture()
+            x.fill(3)
+        for _ in range(50):
+            graph.launch(first)
+            if waits:
+                second.wait_event(first.record())
+            with second:
+                comm.allreduce(y, "max")
+            if waits:
+                first.wait_event(second.record())
+        cupy.cuda.Device().synchronize()
+        comm._device.transport.synchronize()
+        comm.allreduce(y)
+        comm.close()
+    except fc.FlagcxError as error:
+        return str(error)
+    return "" if bool((x == 3).all()) and not y.any() else "wrong, and nothing was raised"

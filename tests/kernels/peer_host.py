@@ -65,6 +65,7 @@ FLAGCX_DEVICE bool all_of_warp(bool x) { return host_join_warp(x) != 0; }
 FLAGCX_DEVICE u32 least_of_warp(u32 x) { return host_join_warp(x); }
 FLAGCX_DEVICE int block_size() { return host_threads(); }
 FLAGCX_DEVICE u32 peek_flag(const u32* at) { return *(const volatile u32*)at; }
+FLAGCX_DEVICE u32 swap_word(u32* at, u32 x) { const u32 v = *at; *at = x; return v; }
 FLAGCX_DEVICE void store_shared(u32* at, u32 x) { *(volatile u32*)at = x; host_sometimes(); }
 FLAGCX_DEVICE u32 load_shared(const u32* at) { host_yield(); return *(const volatile u32*)at; }
 FLAGCX_DEVICE u64 now_ns() { return host_now(); }

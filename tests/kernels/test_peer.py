@@ -16,6 +16,7 @@ from flagcx.kernels.peer import (
     CHUNK_FORMS,
     FORMS,
     REDUCING,
+    TWO_AT_ONCE,
     PeerKernel,
     PeerLayout,
     may_be_bare,
@@ -316,6 +317,21 @@ def test_a_rank_that_stays_away_is_named_and_nobody_waits_for_ever(directory, sh
         if (shape[0], rank) not in (("broadcast", 0), ("reduce", 2)):  # they have no result
             assert np.isnan(absent.result[rank]).all(), "it looks as if it were right"
     assert not host.words[1].any()
+
+
+@needs_compiler
+@pytest.mark.parametrize("shape", [("two_shot", True, True), ("two_shot", False, False)])
+def test_two_launches_of_a_rank_at_once_are_told(directory, shape):
+    """The second finds the mark that the first, which has not ended, has left in the memory of its block."""
+    host = Host(directory, 2)
+    busy = host.memory[1][host.layout.places["AT_STATE"] :].view(np.uint32)[7:8]
+    wanted = Wanted(host, 6)
+    wanted.add(*shape)
+    assert host.run(wanted.calls, 6)
+    assert busy[0] == 0 and not host.words[1].any(), "it has ended"
+    busy[0] = 1
+    assert host.run(wanted.calls, 7)
+    assert host.words[1][1:3].tolist() == [TWO_AT_ONCE, 1]
 
 
 @needs_compiler

@@ -19,6 +19,7 @@ from flagcx.kernels.peer import (
     PEER_PACKETS,
     PROTOCOLS,
     REDUCING,
+    TWO_AT_ONCE,
     BlockArgs,
     PeerArgs,
     PeerKernel,
@@ -308,6 +309,14 @@ class PeerMemory:
                 f"rank {self.rank}: a message of rank {peer} has another size than this rank expects, in or "
                 f"before {self._order.what} (seen on the GPU); both ranks must give the same count and dtype",
                 peer=peer,
+            )
+        if control[1] == TWO_AT_ONCE:
+            return CommunicationError(
+                f"rank {self.rank}: two calls of this communicator ran on the GPU at once, in or before "
+                f"{self._order.what} (seen on the GPU), and their results are wrong: a graph in which calls "
+                f"were captured was replayed on one stream while calls were made, or another graph was "
+                f"replayed, on another; let one stream wait for the other, or capture the calls of a "
+                f"communicator of their own, from comm.split()"
             )
         if control[1] == TOO_MANY:
             return CommunicationError(

@@ -119,7 +119,15 @@ class PeerDiedError(CommunicationError):
 
 
 class PeerTimeoutError(CommunicationError, TimeoutError):
-    """A peer did not take part within the time-out."""
+    """A peer did not take part within the time-out.
+
+    Attributes:
+        late: The ranks that did not, by their numbers in the job, where they are known.
+    """
+
+    def __init__(self, message: str, *, peer: int | None = None, late: tuple[int, ...] = ()) -> None:
+        super().__init__(message, peer=peer)
+        self.late = late
 
 
 class MismatchError(CommunicationError):

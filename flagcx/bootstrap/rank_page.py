@@ -17,6 +17,8 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import select
+import signal
 import struct
 import threading
 import weakref
@@ -28,6 +30,7 @@ _HEADER_NBYTES, _COPY_NBYTES = 4096, 1 << 20
 STACKS_AT = _HEADER_NBYTES + 2 * _COPY_NBYTES
 _STACKS_NBYTES = 256 << 10
 _MOST_NBYTES = _COPY_NBYTES - 4
+_END_S = 5.0
 _TURN, _LENGTH = struct.Struct("<Q"), struct.Struct("<I")
 
 Fields = dict[str, Any]
@@ -41,6 +44,8 @@ class RankPage:
 
     Attributes:
         descriptor: The memory file; -1 where the system has none.
+        neighbours: The process of each rank of this host, by its number in the job, and its page's descriptor
+            there.
         record: Writes the flight record after an error, and returns a sentence that says where it is; "" if
             there is none.
     """
@@ -49,6 +54,7 @@ class RankPage:
         self._fields: Fields = {"pid": os.getpid(), **fields}
         self._lock, self._owner, self._turn = threading.RLock(), os.getpid(), 0
         self._entries: list[weakref.ref[CommunicatorEntry]] = []
+        self.neighbours: dict[int, tuple[int, int]] = {}
         self.record: Callable[[BaseException], str] = lambda error: ""
         try:
             self.descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC)
@@ -99,6 +105,28 @@ class RankPage:
         """All that the page shows."""
         with self._lock:
             return self._content()
+
+    def end_neighbour(self, rank: int) -> bool:
+        """Ends the process of another rank, if it is on this host, and waits for its end.
+
+        Returns:
+            Whether the rank does no more harm to this host; not if it is a thread of this process.
+        """
+        pid, descriptor = self.neighbours.get(rank, (0, -1))
+        if pid in (0, os.getpid()):
+            return pid == 0
+        try:
+            process = os.pidfd_open(pid)
+        except OSError:
+            return True  # it has ended
+        try:
+            shown, own = read_page(f"/proc/{pid}/fd/{descriptor}"), self._fields
+            if shown is not None and (shown["rank"], shown["store"]) == (rank, own["store"]):
+                signal.pidfd_send_signal(process, signal.SIGKILL)
+                return bool(select.select([process], [], [], _END_S)[0])
+            return True  # another process has its number
+        finally:
+            os.close(process)
 
     def close(self) -> None:
         """Shows nothing any more."""

@@ -21,6 +21,7 @@ from flagcx.bootstrap.store_server import StoreServer
 from flagcx.bootstrap.store_state import StoreAnswer, StoreRequest
 from flagcx.bootstrap.takeover import Standby
 from flagcx.errors import (
+    AbortedError,
     BootstrapError,
     CommunicationError,
     CommunicatorError,
@@ -94,7 +95,8 @@ class RemoteStore(Store):
         with self._lock:
             if self._broken is None:
                 return
-            if self._standby is None or os.getpid() != self._owner:
+            expelled = isinstance(self._broken, AbortedError)
+            if self._standby is None or expelled or os.getpid() != self._owner:
                 raise self._broken
             self._drop()
             self._find_host(self._standby, time.monotonic() + timeout_s)
@@ -119,6 +121,7 @@ class RemoteStore(Store):
                         f"rank {rank}, the first that may serve the store now that {self._host['host']} is "
                         f"gone, did not come in time; every rank that is left must call comm.shrink()",
                         peer=rank,
+                        late=(rank,),
                     ) from None
                 self._dead.setdefault(rank, "nothing listens at its address any more")
         raise self._broken or BootstrapError("no rank is left to serve the store")
@@ -127,6 +130,13 @@ class RemoteStore(Store):
     def server(self) -> StoreServer | None:
         """The server that this rank has taken over, if it has."""
         return self._standby.server if self._standby is not None and self._standby.serves else None
+
+    def expel(self, rank: int, why: str) -> None:
+        if self._broken is None and rank != self._host["host_rank"]:
+            return super().expel(rank, why)
+        with self._lock:  # nothing serves the store now: ``recover`` passes it on
+            self._broken = self._broken or self._loss()
+            self._dead.setdefault(rank, why)
 
     def lost(self) -> dict[int, str]:
         # The thread that holds the lock reads the notices too; a poll object serves one thread at a time.
@@ -201,6 +211,7 @@ class RemoteStore(Store):
                 f"the store, which {self._host['host']} runs, does not answer "
                 f"{request.kind if request else 'a call'} of rank {self.rank}; is that process stopped?",
                 peer=self._host["host_rank"],
+                late=() if self._host["host_rank"] is None else (self._host["host_rank"],),
             )
         try:
             header, body = wire.unpack(self._connection.recv_bytes(_MAX_ANSWER_NBYTES))
@@ -209,6 +220,9 @@ class RemoteStore(Store):
             raise self._broken from None
         if header.get("notice") == "died":
             self._dead.setdefault(header["rank"], header["detail"])
+        elif header.get("notice") == "expelled":
+            self._broken = AbortedError(f"the other ranks go on without rank {self.rank}: {header['detail']}")
+            raise self._broken
         elif header.get("notice") == "closed":
             host = self._host["host"]
             self._broken = BootstrapError(

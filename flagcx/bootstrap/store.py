@@ -134,6 +134,13 @@ class Store:
         left = [rank for rank in range(self.size) if rank not in answer.ranks]
         return dict(zip(left, answer.values, strict=True))
 
+    def expel(self, rank: int, why: str) -> None:
+        """Goes on without a rank that lives: for all others it is as if it had died.
+
+        Every call of its own store raises ``AbortedError`` from now on, should it wake.
+        """
+        self._ask(StoreRequest("expel", _text(why), amount=self.in_job()[1][rank]))
+
     def lost(self) -> dict[int, str]:
         """The ranks that are known to have died, and how. Costs about a microsecond."""
         return {}
@@ -237,7 +244,9 @@ class Store:
                 peer=peer,
             )
         if answer.fault == "timeout":
-            raise PeerTimeoutError(self._lateness(request, what, names), peer=peer)
+            whole, late = self.in_job()[1], answer.ranks if request.kind in ("exchange", "agree") else ()
+            text = self._lateness(request, what, names)
+            raise PeerTimeoutError(text, peer=peer, late=tuple(whole[rank] for rank in late))
         if answer.fault == "full":
             raise ResourceError(
                 f"{what}: the store is full ({answer.detail}); delete keys that are done with"

@@ -38,7 +38,7 @@ from flagcx.bootstrap.generations import Generations
 from flagcx.bootstrap.membership import Membership
 from flagcx.bootstrap.peer import Peer
 from flagcx.bootstrap.sockets import format_address, is_own_user, listen, tune
-from flagcx.bootstrap.store_state import NOTES, OBSERVER, Answers
+from flagcx.bootstrap.store_state import NOTES, OBSERVER, Answers, StoreAnswer
 from flagcx.forks import abandon_in_children
 
 logger = logging.getLogger("flagcx")
@@ -130,13 +130,7 @@ class StoreServer:
 
     def rank_restarts(self, rank: int, how: str) -> None:
         """Tells the store that a rank's process ended, and that its launcher is about to start it again."""
-
-        def tell() -> None:
-            for peer in [peer for peer in self._peers if peer.joined and peer.rank == rank]:
-                self._drop(peer, how)  # a process that it forked may hold the connection
-            self._lose(rank, how)
-
-        self._call(tell)
+        self._call(partial(self._part_with, rank, how))  # a process that it forked may hold the connection
 
     @property
     def ended(self) -> bool:
@@ -294,13 +288,10 @@ class StoreServer:
 
     def _greet(self, peer: Peer, payload: bytes) -> None:
         """Lets a stranger in, as a rank, if it knows the key and the rank may join."""
-        client_nonce, shown = payload[: wire.NONCE_NBYTES], payload[wire.NONCE_NBYTES :][: wire.PROOF_NBYTES]
-        claim = payload[wire.NONCE_NBYTES + wire.PROOF_NBYTES :]
-        expected = wire.proof(self.authkey, "client", peer.nonce, client_nonce, claim)
-        if not wire.same_proof(shown, expected):
+        client_nonce, header = wire.read_greeting(self.authkey, peer.nonce, payload)
+        if header is None:
             self._drop(peer)
             return
-        header, _ = wire.unpack(claim)
         if header.get(OBSERVER) is True:
             answer = wire.pack({"ok": True}, json.dumps(self._members.observed(NOTES)).encode())
             self._send(peer, wire.proof(self.authkey, "server", peer.nonce, client_nonce, answer) + answer)
@@ -340,7 +331,18 @@ class StoreServer:
         else:
             request = wire.read_request(header, body, peer.rank, self.size)
             ticket = (peer, header["number"])
-            self._deliver(self._members.submit(peer.rank, request, ticket, self._clock.now()))
+            if request.kind == "expel":
+                self._part_with(request.amount, request.key)
+                self._deliver([(ticket, StoreAnswer())])
+            else:
+                self._deliver(self._members.submit(peer.rank, request, ticket, self._clock.now()))
+
+    def _part_with(self, rank: int, how: str) -> None:
+        """Takes a rank for lost whose connection has not ended."""
+        for peer in [peer for peer in self._peers if peer.joined and peer.rank == rank]:
+            self._notify({"notice": "expelled", "detail": how}, [peer])
+            self._drop(peer, how)
+        self._lose(rank, how)
 
     def _drop(self, peer: Peer, how: str = "") -> None:
         """Ends a connection; if it is a rank's that has not left, the rank is lost."""

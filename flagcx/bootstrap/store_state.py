@@ -24,10 +24,10 @@ class StoreRequest:
     """One call of a rank.
 
     Attributes:
-        kind: "set", "get", "add", "delete", "exchange" or "agree".
-        key: The key, or the name of the exchange or agreement.
+        kind: "set", "get", "add", "delete", "exchange", "agree" or "expel".
+        key: The key, or the name of the exchange or agreement; or why a rank is expelled.
         value: The bytes to set or to contribute.
-        amount: What to add.
+        amount: What to add, or the rank to expel.
         timeout_s: How long to wait, in seconds ("get", "exchange" and "agree").
         group: The ranks concerned, in the order in which an exchange returns their values.
     """

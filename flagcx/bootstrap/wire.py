@@ -22,7 +22,7 @@ MAX_MESSAGE_NBYTES = 64 << 20
 NONCE_NBYTES = 32
 PROOF_NBYTES = 32
 
-_KINDS = frozenset(("set", "get", "add", "delete", "exchange", "agree"))
+_KINDS = frozenset(("set", "get", "add", "delete", "exchange", "agree", "expel"))
 _MAX_TIMEOUT_S = 1e9
 _MAX_HEADER_NBYTES = 1 << 20
 _LONGEST_DETAIL = 10_000
@@ -113,6 +113,21 @@ def proof(authkey: bytes, side: str, server_nonce: bytes, client_nonce: bytes, c
 def same_proof(one: bytes, other: bytes) -> bool:
     """Compares two proofs in a time that does not depend on where they differ."""
     return hmac.compare_digest(one, other)
+
+
+def read_greeting(authkey: bytes, nonce: bytes, payload: bytes) -> tuple[bytes, dict[str, Any] | None]:
+    """Takes a client's greeting apart.
+
+    Returns:
+        The client's nonce, and what it claims to be; None if it does not know the key.
+
+    Raises:
+        MalformedError: One that knows the key claims nothing that can be read.
+    """
+    client_nonce, rest = payload[:NONCE_NBYTES], payload[NONCE_NBYTES:]
+    shown, claim = rest[:PROOF_NBYTES], rest[PROOF_NBYTES:]
+    knows = same_proof(shown, proof(authkey, "client", nonce, client_nonce, claim))
+    return client_nonce, unpack(claim)[0] if knows else None
 
 
 def is_integer(value: object) -> bool:

@@ -17,13 +17,16 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 from dataclasses import replace
 from typing import Any
 
 from flagcx.bootstrap.mpi_process import MPI_PROCESS
+from flagcx.bootstrap.store import Store
 from flagcx.communicator.caller import Caller, Lineage
 from flagcx.errors import (
     AbortedError,
+    ArgumentError,
     BootstrapError,
     CommunicationError,
     CommunicatorError,
@@ -78,22 +81,30 @@ def _retire(comm: Caller) -> bool:
     return all(retire(executor, _LEAVE_S) for executor in comm.executors())
 
 
-def shrink(self: Caller) -> Caller:
+def shrink(self: Caller, patience_s: float | None = None) -> Caller:
     """Makes a communicator of the ranks that are left, after a rank was lost.
 
     Every rank that is left calls it, after a call has raised ``PeerDiedError`` or ``AbortedError``, or
     without that. Calls in which others still wait end with ``AbortedError``, so that they come too. A rank
     that is computing is waited for, up to ``Config.init_timeout_s``; one that dies meanwhile is left out too.
+    With ``patience_s`` a rank that lives and does not come is left out as well: it is stopped, or hangs. Its
+    process is ended (SIGKILL), if a rank of its host is left: it could wake, and write to memory in which the
+    others work. Otherwise its calls raise ``AbortedError`` when it wakes.
 
     The new ranks are 0 to n-1 in the order of the old ones. This communicator is closed. Communicators split
     from it go on if they lost no rank; else they shrink too. Arrays of ``comm.empty`` stay as they are, and
     are ordinary memory to the new one. The call that failed may have been done on some ranks and not on
     others: agree on where to go on, such as by a ``broadcast`` from one of them.
 
+    Args:
+        patience_s: For how long ranks that live are waited for before they are left out, in seconds; the same
+            on all ranks. None: they are never left out.
+
     Returns:
         The new communicator. ``fc.init()`` returns it too, where this is the one it made.
 
     Raises:
+        ArgumentError: ``patience_s`` is no number of seconds above 0.
         CommunicatorError: The communicator was closed, or is of ranks that cannot go on: MPI's, where MPI
             cannot (see the message).
         PeerTimeoutError: A rank that lives did not come in time. ``shrink`` may be called again.
@@ -109,6 +120,8 @@ def shrink(self: Caller) -> Caller:
     Source: MPIX_Comm_shrink of ULFM, Bland et al., "Post-failure recovery of MPI communication capability",
         IJHPCA 27(3), 2013; ncclCommShrink of NCCL 2.27.
     """
+    if patience_s is not None and not 0 < patience_s < math.inf:
+        raise ArgumentError(f"patience_s={patience_s!r} is no number of seconds above 0")
     lineage = self._lineage
     if lineage is None or self._host.forked or self._shut:
         why = "it was made without a store" if lineage is None else "it was closed, or carried through a fork"
@@ -118,33 +131,72 @@ def shrink(self: Caller) -> Caller:
         raise CommunicatorError(f"comm.shrink() waits for another thread to leave its call: {TWO_THREADS}")
     if self._device is not None:
         self._device.transport.end_enqueued()
-    made = _go_on(self, lineage)
+    made = _go_on(self, lineage, patience_s)
     self._shut, self.successor = True, made
     made._children |= self._children
     made._at_close, self._at_close = self._at_close, []
     return made
 
 
-def _go_on(old: Caller, lineage: Lineage) -> Caller:
+def _go_on(old: Caller, lineage: Lineage, patience_s: float | None) -> Caller:
     """Makes the new communicator, however many more ranks are lost meanwhile."""
-    limit_s, known = old.config.init_timeout_s, lineage.members
+    limit_s, known = patience_s or old.config.init_timeout_s, lineage.members
     for _ in range(2 * len(known) + 1):
-        lineage.store.recover(limit_s)
         try:
-            came = lineage.store.agree("shrink", str(lineage.generation).encode(), limit_s)
-        except (PeerDiedError, BootstrapError):  # what ran the store is gone
+            came = _gather(lineage, limit_s)
+        except PeerTimeoutError as error:
+            _leave_out(lineage.store, error, patience_s)
+            continue
+        if not came:
             continue
         with contextlib.suppress(FlagcxError):  # of the calls that the loss has ended
             old._give_back()  # no rank that is left works in this one's memory any more
         newest = max(int(generation) for generation in came.values())
         lineage = replace(lineage, members=tuple(came), generation=newest + 1)
-        made = _build(old, lineage)
+        try:
+            made = _build(old, lineage)
+        except PeerTimeoutError as error:
+            _leave_out(lineage.store, error, patience_s)
+            continue
         if made is not None:
             made.lost = tuple(rank for rank, member in enumerate(known) if member not in came)
             MPI_PROCESS.lost = MPI_PROCESS.lost or bool(made.lost)
             logger.info("rank %d goes on as rank %d without %s", old.rank, made.rank, made.lost)
             return made
     raise CommunicationError(f"rank {old.rank} could not go on with ranks {lineage.members}: each try failed")
+
+
+def _gather(lineage: Lineage, limit_s: float) -> dict[int, bytes]:
+    """The ranks that are left, and the generation of each; none if what ran the store is gone meanwhile."""
+    lineage.store.recover(limit_s)
+    try:
+        return lineage.store.agree("shrink", str(lineage.generation).encode(), limit_s)
+    except (PeerDiedError, BootstrapError):
+        return {}
+
+
+def _leave_out(store: Store, error: PeerTimeoutError, patience_s: float | None) -> None:
+    """Goes on without the ranks that live and did not come, on all ranks that did.
+
+    Raises:
+        PeerTimeoutError: They must not be left out.
+        CommunicatorError: They cannot be ended.
+    """
+    whole = store.in_job()[0]
+    if patience_s is None or not error.late or whole.rank in error.late:
+        raise error
+    for rank in error.late:
+        if whole.page is not None and not whole.page.end_neighbour(rank):
+            raise CommunicatorError(
+                f"rank {rank} did not come to comm.shrink() and cannot be left out: it is a thread of this "
+                f"process, or in a call of the system's that does not end"
+            ) from error
+    for rank in error.late:
+        logger.warning(
+            "rank %d goes on without rank %d, which did not come to comm.shrink()", whole.rank, rank
+        )
+        with contextlib.suppress(CommunicationError, BootstrapError):  # what ran the store is gone
+            whole.expel(rank, f"it did not come to comm.shrink() within {patience_s:g} s")
 
 
 def _build(old: Caller, lineage: Lineage) -> Caller | None:

@@ -77,6 +77,9 @@ class OwnPage:
         shown: dict[str, Any] = {"job": told[ranks[0]][1], "phase": "joined"}
         if len(set(hosts)) > 1:
             shown |= {"hosts": {rank: card[0] for rank, card in told.items()}, "place": self._place}
+        self._page.neighbours = {
+            rank: (card[2], card[3]) for rank, card in told.items() if card[0] == told[self._rank][0]
+        }
         self._page.set(**shown)
         if self._recorder is not None:
             self._recorder.start(self._rank, shown["job"], told)

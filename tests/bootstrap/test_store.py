@@ -18,6 +18,7 @@ from flagcx.bootstrap.remote_store import RefusedError, RemoteStore
 from flagcx.bootstrap.sockets import parse_address
 from flagcx.bootstrap.store import LocalStore, StoreServer
 from flagcx.errors import (
+    AbortedError,
     ArgumentError,
     BootstrapError,
     CommunicationError,
@@ -171,6 +172,17 @@ def test_a_rank_that_aborts_says_why_to_those_who_wait_and_who_ask_later(stores)
         stores[1].set("k", b"")
     assert caught.value.peer == 2
     wait_until(lambda: isinstance(together(stores[0].check)[0], PeerDiedError))
+
+
+def test_a_rank_that_is_expelled_is_lost_to_the_others_and_told_so(stores):
+    waits = together(lambda: stores[0].barrier("b", 20), lambda: stores[1].expel(2, "it is late"))
+    assert isinstance(waits[0], PeerDiedError) and "rank 2 died (it is late)" in str(waits[0])
+    assert waits[1] is None
+    for call in (stores[2].check, lambda: stores[2].set("k", b""), lambda: stores[2].recover(1)):
+        stores[2].lost()
+        with pytest.raises(AbortedError, match="the other ranks go on without rank 2: it is late"):
+            call()
+    assert stores[0].scoped("view/", [0, 1]).exchange  # those that are left share a store
 
 
 def test_views_have_their_own_keys_ranks_and_deaths(stores):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import flagcx as fc
 from tests.bootstrap.processes import mpirun_environment, rest, spawned
 from tests.communicator.jobs import PRELUDE, job, outcome_of
+from tests.ranges import exhaustive
 
 SOON_S = 2.0
 
@@ -242,6 +244,51 @@ tell(works(comm), comm.lost)
         assert (name, culprit) == ("PeerTimeoutError", 2) and 0.9 < seconds < 2, told
         assert "rank 2 did not come" in text
     assert [one[-1] for one in told] == ["True ()"] * 3, told
+
+
+@pytest.mark.parametrize(
+    "case", [(True, (2,)), *exhaustive([(True, (0, 3)), (False, (3,)), (False, (0,)), (False, (0, 1))])]
+)
+def test_ranks_that_are_stopped_are_left_out(case, tmp_path):
+    """Also ranks that run the store, or would be the next to."""
+    launched, late = case
+    body = f"""
+if me in {late}:
+    os.kill(os.getpid(), signal.SIGSTOP)
+outcome(lambda: [comm.barrier() for _ in range(9)])
+outcome(lambda: comm.shrink(patience_s=0))
+comm = comm.shrink(patience_s=0.3)
+tell(works(comm), comm.lost)
+"""
+    settings = {"FLAGCX_TIMEOUT_S": "0.3"}
+    if launched:
+        told = _told(body, 4, **settings)
+    else:
+        environs = [mpirun_environment(rank, 4, f"j{os.getpid()}", tmp_path, **settings) for rank in range(4)]
+        with spawned(PRELUDE + _START + body, *environs) as processes:
+            told = [rest(process, 60).splitlines() for process in processes]
+    for rank, lines in enumerate(told):
+        if rank in late:
+            assert lines == []
+        else:
+            assert "is no number of seconds above 0" in lines[1], told
+            assert lines[-1] == f"True {late}", told
+
+
+def test_a_rank_that_is_a_thread_cannot_be_left_out():
+    refused: list[str] = []
+    over = threading.Barrier(2)
+
+    def run() -> None:
+        comm = fc.init()
+        if comm.rank:
+            with pytest.raises(fc.CommunicatorError, match=r"rank 0 did not come .* it is a thread"):
+                comm.shrink(patience_s=0.1)
+            refused.append("rank 0")
+        over.wait(30)
+
+    fc.launch(run, ranks=2, threads=True)
+    assert refused == ["rank 0"]
 
 
 def test_ranks_that_are_threads_go_on_without_one_that_raised():

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from flagcx.errors import ArgumentError, ArrayError, RankError
+from flagcx.foreign_arrays import host_view
 
 _DLPACK_CUDA = (2, 13)  # Memory of a GPU, and managed memory.
 
@@ -20,7 +21,10 @@ def on_device(array) -> bool:
     if kind is np.ndarray:
         return False
     if hasattr(kind, "__dlpack_device__"):
-        return array.__dlpack_device__()[0] in _DLPACK_CUDA
+        try:
+            return array.__dlpack_device__()[0] in _DLPACK_CUDA
+        except Exception:  # of an array without memory, which is refused as one of the host
+            return False
     return hasattr(kind, "__cuda_array_interface__")
 
 
@@ -29,14 +33,14 @@ def host_array(array, what: str, *, writable: bool) -> np.ndarray:
 
     Args:
         array: A NumPy array, or anything with ``__array_interface__``, ``__array__`` or DLPack that
-            shares its memory (a torch or JAX array on the CPU).
+            shares its memory (a torch or JAX array on the CPU, bfloat16, fp8 and parameters included).
         what: What the array is called in messages.
         writable: Whether it will be written.
 
     Raises:
         ArrayError: It is no array, masked, of a foreign byte order, or read-only and to be written.
     """
-    view = array if type(array) is np.ndarray else _viewed(array, what)
+    view = array if type(array) is np.ndarray else host_view(array, what, writable)
     if not view.dtype.isnative:
         raise ArrayError(
             f"{what} has the foreign byte order {view.dtype.str}; convert it with "
@@ -47,63 +51,6 @@ def host_array(array, what: str, *, writable: bool) -> np.ndarray:
             f"{what} is read-only and would be written; pass out=, or a copy that can be written"
         )
     return view
-
-
-def _viewed(array, what: str) -> np.ndarray:
-    if isinstance(array, np.ndarray):
-        if isinstance(array, np.ma.MaskedArray):
-            raise ArrayError(
-                f"{what} is a masked array, whose mask would not be sent; pass {what}.filled(value) with a "
-                f"value that changes nothing, such as 0 for a sum"
-            )
-        return array.view(np.ndarray)
-    offers = hasattr(array, "__array_interface__") or hasattr(array, "__dlpack__")
-    if offers and not isinstance(array, np.generic):
-        view = _shared(array, what)
-        if view.dtype != object:
-            return view
-    kind = f"{type(array).__module__}.{type(array).__qualname__}"
-    raise ArrayError(
-        f"{what} is a {kind}; expected an array: NumPy's, CuPy's, or one that offers "
-        f"__array_interface__, __cuda_array_interface__ or DLPack. {_instead(array, what)}"
-    )
-
-
-def _instead(array, what: str) -> str:
-    """What may have been meant by something that is no array."""
-    if type(array).__name__ == "InPlaceType":
-        return "MPI.IN_PLACE is not needed: comm.allreduce(x) is in place, comm.allreduce(x, out=y) is not"
-    if isinstance(array, (complex, float, int, np.generic)):
-        return f"For a number: {what} = np.array({array}), of one element"
-    return "For Python objects use the object forms, such as comm.broadcast_object"
-
-
-def _shared(array, what: str) -> np.ndarray:
-    """A foreign array of the host as NumPy's, in the same memory."""
-    try:
-        return np.asarray(array)
-    except Exception as error:  # each library has its own
-        kind = f"{type(array).__module__}.{type(array).__qualname__}"
-        raise ArrayError(
-            f"{what} is a {kind} that NumPy cannot take as it is ({error}); {_remedy(array, what)}"
-        ) from error
-
-
-def _remedy(array, what: str) -> str:
-    """What a caller can do about a foreign array that NumPy doesn't take."""
-    if type(array).__module__.partition(".")[0] != "torch":
-        return "pass a NumPy array that views its memory"
-    if getattr(array, "requires_grad", False):
-        return f"pass {what}.detach(), which shares its memory and leaves no trace for the gradient"
-    if str(getattr(array, "dtype", "")) == "torch.bfloat16":
-        return (
-            f"pass {what}.view(torch.int16).numpy().view(ml_dtypes.bfloat16), which shares its memory, or "
-            f"call torch.distributed after fc.enhance_process_group(), which takes such tensors"
-        )
-    return (
-        "pass a NumPy array that views its memory, or call torch.distributed after "
-        "fc.enhance_process_group(), which takes torch's tensors"
-    )
 
 
 def result_array(out, what: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

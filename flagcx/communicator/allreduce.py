@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from numpy import ndarray
 
 from flagcx.arguments import untangle
+from flagcx.communicator import functional
 from flagcx.communicator.buffers import buffers_of, check_many
 from flagcx.communicator.caller import Caller, is_apart, refuse_async
 from flagcx.dtypes import Op, dtype_of, resolve_op
 from flagcx.executor.host import Executor
 from flagcx.executor.staging import stage
+from flagcx.foreign_arrays import any_immutable, is_immutable
 from flagcx.fusion.cache import Bound
 from flagcx.fusion.known_lists import ArraysChanged
 from flagcx.fusion.reductions import Reductions
@@ -141,7 +144,14 @@ def _with_options(comm, x, op, out, algorithm, compression, async_op, stream) ->
     if stream is None:
         from flagcx.communicator import compressed
 
-        return compressed.allreduce(comm, x, op, out, algorithm, compression, async_op)
+        def compress(x: Any, out: Any) -> Any:
+            return compressed.allreduce(comm, x, op, out, algorithm, compression, async_op)
+
+        return (
+            functional.call(comm, compress, "allreduce", None, x, out)
+            if is_immutable(x)
+            else compress(x, out)
+        )
 
     def call(x: Any, out: Any) -> Any:
         return allreduce(
@@ -156,7 +166,7 @@ def _checked(comm: Caller, x: Any, op: Op, out: Any, algorithm: str | None, asyn
     if isinstance(x, (list, tuple)):
         return _allreduce_many(comm, x, op, out, algorithm, async_op)
     group = comm._group
-    if group is None:
+    if group is None or is_immutable(x):
         return comm.call("allreduce", x, out, op=op, algorithm=algorithm, async_op=async_op)
     refuse_async(async_op)
     return _add(comm, group.reductions(), x, op, out, algorithm)
@@ -198,6 +208,9 @@ def _allreduce_many(
 ) -> Any:
     """All-reduces of a list of arrays, in few messages."""
     check_many(xs, outs)
+    if outs is None and any_immutable(xs):
+        again = partial(_allreduce_many, comm, op=op, algorithm=algorithm, async_op=async_op)
+        return functional.call_with_many(comm, lambda xs, outs: again(xs, outs=outs), xs)
     value = xs if outs is None else outs
     if outs is None and not async_op and comm._group is None:
         xs = _left_to_reduce(comm, xs, op, algorithm)

@@ -10,6 +10,7 @@ import numpy as np
 from flagcx.arguments import blocks_of
 from flagcx.errors import ArgumentError, ArrayError
 from flagcx.executor.host import Executor
+from flagcx.foreign_arrays import in_kind
 from flagcx.schedule.collectives import Counts
 
 ONE_ARRAY = ("allreduce", "reduce", "broadcast")
@@ -78,7 +79,7 @@ def buffers_of(
     if in_place:
         return Buffers(sendbuf, sendbuf, count, x)
     recvbuf = executor.result(out, names[1], shape, sendbuf.dtype)
-    return Buffers(sendbuf, recvbuf, count, recvbuf if out is None else out)
+    return Buffers(sendbuf, recvbuf, count, in_kind(x, recvbuf) if out is None else out)
 
 
 def v_buffers_of(
@@ -111,14 +112,14 @@ def v_buffers_of(
         else:
             _check_size(sendbuf, sum(sends), "sum(send_counts)" if collective == "alltoall" else all_of_it)
     elif out is not None:
-        dtype = out.dtype
+        dtype = executor.take(out, "out", True).dtype
     elif dtype is None:
         raise ArgumentError(f"scatterv needs out= or dtype= on rank {rank}: only the root has x")
     if collective == "gather" and rank != root:
         return Buffers(sendbuf, None, counts, None)
     count = receives[rank] if collective in ("reduce_scatter", "scatter") else sum(receives)
     recvbuf = executor.result(out, "out", (count,), np.dtype(dtype))
-    return Buffers(sendbuf, recvbuf, counts, recvbuf if out is None else out)
+    return Buffers(sendbuf, recvbuf, counts, in_kind(x, recvbuf) if out is None else out)
 
 
 def _check_size(array: Any, count: int, what: str) -> None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from flagcx.arguments import check_rank, on_device, untangle
+from flagcx.communicator import functional
 from flagcx.communicator.buffers import buffers_of, v_buffers_of
 from flagcx.config import Config
 from flagcx.dtypes import Op, dtype_of, resolve_op
@@ -27,6 +28,7 @@ from flagcx.errors import ArgumentError, CommunicationError
 from flagcx.executor.host import Executor
 from flagcx.executor.open import open_device_executor
 from flagcx.executor.staging import stage
+from flagcx.foreign_arrays import is_immutable
 from flagcx.fusion.fuse import Fusion, HostPacker, Packer
 from flagcx.fusion.group import Group, Pending
 from flagcx.fusion.limits import host_limits
@@ -223,6 +225,10 @@ class Caller:
             return self.run_on(stream, again, (x, out), algorithm=algorithm, async_op=async_op)
         if COLLECTIVES[collective].rooted:
             root = check_rank(root, self.size, "root")
+        if is_immutable(x):
+            again = partial(self.call, collective, op=op, root=root, counts=counts, dtype=dtype)
+            again = partial(again, algorithm=algorithm, async_op=async_op, part_of=part_of)
+            return functional.call(self, again, collective, root, x, out)
         executor = self.executor_of(out if x is None else x)
         if counts is None:
             sendbuf, recvbuf, counts_of, value = buffers_of(executor, collective, root, x, out)

@@ -13,6 +13,7 @@ from flagcx.errors import ArgumentError, ArrayError
 from flagcx.executor.host import Executor
 from flagcx.executor.rows import find_rows
 from flagcx.executor.staging import Staged
+from flagcx.foreign_arrays import in_kind
 from flagcx.kernels.epilogue import (
     COLUMN,
     ELEMENT,
@@ -160,9 +161,10 @@ def row_buffers(
     _check_apart(executor, placed, {"out", *(o.name for o in operands if o.keeps)})
     dtypes = tuple(None if arrays[o.name] is None else dtype_of(arrays[o.name].dtype) for o in operands)
     rows = Rows(taken.size // max(columns, 1), columns, kind, Epilogue(pieces, numbers, dtypes, made))
-    value = target if out is None else out
+    value = in_kind(x, target) if out is None else out
     if any(o.name == "scales" for o in operands):
-        value = value, arrays["scales"] if given.get("scales") is None else given["scales"]
+        scales = given.get("scales")
+        value = value, in_kind(x, arrays["scales"]) if scales is None else scales
     used = RowArrays(placed["x"], [placed.get(o.name) for o in operands])
     return RowBuffers(rows, used, placed["out"], value, plain.before, plain.after)
 

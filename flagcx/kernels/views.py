@@ -6,15 +6,12 @@ CuPy views existing memory as fp8, but refuses to allocate fp8 arrays or to comp
 from __future__ import annotations
 
 import math
-import sys
 from typing import Any
 
 import numpy as np
 
-from flagcx.dtypes import DTYPES
 from flagcx.errors import ArrayError
-
-_CARRIERS = {"bfloat16": "int16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
+from flagcx.foreign_arrays import as_carried, is_immutable, library_of, tell_of_writes
 
 
 def device_array(cupy: Any, array: Any, what: str, writable: bool) -> Any:
@@ -63,10 +60,9 @@ def empty(cupy: Any, shape: tuple[int, ...] | int, dtype: Any) -> Any:
 
 
 def _viewed(cupy: Any, array: Any, what: str, writable: bool) -> Any:
-    library = type(array).__module__.partition(".")[0]
-    if library == "torch":
-        return _from_torch(cupy, array, what)
-    if library in ("jax", "jaxlib") and writable:
+    if library_of(array) == "torch":
+        return _from_torch(cupy, array, what, writable)
+    if writable and is_immutable(array):
         raise ArrayError(
             f"{what} is a JAX array, which nothing may write to; pass "
             f"out=cupy.empty_like(cupy.asarray({what})), or a CuPy array"
@@ -82,16 +78,13 @@ def _viewed(cupy: Any, array: Any, what: str, writable: bool) -> Any:
         raise ArrayError(f"{what} cannot be taken as a CuPy array: {error}") from error
 
 
-def _from_torch(cupy: Any, tensor: Any, what: str) -> Any:
+def _from_torch(cupy: Any, tensor: Any, what: str, writable: bool) -> Any:
     """A torch tensor's memory; dtypes that DLPack lacks are exchanged as integers."""
     if not tensor.is_cuda:
         raise ArrayError(
             f"{what} is a tensor on {tensor.device}; expected one on a GPU, such as {what}.cuda()"
         )
-    plain = tensor.detach()
-    name = str(plain.dtype).rpartition(".")[2]
-    if name not in _CARRIERS:
-        return cupy.from_dlpack(plain)
-    carrier = getattr(sys.modules["torch"], _CARRIERS[name])
-    dtype = next(d.numpy for d in DTYPES.values() if d.name == name)
-    return cupy.from_dlpack(plain.view(carrier)).view(dtype)
+    if writable:
+        tell_of_writes(tensor)
+    plain, carrier, dtype = as_carried(tensor)
+    return cupy.from_dlpack(plain) if carrier is None else cupy.from_dlpack(plain.view(carrier)).view(dtype)

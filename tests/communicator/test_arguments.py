@@ -7,7 +7,6 @@ import os
 import threading
 import warnings
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -215,20 +214,6 @@ def test_how_much_memory_there_is(text, available, tmp_path, monkeypatch):
     assert heap.available_nbytes() == available
     limit.write_text("4096\n")
     assert heap.available_nbytes() == (available and 4096)
-
-
-def test_what_torch_does_not_show_numpy(comm):
-    torch = pytest.importorskip("torch", reason="PyTorch is not installed (pip install 'flagcx[torch]')")
-    with pytest.raises(fc.ArrayError, match=r"requires? grad.*pass x.detach\(\), which shares its memory"):
-        comm.allreduce(torch.ones(3, requires_grad=True))
-    half = torch.ones(3, dtype=torch.bfloat16)
-    with pytest.raises(
-        fc.ArrayError, match=r"BFloat16.*pass x\.view\(torch\.int16\).*fc\.enhance_process_group"
-    ):
-        comm.allreduce(half)
-    comm.allreduce(half.view(torch.int16).numpy().view(ml_dtypes.bfloat16))
-    with pytest.raises(fc.ArrayError, match=r"or call torch\.distributed after fc\.enhance_process_group"):
-        comm.allreduce(torch.ones(3).to_sparse())
 
 
 def test_a_forked_child_may_not_use_it(comm):

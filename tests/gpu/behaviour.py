@@ -259,6 +259,15 @@ def other_libraries() -> list[str]:
         want = torch.full((77,), n if name != "bool" else 1, device="cuda").to(x.dtype)
         if got is not x or not bool((x.to(torch.complex64) == want.to(torch.complex64)).all()):
             faults.append(f"torch {name}: {x[:3]}")
+        gathered = comm.allgather(x)
+        torch.cuda.synchronize()
+        alike = type(gathered) is torch.Tensor and (gathered.dtype, gathered.device) == (x.dtype, x.device)
+        if (
+            not alike
+            or bool((gathered[0].to(torch.complex64) != x.to(torch.complex64)).any())
+            or gathered.shape != (n, 77)
+        ):
+            faults.append(f"torch allgather of {name}: {gathered}")
     gradient = torch.ones(5, device="cuda", requires_grad=True)
     comm.allreduce(gradient)
     if gradient.tolist() != [n] * 5:
@@ -328,7 +337,16 @@ def _jax(comm: Any, cupy: Any) -> list[str]:
     y = cupy.zeros(33, cupy.float32)
     comm.allreduce(x, out=y)
     faults = [] if bool((y == comm.size).all()) else [f"jax: {y[:3]}"]
-    return faults + _refused(lambda: comm.allreduce(x), "JAX array")
+    for name, new, shape in (
+        ("allreduce", comm.allreduce(x), (33,)),
+        ("started allreduce", comm.allreduce(x, async_op=True).wait(), (33,)),
+        ("allgather", comm.allgather(x), (comm.size, 33)),
+        ("broadcast", comm.broadcast(x), (33,)),
+    ):
+        want = comm.size if "allreduce" in name else 1
+        if not isinstance(new, jax.Array) or new.shape != shape or not bool((new == want).all()):
+            faults.append(f"jax {name}: {type(new)} {new}")
+    return faults + _refused(lambda: comm.allreduce(y, out=x), "JAX array")
 
 
 def _numba(comm: Any) -> list[str]:

@@ -178,7 +178,7 @@ def html(schedule: Schedule) -> str:
     from html import escape
 
     try:
-        return draw(schedule)._repr_html_()  # type: ignore[attr-defined]
+        return str(draw(schedule)._repr_html_())  # type: ignore[attr-defined]
     except (ArgumentError, MissingDependencyError) as error:
         shown = text(schedule) if schedule.size <= _MOST_NAMES else f"{_title(schedule)}; {error}"
         return f"<pre>{escape(shown)}</pre>"

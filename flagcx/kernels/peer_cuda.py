@@ -270,10 +270,16 @@ FLAGCX_DEVICE void store_elements(const Run& run, i64 pack, uint4 v) {
     if (pack * N + e < run.count) run.at[pack * N + e] = x.at()[e];
 }
 FLAGCX_DEVICE Run block_run(u64 array, int block, i64 count) { return Run{(T*)array + block * count, count}; }
-// The part of a message that a rank processes: whole packs, except the last.
+// Whether the root of a broadcast or reduction in chunks has no part: it has the whole message to send, or to
+// take. With two ranks it has half of it, since its peer would have more to do than it.
+#define ROOT_APART (!PACKETS_ONLY && (FORM == BROADCAST || FORM == REDUCE) && RANKS > 2)
+FLAGCX_DEVICE bool has_part(const Args& a, int rank) { return !ROOT_APART || rank != a.root; }
+// The part of a message that a rank processes: whole packs, except the last. The root's, after all others, is
+// empty where it has none.
 FLAGCX_DEVICE Run part_run(const Args& a, u64 array, int rank) {
-  const i64 most = a.part * N, left = a.count - rank * most;
-  return Run{(T*)array + rank * most, left < 0 ? 0 : left > most ? most : left};
+  const int number = ROOT_APART ? (rank - a.root - 1 + RANKS) % RANKS : rank;
+  const i64 most = a.part * N, left = a.count - number * most;
+  return Run{(T*)array + number * most, left < 0 ? 0 : left > most ? most : left};
 }
 // Whether each rank processes a part of the message; else all of the message or of a block. In chunks a
 // broadcast scatters the parts first, and a reduction gathers them last.

@@ -7,8 +7,9 @@ Block b of threads communicates only with block b of every peer, chunk after chu
 2. combine: once the peers' first flags have arrived, the chunks of ranks 0 to n - 1 are combined in that
    order and put into recvbuf, and for two-shot into outboxes; then the second flag is sent.
 3. collect (two-shot, broadcast, and the root of a reduction): once the peers' second flags have arrived,
-   their parts are copied from the outbox into recvbuf. The outbox needs no flag of its own: a peer's first
-   flag of chunk g + SLOTS follows its third stage of chunk g.
+   their parts are copied from the outbox into recvbuf. Of more than two ranks, the root of a broadcast or
+   reduction has no part itself, so that it sends, or takes, the message once. The outbox needs no flag of its
+   own: a peer's first flag of chunk g + SLOTS follows its third stage of chunk g.
 
 Stage 2 lags LAG chunks behind stage 1, and stage 3 as many behind stage 2, so that other chunks hide the
 latency of a flag; 2 LAG + 1 slots are enough for that. Data is pushed, and a rank polls flags in its own
@@ -56,14 +57,14 @@ template <int U> FLAGCX_DEVICE void push_packs(const Args& a, u32 box, i64 first
   uint4 v[PIECE][U];
 #pragma unroll
   for (int k = 0; k < PIECE; k++)
-    if (k0 + k < RANKS) {
+    if (k0 + k < RANKS && has_part(a, peer_after(a, k0 + k))) {
       const uint4* const from = (const uint4*)send_run(a, peer_after(a, k0 + k)).at + first + i;
 #pragma unroll
       for (int u = 0; u < U; u++) v[k][u] = load_own_pack(from + u * WORK);
     }
 #pragma unroll
   for (int k = 0; k < PIECE; k++)
-    if (k0 + k < RANKS) {
+    if (k0 + k < RANKS && has_part(a, peer_after(a, k0 + k))) {
       uint4* const to = box_of(a, peer_after(a, k0 + k), AT_INBOX, box, a.rank) + i;
 #pragma unroll
       for (int u = 0; u < U; u++) store_pack(to + u * WORK, v[k][u]);
@@ -74,7 +75,8 @@ FLAGCX_DEVICE void push(const Args& a, int t, u32 box, i64 first, int length) {
   if (a.rank != a.root) return;
 #endif
   bool fast = true;
-  for (int k = 1; k < RANKS; k++) fast = fast && whole(send_run(a, peer_after(a, k)), first + length);
+  for (int k = 1; k < RANKS; k++)
+    if (has_part(a, peer_after(a, k))) fast = fast && whole(send_run(a, peer_after(a, k)), first + length);
   if (fast) {
 #pragma unroll
     for (int k0 = 1; k0 < RANKS; k0 += PIECE) {
@@ -88,6 +90,7 @@ FLAGCX_DEVICE void push(const Args& a, int t, u32 box, i64 first, int length) {
   }
   for (int k = 1; k < RANKS; k++) {
     const int p = peer_after(a, k);
+    if (!has_part(a, p)) continue;
     const Run run = send_run(a, p);
     uint4* const to = box_of(a, p, AT_INBOX, box, a.rank);
     for (int i = t; i < length; i += WORK)
@@ -101,14 +104,14 @@ FLAGCX_DEVICE void unpack_packs(const Args& a, u64 kind, u32 box, i64 first, int
   uint4 v[PIECE][U];
 #pragma unroll
   for (int k = 0; k < PIECE; k++)
-    if (k0 + k < RANKS) {
+    if (k0 + k < RANKS && has_part(a, peer_after(a, k0 + k))) {
       const uint4* const from = filled_box(a, kind, box, peer_after(a, k0 + k)) + i;
 #pragma unroll
       for (int u = 0; u < U; u++) v[k][u] = load_shared_pack(from + u * WORK);
     }
 #pragma unroll
   for (int k = 0; k < PIECE; k++)
-    if (k0 + k < RANKS) {
+    if (k0 + k < RANKS && has_part(a, peer_after(a, k0 + k))) {
       uint4* const to = (uint4*)recv_run(a, peer_after(a, k0 + k)).at + first + i;
 #pragma unroll
       for (int u = 0; u < U; u++) store_own_pack(to + u * WORK, v[k][u]);
@@ -116,7 +119,8 @@ FLAGCX_DEVICE void unpack_packs(const Args& a, u64 kind, u32 box, i64 first, int
 }
 FLAGCX_DEVICE void unpack(const Args& a, int t, u64 kind, u32 box, i64 first, int length) {
   bool fast = true;
-  for (int k = 1; k < RANKS; k++) fast = fast && whole(recv_run(a, peer_after(a, k)), first + length);
+  for (int k = 1; k < RANKS; k++)
+    if (has_part(a, peer_after(a, k))) fast = fast && whole(recv_run(a, peer_after(a, k)), first + length);
   if (fast) {
 #pragma unroll
     for (int k0 = 1; k0 < RANKS; k0 += PIECE) {
@@ -130,6 +134,7 @@ FLAGCX_DEVICE void unpack(const Args& a, int t, u64 kind, u32 box, i64 first, in
   }
   for (int k = 1; k < RANKS; k++) {
     const int q = peer_after(a, k);
+    if (!has_part(a, q)) continue;
     const uint4* const from = filled_box(a, kind, box, q);
     for (int i = t; i < length; i += WORK)
       store_elements(recv_run(a, q), first + i, load_shared_pack(from + i));
@@ -309,7 +314,8 @@ FLAGCX_DEVICE void work(const Args& a, Progress* progress, u32 base, u32 box, in
     first -= LAG * stride;
     if (i >= LAG && i < a.steps + LAG) {
       ok = ok && await_all(a, AT_FIRST, base + i + 1 - LAG, lane);
-      if (ok && first < a.part) combine_chunk(a, t, box + i - LAG, first, length_of(a, first), direct);
+      if (ok && first < a.part && has_part(a, a.rank))
+        combine_chunk(a, t, box + i - LAG, first, length_of(a, first), direct);
       arrive(progress, 1, i + 1 - LAG, ok, t);
     }
 #if COLLECTS

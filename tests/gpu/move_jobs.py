@@ -119,7 +119,7 @@ def started(times: int, large: int = 0) -> list[str]:
     """Messages that are started and waited for in any order, beside collectives: as MPI lets them move."""
     import cupy
 
-    comm = fc.init(timeout_s=40.0)
+    comm = fc.init(timeout_s=12.0)
     n, r, random = comm.size, comm.rank, np.random.default_rng(14)
     faults: list[str] = []
     after, before = (r + 1) % n, (r - 1) % n
@@ -169,7 +169,7 @@ def farm(tasks: int) -> list[str]:
     """Rank 0 gives tasks to whichever rank has answered; the others answer until they get a 0."""
     import cupy
 
-    comm = fc.init(timeout_s=40.0)
+    comm = fc.init(timeout_s=12.0)
     faults: list[str] = []
     if comm.rank == 0:
         answers = {q: cupy.zeros(50_000, cupy.int64) for q in range(1, comm.size)}

@@ -99,8 +99,11 @@ def started_work(layout: PeerLayout) -> int:
 def parts_of(form: str, count: int, itemsize: int, ranks: int, packets: bool) -> int:
     """Packs that one rank processes: a part of the message, or the whole message or block."""
     packs = 1 if form == "barrier" else -(-count // (_PACK_NBYTES // itemsize))
-    parts = ("two_shot",) if packets else ("two_shot", "broadcast", "reduce")
-    return -(-packs // ranks) if form in parts else packs
+    if form == "two_shot":
+        return -(-packs // ranks)
+    if packets or form not in ("broadcast", "reduce"):
+        return packs
+    return -(-packs // (ranks - 1 if ranks > 2 else ranks))  # the root of some has no part
 
 
 def packet_grid(

@@ -17,7 +17,7 @@ from flagcx.dtypes import Op, dtype_of, resolve_op
 from flagcx.executor.host import Executor
 from flagcx.executor.staging import stage
 from flagcx.foreign_arrays import any_immutable, is_immutable
-from flagcx.fusion.cache import Bound
+from flagcx.fusion.cache import Bound, identities
 from flagcx.fusion.known_lists import ArraysChanged
 from flagcx.fusion.reductions import Reductions
 
@@ -244,7 +244,7 @@ def _left_to_reduce(comm: Caller, xs: Sequence[Any], op: Op, algorithm: str | No
     """Reduces a list of NumPy arrays that came before; returns what is left of it to be reduced."""
     if not xs or xs[0].__class__ is not ndarray:
         return xs
-    lists, names = comm.fusion_of(comm._host).lists, (((op, algorithm, 0),), tuple(map(id, xs)))
+    lists, names = comm.fusion_of(comm._host).lists, (((op, algorithm, 0),), identities(xs))
     known = lists.find(names)
     if known is None:
         return xs
@@ -262,4 +262,4 @@ def _bound(comm: Caller, xs: Sequence[Any], op: Op, algorithm: str | None) -> Bo
     if device is None or not xs or xs[0].__class__ is not device.array_class:
         return None
     bindings = comm.fusion_of(device).bindings
-    return None if bindings is None else bindings.of_arrays((((op, algorithm, 0),), tuple(map(id, xs))))
+    return None if bindings is None else bindings.of_arrays((((op, algorithm, 0),), identities(xs)))

@@ -132,7 +132,7 @@ class KnownLists:
         """What is known of the arrays with these names.
 
         Args:
-            names: The ``id`` of each array, and all else that matters.
+            names: All that matters besides, and the ``identities`` of the arrays.
         """
         try:
             found = self._known.get(names)

@@ -13,7 +13,7 @@ from flagcx.errors import ArgumentError
 from flagcx.executor.host import Executor
 from flagcx.executor.staging import StagedArrays, Staging
 from flagcx.executor.work import Work
-from flagcx.fusion.cache import Bound
+from flagcx.fusion.cache import Bound, identities
 from flagcx.fusion.fuse import Fused, Fusion
 from flagcx.fusion.known_lists import KnownList
 from flagcx.transport.base import Plan
@@ -216,7 +216,7 @@ class Reductions:
         """The plan of these very arrays, which may have come before; None if some of them overlap."""
         bindings, arrays = fusion.bindings, self._arrays
         assert bindings is not None
-        names = tuple(self._names), tuple(map(id, arrays))
+        names = tuple(self._names), identities(arrays)
         bound = bindings.of_arrays(names)
         if bound is not None:
             return bound
@@ -233,7 +233,7 @@ class Reductions:
 
     def _calls_of_list(self, fusion: Fusion) -> list[FusedCall]:
         """The calls for NumPy arrays in place, which may have come together before."""
-        arrays, names = self._arrays, (tuple(self._names), tuple(map(id, self._arrays)))
+        arrays, names = self._arrays, (tuple(self._names), identities(self._arrays))
         kinds = tuple([(kind.dtype.code, first) for kind, first in self._runs])
         known = fusion.lists.find(names)
         if known is not None and known.kinds == kinds:

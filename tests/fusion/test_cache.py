@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+from collections import OrderedDict
 
+import numpy as np
 import pytest
 
-from flagcx.fusion.cache import BindingCache, Bound, BoundPart
+from flagcx.fusion.cache import BindingCache, Bound, BoundPart, drop_oldest, identities
 
 
 class Array:
@@ -40,7 +42,7 @@ class Packing:
 
 
 def names_of(arrays) -> tuple:
-    return ("sum",), tuple(map(id, arrays))
+    return ("sum",), identities(arrays)
 
 
 @pytest.fixture
@@ -73,7 +75,7 @@ def test_arrays_are_recognised_by_their_memory_then_by_themselves(bindings):
     assert [bring(bindings, arrays, (1,), bound) for _ in range(4)] == ["no", "memory", "arrays", "arrays"]
     assert bindings.of_arrays(names_of(arrays)) is bound
     assert bindings.of_arrays(names_of(arrays[:4])) is None
-    assert bindings.of_arrays((("max",), tuple(map(id, arrays)))) is None
+    assert bindings.of_arrays((("max",), identities(arrays))) is None
     assert bindings.of_arrays(((["no key"],), ())) is None
 
 
@@ -108,6 +110,20 @@ def test_what_no_longer_holds_is_worked_out_anew(bindings):
     places.kept = False
     assert bring(bindings, arrays, (1,), Bound([])) == "no"
     assert bring(bindings, arrays, (1,), Bound([])) == "memory"
+
+
+def test_arrays_are_told_apart_by_their_identity_alone():
+    some = [np.array(3.0), np.zeros(0), np.zeros((2, 2)), [np.zeros(2)], None, np.array(object()), "text"]
+    assert np.frombuffer(identities(some), np.uintp).tolist() == [*map(id, some)]
+    assert identities([]) == b""
+
+
+@pytest.mark.parametrize("kind", [identities, tuple])
+def test_lists_of_many_arrays_leave_room_for_few(kind):
+    some = [None] * 20_000
+    kept = OrderedDict(((number, kind(some)), number) for number in range(5))
+    assert drop_oldest(kept) and [*kept.values()] == [2, 3, 4]
+    assert not drop_oldest(kept)
 
 
 def test_the_oldest_lists_are_forgotten(bindings):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from flagcx.errors import ArrayError
+from flagcx.fusion.cache import identities
 from flagcx.fusion.known_lists import ArraysChanged, KnownList, KnownLists, ListPart
 
 
@@ -116,7 +117,7 @@ def test_a_read_only_array_is_named_and_all_others_get_their_results():
 
 def test_a_list_is_known_from_its_second_time_on_and_as_long_as_its_arrays_live():
     lists, arrays = KnownLists(), some_arrays()
-    names = ("sum", tuple(map(id, arrays)))
+    names = ("sum", identities(arrays))
     made = []
 
     def make() -> KnownList:
@@ -140,8 +141,8 @@ def test_few_lists_are_kept():
     for _ in range(40):
         arrays = some_arrays()
         kept.append(arrays)
-        names = ("sum", tuple(map(id, arrays)))
+        names = ("sum", identities(arrays))
         for _ in range(2):
             lists.note(names, arrays, lambda: known_list(some_arrays()))
-    found = [lists.find(("sum", tuple(map(id, arrays)))) is not None for arrays in kept]
+    found = [lists.find(("sum", identities(arrays))) is not None for arrays in kept]
     assert found == [False] * 8 + [True] * 32

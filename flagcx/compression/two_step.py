@@ -8,7 +8,9 @@
 A rank sends 2 (n-1)/n of the coded message, as the dense two-shot form does of the plain one. The owner of a
 stripe adds its own part uncoded, and then decodes its coded sum as all others do: so all ranks end with the
 same bits. Long messages go in pieces: on a host, while one is sent, the next is coded and the one before
-decoded; on a GPU they save memory, and each takes three kernels and two collectives.
+decoded; on a GPU they save memory, and each takes three kernels and two collectives. There a second stream
+for the collectives gained nothing: beside a computation of 9.3 ms, of two ranks on one H200, six buckets of
+256 MiB by int8 took 14.6 ms on one stream, and 20.2 ms in pieces of 64 MiB on two.
 
 With a residual (error feedback) each rank adds the coding error of this gradient to its next one, and the
 owner of a stripe the coding error of the sum. Infinity or NaN on any rank, and sums that overflow, decode to

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flagcx.cli.machines import GpuModel, NetworkSpeed, Sm, capability, machine_for
 from flagcx.cli.own_algorithms import Load, load_algorithms
 from flagcx.errors import ArgumentError, FlagcxError
 
@@ -47,6 +48,9 @@ def simulate(
         int | None, typer.Option("--ranks", "-n", min=1, help="How many ranks; one for each GPU by default.")
     ] = None,
     collective: Annotated[str, typer.Option("--collective", "-c")] = "allreduce",
+    network_gb_per_s: NetworkSpeed = None,
+    sm: Sm = None,
+    gpu_model: GpuModel = None,
     pieces: Annotated[
         int | None,
         typer.Option("--pieces", "-k", min=1, max=8192, help="Pieces that follow each other; by the model."),
@@ -82,7 +86,7 @@ def simulate(
         if scheduled:
             _check_names(collective, algorithm)
         _check_files(scheduled, algorithm, plot, trace)
-        machine = machine_for(topology, ranks)
+        machine = machine_for(topology, ranks, capability(sm, gpu_model), network_gb_per_s)
         model = model_of(machine, ranks or len(machine.gpus), None, Costs() if network_only else DEVICE_COSTS)
         if not scheduled:
             report = _priced(model, collective, algorithm, count)
@@ -122,7 +126,7 @@ def _priced(model: Model, collective: str, algorithm: str, nbytes: int) -> dict[
         known = ", ".join(found) or "nothing"
         raise ArgumentError(
             f"no model of {algorithm!r} for {collective} on {model.topology.name}; besides schedules, "
-            f"there is one of {known} (NCCL's own: of the all-reduce alone; peers' memory: on one host)"
+            f"there is one of {known} (peers' memory: on one host)"
         )
     one, why = found[algorithm]
     if why:

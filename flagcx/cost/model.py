@@ -96,8 +96,8 @@ def predict(candidate: Candidate, laid: Timed, nbytes: float, costs: Costs) -> P
     if timing.link_busy.any():
         worst = int(timing.link_busy.argmax())  # the first of equals
         bottleneck = Bottleneck(
-            *network.names[worst],
-            network.kinds[worst],
+            *network.links.name(worst),
+            network.links.kind(worst),
             float(network.bandwidth_gb_per_s[worst]),
             float(timing.link_nbytes[worst]),
             float(timing.link_busy[worst]),

@@ -18,8 +18,9 @@ import numpy as np
 
 from flagcx.algorithms import build
 from flagcx.algorithms.candidate import Candidate
+from flagcx.cost.links import Flows, Links
 from flagcx.cost.model import Prediction, predict
-from flagcx.cost.network import Flows, Network
+from flagcx.cost.network import Network
 from flagcx.cost.simulate import Costs, lay, message_nbytes
 from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.schedule.model import Schedule
@@ -132,10 +133,10 @@ def _rounds(schedule: Schedule) -> Rounds:
 def _host_network(size: int, cores: int, once: bool, cached: bool, costs: HostCosts) -> Network:
     """A link for each rank's core, one for all cores where ranks share them, and one for the memory."""
     copy = costs.cached_gb_per_s if cached else costs.copy_gb_per_s
-    names = [(f"rank{rank}", "memory") for rank in range(size)]
-    names += [("ranks", "cores"), ("cores", "memory")]
-    kinds = ["core"] * size + ["cores", "memory"]
-    speeds = [copy] * size + [copy * min(cores, size), costs.memory_gb_per_s if not cached else np.inf]
+    links = Links()
+    links.add(size, "core", lambda rank: (f"rank{rank}", "memory"), copy)
+    links.add(1, "cores", lambda _: ("ranks", "cores"), copy * min(cores, size))
+    links.add(1, "memory", lambda _: ("cores", "memory"), np.inf if cached else costs.memory_gb_per_s)
     latency = costs.attach_us if once else 0.0
 
     def find(source: np.ndarray, target: np.ndarray) -> Flows:
@@ -151,4 +152,4 @@ def _host_network(size: int, cores: int, once: bool, cached: bool, costs: HostCo
             np.full(count, latency),
         )
 
-    return Network(size, find, names, kinds, [float(speed) for speed in speeds])
+    return Network(size, find, links)

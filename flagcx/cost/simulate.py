@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from flagcx.cost.channels import Channels
-from flagcx.cost.network import Flows, Network
+from flagcx.cost.links import Flows
+from flagcx.cost.network import Network
 from flagcx.errors import ArgumentError
 from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.schedule.model import Schedule
@@ -164,7 +165,7 @@ class Timed:
     rounds: Rounds
     network: Network
     _levels: dict[tuple[int, ...], _Level] = field(default_factory=dict)
-    _flows: dict[int, tuple[Flows, np.ndarray, np.ndarray]] = field(default_factory=dict)
+    _parts: list[_Parts] = field(default_factory=list)
     _kept: list[int] = field(default_factory=lambda: [0])
 
     def time(self, nbytes: float, costs: Costs | None = None) -> Timing:
@@ -199,32 +200,24 @@ class Timed:
             self._levels[key] = found
         return found
 
-    def _routed(self, number: int) -> tuple[Flows, np.ndarray, np.ndarray]:
-        """The flows of one kind of traffic, and its load: the links it goes over, and chunks over each."""
-        if number not in self._flows:
-            kind = self.rounds.kinds[number]
-            flows = self.network.find(kind.source, kind.target)
-            carried = np.repeat(kind.chunks, np.diff(flows.first)) * flows.share
-            if len(flows.link) > self.network.links:
-                every = np.bincount(flows.link, carried, self.network.links)
-                used = np.flatnonzero(every)
-                self._flows[number] = flows, used, every[used]
-            else:
-                used, place = np.unique(flows.link, return_inverse=True)
-                self._flows[number] = flows, used, np.bincount(place.ravel(), carried, len(used))
-        return self._flows[number]
+    def _found(self, key: tuple[int, ...]) -> tuple[LevelTraffic, Flows]:
+        """The traffic of a level and its routes."""
+        if len(key) == 1:
+            kind = self.rounds.kinds[key[0]]
+            return kind, self.network.find(kind.source, kind.target)
+        if not self._parts:
+            shared = sorted({number for key, _ in self.rounds.runs if len(key) > 1 for number in key})
+            self._parts.append(_Parts(self.rounds, shared, self.network))
+        return self._parts[0].together(key)
 
     def _make_level(self, key: tuple[int, ...]) -> _Level:
-        traffic = _together([self.rounds.kinds[number] for number in key])
-        routed = [self._routed(number) for number in key]
-        load = np.zeros(self.network.links)
-        for _, used, carried in routed:
-            load[used] += carried
+        traffic, flows = self._found(key)
+        carried = np.repeat(traffic.chunks, np.diff(flows.first)) * flows.share
+        load = np.bincount(flows.link, carried, len(self.network.links))
         per_chunk = load / (self.network.bandwidth_gb_per_s * 1000)
-        units = [
-            np.maximum.reduceat(per_chunk[flows.link], flows.first[:-1]) if len(flows.link) else np.zeros(0)
-            for flows, _, _ in routed
-        ]
+        units = np.zeros(0)
+        if len(flows.link):
+            units = np.maximum.reduceat(per_chunk[flows.link], flows.first[:-1])
         ends = np.concatenate([traffic.source, traffic.target])
         order = np.argsort(ends, kind="stable")
         ranks, starts = np.unique(ends[order], return_index=True)
@@ -234,19 +227,49 @@ class Timed:
             peers = codes // self.rounds.size
             pair = pair if len(codes) < len(pair) else None
         sends = np.maximum(np.bincount(peers, minlength=self.rounds.size)[ranks] - 1, 0)
-        latency_us = np.concatenate([flows.latency_us for flows, _, _ in routed])
-        return _Level(traffic, latency_us, np.concatenate(units), load, order, starts, ranks, sends, pair)
+        return _Level(traffic, flows.latency_us, units, load, order, starts, ranks, sends, pair)
 
 
-def _together(kinds: Sequence[LevelTraffic]) -> LevelTraffic:
-    """The traffic of all that happens on a level, with one entry for each rank that has local work."""
-    if len(kinds) == 1:
-        return kinds[0]
-    columns = {name: np.concatenate([getattr(k, name) for k in kinds]) for name in LevelTraffic.__slots__}
-    worker, inverse = np.unique(columns["worker"], return_inverse=True)
-    for name in ("reduced", "copied", "touched"):
-        columns[name] = np.bincount(inverse.ravel(), columns[name], len(worker))
-    return LevelTraffic(**{**columns, "worker": worker})
+class _Parts:
+    """The kinds of traffic of which several make up a level, one after the other, with their routes.
+
+    Args:
+        rounds: The traffic.
+        numbers: The kinds, ascending.
+        network: Finds the routes.
+    """
+
+    def __init__(self, rounds: Rounds, numbers: Sequence[int], network: Network) -> None:
+        kinds = [rounds.kinds[number] for number in numbers]
+        self._place = np.full(len(rounds.kinds), -1)
+        self._place[list(numbers)] = np.arange(len(numbers))
+        columns = {n: np.concatenate([getattr(kind, n) for kind in kinds]) for n in LevelTraffic.__slots__}
+        self._traffic = LevelTraffic(**columns)
+        self._flows = network.find(self._traffic.source, self._traffic.target)
+        self._messages = np.cumsum([0, *(len(kind.source) for kind in kinds)])
+        self._workers = np.cumsum([0, *(len(kind.worker) for kind in kinds)])
+
+    def together(self, key: tuple[int, ...]) -> tuple[LevelTraffic, Flows]:
+        """All that happens on a level, with one entry for each rank that has local work; and its routes."""
+        places, whole, flows = self._place[list(key)], self._traffic, self._flows
+        rows, _ = _ranges(self._messages[places], self._messages[places + 1])
+        links, first = _ranges(flows.first[rows], flows.first[rows + 1])
+        routed = Flows(first, flows.link[links], flows.share[links], flows.latency_us[rows])
+        work, _ = _ranges(self._workers[places], self._workers[places + 1])
+        worker, inverse = np.unique(whole.worker[work], return_inverse=True)
+        local = (
+            np.bincount(inverse.ravel(), column[work], len(worker))
+            for column in (whole.reduced, whole.copied, whole.touched)
+        )
+        return LevelTraffic(
+            whole.source[rows], whole.target[rows], whole.chunks[rows], worker, *local
+        ), routed
+
+
+def _ranges(starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The numbers of ranges, one range after the other, and where each range begins among them."""
+    first = np.concatenate([[0], np.cumsum(stops - starts)])
+    return np.arange(first[-1]) + np.repeat(starts - first[:-1], stops - starts), first
 
 
 def lay(schedule: Schedule | Rounds, network: Network) -> Timed:
@@ -350,7 +373,7 @@ class _Clock:
         """The times and loads found, once all levels have run."""
         rounds = self.timed.rounds
         total = float(self.now.max())
-        load = np.zeros(self.timed.network.links)
+        load = np.zeros(len(self.timed.network.links))
         load[: len(self.load)] = self.load
         busy = load / (self.timed.network.bandwidth_gb_per_s * 1000)
         sent = rounds.sent_chunks() * self.chunk

@@ -160,9 +160,8 @@ def loads(network: Network, timing: Timing) -> list[LinkLoad]:
     busiest = sorted(range(len(timing.link_busy)), key=lambda link: -timing.link_busy[link])
     return [
         LinkLoad(
-            network.names[link][0],
-            network.names[link][1],
-            network.kinds[link],
+            *network.links.name(link),
+            network.links.kind(link),
             float(network.bandwidth_gb_per_s[link]),
             float(timing.link_nbytes[link]),
             float(timing.link_busy[link]),

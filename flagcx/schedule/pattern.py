@@ -17,45 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from flagcx.errors import ArgumentError, RankError, ScheduleError
-from flagcx.schedule.collectives import COLLECTIVES, Collective
-from flagcx.schedule.model import (
-    Buffer,
-    Copy,
-    Program,
-    Recv,
-    RecvReduce,
-    Schedule,
-    Send,
-    Span,
-    Step,
-    Transfer,
-    span_of,
-)
+from flagcx.schedule.collectives import COLLECTIVES
+from flagcx.schedule.model import Copy, Program, Recv, RecvReduce, Schedule, Send, Step, Transfer
+from flagcx.schedule.places import ChunkPlaces, ChunkTransfer
 
-Place = tuple[Buffer, int]
-_IDLE = Step()
+IDLE = Step()
+"""A step in which a rank does nothing: one for all of them."""
 _WORDS = {Send: "sends to", Recv: "receives from", RecvReduce: "receives and reduces from"}
-
-
-class ChunkTransfer(NamedTuple):
-    """One side of a message, in chunks of the whole message.
-
-    Attributes:
-        kind: ``Send``, ``Recv`` or ``RecvReduce``.
-        round: When, counted from 0 alike on all ranks.
-        peer: The other rank.
-        start: First chunk.
-        stop: The chunk after the last.
-    """
-
-    kind: type[Send | Recv | RecvReduce]
-    round: int
-    peer: int
-    start: int
-    stop: int
 
 
 def send(round: int, peer: int, start: int, stop: int | None = None) -> ChunkTransfer:
@@ -111,14 +81,18 @@ class Pattern:
                     f"{transfer.stop} in round {transfer.round}, but the message has chunks={self.chunks}"
                 )
             by_round.setdefault(transfer.round, []).append(transfer)
-        places = _ChunkPlaces(COLLECTIVES[self.collective], rank, self.size, self.chunks, self.root)
-        transfers: list[tuple[Transfer, ...]] = [()] * (self.rounds + 1)
-        local: list[tuple[Copy, ...]] = [()] * (self.rounds + 1)
+        places = ChunkPlaces(COLLECTIVES[self.collective], rank, self.size, self.chunks, self.root)
+        transfers: dict[int, tuple[Transfer, ...]] = {}  # by step, of which most may be idle
+        local: dict[int, tuple[Copy, ...]] = {self.rounds: ()}
         for number in sorted(by_round):
             transfers[number + 1], copies = places.step(by_round[number])
-            local[number] += copies
+            local[number] = local.get(number, ()) + copies
         local[self.rounds] += places.finish()
-        steps = (Step(t, work) if t or work else _IDLE for t, work in zip(transfers, local, strict=True))
+        steps = [IDLE] * (self.rounds + 1)
+        for number in transfers.keys() | local.keys():
+            moved, work = transfers.get(number, ()), local.get(number, ())
+            if moved or work:
+                steps[number] = Step(moved, work)
         return Program(rank, tuple(steps))
 
 
@@ -250,118 +224,3 @@ def reverse(schedule: Schedule, *, algorithm: str | None = None) -> Schedule:
 
     facts = (schedule.size, pattern.chunks, pattern.rounds)
     return schedule_of(back[0].name, algorithm or schedule.algorithm, *facts, transfers, schedule.root)
-
-
-class _ChunkPlaces:
-    """Where each chunk of the message lies on one rank, from round to round."""
-
-    def __init__(self, kind: Collective, rank: int, size: int, chunks: int, root: int | None) -> None:
-        per_block = kind.per_block(size, chunks)
-        own = (rank * per_block, (rank + 1) * per_block)
-        whole = (0, chunks)
-        self._input = own if kind.before == "each" else whole if kind.has_input(rank, root) else (0, 0)
-        self._output = own if kind.after == "each" else whole if kind.has_output(rank, root) else (0, 0)
-        self._places: dict[int, Place] = {}
-
-    def _home(self, chunk: int) -> Place:
-        """Where the chunk lives once something was received for it."""
-        start, stop = self._output
-        return (Buffer.OUTPUT, chunk - start) if start <= chunk < stop else (Buffer.SCRATCH, chunk)
-
-    def _now(self, chunk: int) -> Place | None:
-        """Where the chunk lies now; None if the rank does not have it."""
-        start, stop = self._input
-        contributed = (Buffer.INPUT, chunk - start) if start <= chunk < stop else None
-        return self._places.get(chunk, contributed)
-
-    def step(self, transfers: list[ChunkTransfer]) -> tuple[tuple[Transfer, ...], tuple[Copy, ...]]:
-        """The transfers of one round between buffers, and the copies to make before it."""
-        copies: list[tuple[Place, Place]] = []
-        pins = self._pins(transfers)
-        spans = [
-            Span(Buffer.SCRATCH, 0, 0) if t.kind is Recv else self._gather(t, pins, copies) for t in transfers
-        ]
-        for index, t in enumerate(transfers):
-            if t.kind is Recv:
-                span = _together([self._home(chunk) for chunk in range(t.start, t.stop)])
-                spans[index] = span or Span(Buffer.SCRATCH, t.start, t.stop)
-                self._put(t.start, spans[index])
-        placed = tuple(t.kind(span, t.peer) for t, span in zip(transfers, spans, strict=True))
-        return placed, _coalesce(copies)
-
-    def _pins(self, transfers: list[ChunkTransfer]) -> dict[int, Place]:
-        """Where the chunks that something is added to lie during the round: one place for all transfers.
-
-        If that tears apart a transfer of several chunks, these go to SCRATCH, which may tear another.
-        """
-        added = (range(t.start, t.stop) for t in transfers if t.kind is RecvReduce)
-        pins = {chunk: self._places.get(chunk) or self._home(chunk) for chunks in added for chunk in chunks}
-        wide = [t for t in transfers if t.kind is not Recv and t.stop - t.start > 1] if pins else []
-        torn = True
-        while torn:
-            torn = False
-            for transfer in wide:
-                chunks = range(transfer.start, transfer.stop)
-                if not pins.keys().isdisjoint(chunks) and self._span(chunks, pins) is None:
-                    pins.update((chunk, (Buffer.SCRATCH, chunk)) for chunk in chunks)
-                    torn = True
-        return pins
-
-    def _span(self, chunks: range, pins: dict[int, Place]) -> Span | None:
-        """Where chunks that are sent, or added to, lie together or may be brought together."""
-        span = _together([pins.get(c) or self._now(c) or self._home(c) for c in chunks])
-        return span or _together([pins.get(c) or self._home(c) for c in chunks])
-
-    def _gather(
-        self, transfer: ChunkTransfer, pins: dict[int, Place], copies: list[tuple[Place, Place]]
-    ) -> Span:
-        """The one span where the transfer's chunks lie once ``copies`` are made."""
-        chunks = range(transfer.start, transfer.stop)
-        if not pins or pins.keys().isdisjoint(chunks):
-            places = [self._now(chunk) for chunk in chunks]
-            lying = None if None in places else _together(places)  # type: ignore[arg-type]
-            if lying is not None:
-                return lying
-        span = self._span(chunks, pins) or Span(Buffer.SCRATCH, transfer.start, transfer.stop)
-        for chunk, index in zip(chunks, range(span.start, span.stop), strict=True):
-            now, then = self._now(chunk), (span.buffer, index)
-            if now is not None and now != then:
-                copies.append((now, then))
-        self._put(transfer.start, span)
-        return span
-
-    def _put(self, first: int, span: Span) -> None:
-        if span.buffer is not Buffer.INPUT:
-            for offset, index in enumerate(range(span.start, span.stop)):
-                self._places[first + offset] = (span.buffer, index)
-
-    def finish(self) -> tuple[Copy, ...]:
-        """The copies that bring the result to OUTPUT where it is not there yet."""
-        copies = []
-        for chunk in range(*self._output):
-            now, home = self._now(chunk), self._home(chunk)
-            if now is not None and now != home:
-                copies.append((now, home))
-        return _coalesce(copies)
-
-
-def _together(places: list[Place]) -> Span | None:
-    """The span that the places make up, or None if they are not one after the other."""
-    buffer, first = places[0]
-    for index, place in enumerate(places):
-        if place != (buffer, first + index):
-            return None
-    return span_of(buffer, first, len(places))
-
-
-def _coalesce(copies: list[tuple[Place, Place]]) -> tuple[Copy, ...]:
-    """Single-chunk copies as copies of as many chunks as lie side by side at both ends."""
-    joined: list[list[Span]] = []
-    for (source, i), (target, j) in copies:
-        if joined:
-            src, dst = joined[-1]
-            if (src.buffer, src.stop, dst.buffer, dst.stop) == (source, i, target, j):
-                joined[-1] = [Span(source, src.start, i + 1), Span(target, dst.start, j + 1)]
-                continue
-        joined.append([span_of(source, i), span_of(target, j)])
-    return tuple(Copy(src, dst) for src, dst in joined)

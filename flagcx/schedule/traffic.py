@@ -27,7 +27,7 @@ from flagcx.errors import ScheduleError
 from flagcx.schedule.collectives import COLLECTIVES, Collective
 from flagcx.schedule.lower import levels
 from flagcx.schedule.model import Buffer, Copy, RecvReduce, Reduce, Schedule, Send, Span, Step
-from flagcx.schedule.pattern import Pattern
+from flagcx.schedule.pattern import IDLE, Pattern
 
 #: All programs are made where they name no more chunks than this together.
 MOST_CHUNKS = 20_000
@@ -165,7 +165,7 @@ def sides_of(schedule: Schedule, rank: int) -> list[Side]:
     kind = COLLECTIVES[schedule.collective]
     shift = kind.in_place_shift(rank, size, schedule.chunks, schedule.root)
     return [
-        _side(step, rank, size, shift) if step.transfers or step.local else NOTHING
+        NOTHING if step is IDLE or not (step.transfers or step.local) else _side(step, rank, size, shift)
         for step in schedule.program(rank).steps
     ]
 

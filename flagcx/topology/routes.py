@@ -235,7 +235,7 @@ def _fingerprint(topology: Graph, members: Sequence[Device], position: Mapping[s
         around = topology.links_of(device.id)
         outside = sum(link.kind is LinkKind.NETWORK for link in around.values())
         inside = tuple(
-            (position[id], link.kind, link.bandwidth_gb_per_s, link.count)
+            (position[id], link.kind, link.bandwidth_gb_per_s, link.latency_us, link.count)
             for id, link in around.items()
             if link.kind is not LinkKind.NETWORK and position[id] > place
         )

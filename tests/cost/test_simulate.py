@@ -195,7 +195,7 @@ def test_ways_are_those_of_the_routes(name, hosts):
     flows = network.find(source, target)
     for m, (a, b) in enumerate(zip(source.tolist(), target.tolist(), strict=True)):
         part = slice(flows.first[m], flows.first[m + 1])
-        got = sorted(zip((network.names[i] for i in flows.link[part]), flows.share[part], strict=True))
+        got = sorted(zip((network.links.name(i) for i in flows.link[part]), flows.share[part], strict=True))
         assert got == [(edge, pytest.approx(share)) for edge, share in sorted(routes.route(a, b))]
 
 
@@ -444,6 +444,6 @@ def test_the_links_of_messages_are_those_of_their_routes(machine):
     flows = network.find(source, target)
     for number, (a, b) in enumerate(zip(source.tolist(), target.tolist(), strict=True)):
         part = slice(flows.first[number], flows.first[number + 1])
-        links = [network.names[link] for link in flows.link[part]]
+        links = [network.links.name(link) for link in flows.link[part]]
         route = routes.route(gpus[a], gpus[b])
         assert dict(zip(links, flows.share[part].tolist(), strict=True)) == pytest.approx(dict(route))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flagcx.cli.machines import GpuModel, NetworkSpeed, Sm, capability
 from flagcx.cli.own_algorithms import Load, load_algorithms, with_algorithms
 from flagcx.cli.start_ranks import count_ranks, launch_quietly, reporting_errors
 from flagcx.errors import ArgumentError
@@ -36,6 +37,9 @@ def explain(
         int | None,
         typer.Option("--ranks", "-n", min=1, help="How many ranks; one for each GPU or core by default."),
     ] = None,
+    network_gb_per_s: NetworkSpeed = None,
+    sm: Sm = None,
+    gpu_model: GpuModel = None,
     gpu: Annotated[
         bool, typer.Option("--gpu", help="Arrays on the GPUs of this machine, in place of NumPy arrays.")
     ] = False,
@@ -54,15 +58,19 @@ def explain(
     from flagcx.topology import machine_for
 
     with reporting_errors("explain"):
-        count = parse_nbytes(nbytes)
+        count, chip = parse_nbytes(nbytes), capability(sm, gpu_model)
         load_algorithms(load)
         if topology is None:
+            if chip is not None or network_gb_per_s is not None:
+                raise ArgumentError(
+                    "--sm, --gpu-model and --network-gb-per-s are about a machine named by --topology"
+                )
             asked = with_algorithms(load, _asked)
             found = _here(asked, collective, count, ranks, gpu, share_gpu)
         elif gpu or share_gpu:
             raise ArgumentError("--gpu and --share-gpu are about this machine; leave out --topology")
         else:
-            machine = machine_for(topology, ranks)
+            machine = machine_for(topology, ranks, sm=chip, network_gb_per_s=network_gb_per_s)
             size = len(machine.gpus) if ranks is None else ranks
             found = explain_over(collective, count, size, machine)
     if json:

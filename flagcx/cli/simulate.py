@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flagcx.cli.machines import GpuModel, NetworkSpeed, Sm, capability, machine_for
+from flagcx.cli.machines import GpuModel, NetworkSpeed, Sm, capability
 from flagcx.cli.own_algorithms import Load, load_algorithms
 from flagcx.errors import ArgumentError, FlagcxError
 
@@ -86,7 +86,8 @@ def simulate(
         if scheduled:
             _check_names(collective, algorithm)
         _check_files(scheduled, algorithm, plot, trace)
-        machine = machine_for(topology, ranks, capability(sm, gpu_model), network_gb_per_s)
+        chip = capability(sm, gpu_model)
+        machine = machine_for(topology, ranks, sm=chip, network_gb_per_s=network_gb_per_s)
         model = model_of(machine, ranks or len(machine.gpus), None, Costs() if network_only else DEVICE_COSTS)
         if not scheduled:
             report = _priced(model, collective, algorithm, count)

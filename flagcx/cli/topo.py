@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flagcx.cli.machines import GpuModel, NetworkSpeed, Sm, capability
 from flagcx.errors import FlagcxError, TopologyError
 
 if TYPE_CHECKING:
@@ -24,17 +25,9 @@ def topo(
         typer.Option("--preset", "-p", help="A known machine: dgx-h100, dgx-1v, 8xa100-pcie, ..."),
     ] = None,
     hosts: Annotated[int, typer.Option(help="So many of the file's or preset's machine, as a cluster.")] = 1,
-    network_gb_per_s: Annotated[
-        float | None,
-        typer.Option(help="GB/s of each NIC in one direction, for --hosts; needed where the file has none."),
-    ] = None,
-    sm: Annotated[
-        int | None,
-        typer.Option(help="Compute capability times ten (90, 100, ...), where the file does not name it."),
-    ] = None,
-    gpu_model: Annotated[
-        str | None, typer.Option(help="The GPU's model, instead of --sm: H100, B300, ...")
-    ] = None,
+    network_gb_per_s: NetworkSpeed = None,
+    sm: Sm = None,
+    gpu_model: GpuModel = None,
     gpus: Annotated[
         str | None,
         typer.Option(help="Plan over these GPUs only: 0,2,3 or 0-3."),
@@ -47,49 +40,31 @@ def topo(
     ] = None,
 ) -> None:
     """Show the machine's topology as nvidia-smi does, and the planned rings with their share of the bound."""
+    from flagcx.topology.named import joined
+
     try:
-        machine = _machine(file, preset, _capability(sm, gpu_model))
-        _run(_hosts(machine, hosts, network_gb_per_s), gpus, json, xml, plot)
+        machine = _machine(file, preset, capability(sm, gpu_model))
+        _run(joined(machine, hosts, network_gb_per_s), gpus, json, xml, plot)
     except FlagcxError as error:
         typer.echo(f"flagcx topo: {error}", err=True)
         raise typer.Exit(2) from None
 
 
-def _capability(sm: int | None, model: str | None) -> int | None:
-    """Compute capability times ten, by either option."""
-    from flagcx.topology.gpu_models import compute_capability
-
-    if sm is not None and model is not None:
-        raise TopologyError("--sm and --gpu-model were both given; use one of them")
-    if sm is not None and not 30 <= sm < 1000:
-        raise TopologyError(f"--sm {sm} is no compute capability times ten; a H100 has 90, a B200 100")
-    return sm if model is None else compute_capability(model)
-
-
 def _machine(file: Path | None, preset: str | None, sm: int | None) -> Topology:
     from flagcx.topology import detect, files
-    from flagcx.topology import preset as known
+    from flagcx.topology.named import known
 
     if file is not None and preset is not None:
         raise TopologyError("--file and --preset were both given; use one of them")
-    if sm is not None and file is None:
-        raise TopologyError("--sm and --gpu-model are about a --file that does not name its GPUs")
     if file is not None:
         return files.read(file, sm=sm)
-    return known(preset) if preset is not None else detect()
-
-
-def _hosts(machine: Topology, hosts: int, network_gb_per_s: float | None) -> Topology:
-    from flagcx.topology import cluster
-
-    if hosts == 1:
-        return machine
-    if not machine.gpus:
+    if preset is not None:
+        return known(preset, sm)
+    if sm is not None:
         raise TopologyError(
-            f"--hosts {hosts} is about machines with GPUs, and {machine!r} has none; name one by --preset or "
-            f"--file"
+            "--sm and --gpu-model are about a file that does not name its GPUs; name it by --file"
         )
-    return cluster(machine, hosts, network_gb_per_s=network_gb_per_s)
+    return detect()
 
 
 def _run(machine: Topology, gpus: str | None, json: bool, xml: bool, plot: Path | None) -> None:

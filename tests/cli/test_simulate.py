@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from flagcx.cli.simulate import simulate
 from flagcx.cli.sizes import parse_nbytes
-from flagcx.errors import ArgumentError, TopologyError
-from flagcx.topology import machine_for, nccl_xml_write, preset
+from flagcx.errors import ArgumentError
+from flagcx.topology import nccl_xml_write, preset
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ def test_mixes(call):
             "is no order of 8 ranks; expected",
         ),
         (("-t", "dgx-1v", "-a", "ring", "-b", "1M", "--order", "best"), "is no order of 8 ranks; expected"),
-        (("-t", "dgx-1v", "-a", "native", "-b", "1M", "-c", "alltoall"), "no model of 'native' for alltoall"),
+        (("-t", "dgx-1v", "-a", "natives (NCCL)", "-b", "1M"), "no model of 'natives (NCCL)' for allreduce"),
         (("-t", "dgx-1v", "-a", "native", "-b", "1M", "--trace", "x.json"), "of a schedule; native has none"),
         (
             ("-t", "4xpcie", "-a", "one_shot (peer_memory)", "-b", "1M"),
@@ -187,10 +187,3 @@ def test_sizes(text, nbytes):
 def test_what_is_no_size(text):
     with pytest.raises(ArgumentError, match=r"is not a size|expected a whole number"):
         parse_nbytes(text)
-
-
-def test_machines():
-    assert len(machine_for("dgx-1v", None).gpus) == len(machine_for("dgx-1v", 3).gpus) == 8
-    assert len(machine_for("dgx-1v", 9).gpus) == 16
-    with pytest.raises(TopologyError, match="presets are 8xa100-pcie"):
-        machine_for("nowhere.xml", 2)

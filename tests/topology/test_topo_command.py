@@ -65,7 +65,8 @@ def test_a_paste_with_what_it_cannot_tell(call, tmp_path):
         (("--sm", 90, "--gpu-model", "H100"), "--sm and --gpu-model were both given"),
         (("--sm", 9), "--sm 9 is no compute capability times ten"),
         (("--gpu-model", "K9"), "GPU model 'K9' is not known"),
-        (("--sm", 90), "are about a --file that does not name its GPUs"),
+        (("--sm", 90), "are about a file that does not name its GPUs, and dgx-1v does"),
+        (("--network-gb-per-s", 25), "is about the network between hosts, and this is one host"),
     ],
 )
 def test_models_that_make_no_sense(call, arguments, message):

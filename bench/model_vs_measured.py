@@ -1,6 +1,6 @@
 """The models of all-reduce on GPUs against what was measured: NCCL's own, and schedules over NCCL.
 
-    python bench/model_vs_measured.py [--part all|tables|replays] [--tables FILE] [--json] [--fit]
+    python bench/model_vs_measured.py [--part all|tables|collectives|replays] [--tables FILE] [--json] [--fit]
                                       [--out PATH]
 
 NCCL's own, against published tables (``bench/nccl_published.py``) and graph replays on H200: for each
@@ -9,6 +9,9 @@ its topology alone, and its interval from what the others were off by. The fit m
 error of log time, drawn towards ``PRIOR`` where no other machine has links of a kind. It uses no clock and no
 chance.
 ``--fit`` prints the constants fitted on all machines, and the intervals.
+
+NCCL's other collectives, against published tables: by the constants as they are, which were fitted to none of
+these tables.
 
 Schedules, against graph replays on H200 (``bench/results/gpu_replays_*_h200.jsonl``): what the model predicts
 of each, with the constants as they are: those were chosen by an earlier run, and the file is of a later day.
@@ -20,18 +23,18 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
-from nccl_published import PATH, Points, read
+from nccl_published import COLLECTIVES, PATH, Points, read
 from report import format_size, write_json_lines
 
 from flagcx.algorithms.candidate import Candidate
 from flagcx.cost.model import model_of
 from flagcx.cost.nccl import nccl_algorithms
-from flagcx.cost.nccl_law import FITTED, Stack, kind_of, predict_us, stack
+from flagcx.cost.nccl_law import FITTED, SPREAD, Stack, kind_of, predict_us, stack
 from flagcx.selection.device_rules import pieces_on_device
 from flagcx.topology import preset
 
@@ -62,6 +65,7 @@ PRIOR: Mapping[str, float] = MappingProxyType(
         "efficiency_efa": 0.95,
         "efficiency_efa_1": 0.95,
         "efficiency_tcp": 0.9,
+        "efficiency_tcpxo": 0.9,
         "efficiency_socket": 0.95,
         "efficiency_host_old": 0.5,
         "efficiency_nvls": 0.83,
@@ -164,6 +168,13 @@ class Fit:
         return {name: float(f"{number:.3g}") for name, number in zip(names, np.exp(best), strict=True)}
 
 
+def others(path: Path = COLLECTIVES) -> list[dict]:
+    """What each table of another collective than the all-reduce is off by, by the constants as they are."""
+    fit = Fit(read(path))
+    allowed = np.array([SPREAD[key] for key in zip(fit.kind, fit.nbytes >= MIB, strict=True)])
+    return _rows(fit, fit.log_errors(FITTED), lambda name: allowed)
+
+
 def leave_one_out(fit: Fit) -> np.ndarray:
     """log(predicted / measured) of each point, by constants fitted on all other machines."""
     errors = np.zeros(len(fit.nbytes))
@@ -200,11 +211,19 @@ def spreads(fit: Fit, errors: np.ndarray, without: str = "") -> dict[tuple[str, 
 
 def by_machine(fit: Fit, errors: np.ndarray) -> list[dict]:
     """For each machine what it is off by, and how much of it lies in the interval that the others give."""
+
+    def allowed(name: str) -> np.ndarray:
+        known = spreads(fit, errors, without=name)
+        return np.array([known[key] for key in zip(fit.kind, fit.nbytes >= MIB, strict=True)])
+
+    return _rows(fit, errors, allowed)
+
+
+def _rows(fit: Fit, errors: np.ndarray, allowed: Callable[[str], np.ndarray]) -> list[dict]:
+    """One row a machine; ``allowed`` gives the interval of each point."""
     table = []
     for name in dict.fromkeys(fit.machine.tolist()):
-        mine = fit.machine == name
-        allowed = spreads(fit, errors, without=name)
-        bounds = np.array([allowed[key] for key in zip(fit.kind, fit.nbytes >= MIB, strict=True)])
+        mine, bounds = fit.machine == name, allowed(name)
         inside = (np.exp(-errors) >= bounds[:, 0]) & (np.exp(-errors) <= bounds[:, 1])
         row: dict = {"machine": name, "doubtful": not fit.weight[mine].all()}
         for word, chosen in (("large", mine & (fit.nbytes >= MIB)), ("small", mine & (fit.nbytes < MIB))):
@@ -308,7 +327,7 @@ def replay_lines(table: Sequence[dict]) -> Iterator[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--part", default="all", choices=["all", "tables", "replays"])
+    parser.add_argument("--part", default="all", choices=["all", "tables", "collectives", "replays"])
     parser.add_argument("--tables", type=Path, metavar="FILE", default=PATH, help="as nccl_published.jsonl")
     parser.add_argument(
         "--replays", type=Path, nargs="*", default=sorted(RESULTS.glob("gpu_replays_*_h200.jsonl"))
@@ -335,15 +354,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(json.dumps({"constants": fit.constants(), "intervals": names}, indent=1))
             return 0
         table = by_machine(fit, errors)
+    other = others() if given.part in ("all", "collectives") else []
     replayed = against_replays(replay_rows(given.replays)) if given.part in ("all", "replays") else []
-    found = {**(summary(table) if table else {}), **replay_summary(replayed)}
+    found = {
+        **(summary(table) if table else {}),
+        **({f"collectives_{key}": value for key, value in summary(other).items()} if other else {}),
+        **replay_summary(replayed),
+    }
     if given.out:
-        plain = ({k: v for k, v in row.items() if not k.endswith("_errors")} for row in table)
+        plain = ({k: v for k, v in row.items() if not k.endswith("_errors")} for row in [*table, *other])
         write_json_lines(given.out, [*plain, *replayed, found])
     if given.json:
-        print(json.dumps({"machines": table, "replays": replayed, "summary": found}))
+        print(json.dumps({"machines": table, "collectives": other, "replays": replayed, "summary": found}))
         return 0
-    print("\n".join([*(table_lines(table) if table else ()), *(replay_lines(replayed) if replayed else ())]))
+    print("\n".join([*(table_lines(table) if table else ()), *(table_lines(other) if other else ())]))
+    print("\n".join([*(replay_lines(replayed) if replayed else ())]))
     for name, value in found.items():
         print(f"{name}: {value:.2f}" if name.endswith("worst_factor") else f"{name}: {value:.1%}")
     return 0
@@ -351,10 +376,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def table_lines(table: Sequence[dict]) -> Iterator[str]:
     """The errors of each machine."""
-    yield "median |predicted / measured - 1| of each machine, constants fitted on all the others; the worst"
-    yield "factor; and how much of it lies in the interval (p10-p90) by the others"
+    yield "median |predicted / measured - 1| of each machine, by constants fitted on all the others (those of"
+    yield "other collectives as they are); the worst factor; and how much lies in the interval (p10-p90)"
     columns = f"{'bias':>6} {'worst':>6} {'covered':>7} {'points':>6}"
-    yield f"{'machine':27} {'>= 1 MiB':>9} {columns} {'< 1 MiB':>9} {columns}"
+    yield f"{'machine':36} {'>= 1 MiB':>9} {columns} {'< 1 MiB':>9} {columns}"
     for row in table:
         cells = [
             f"{row[w]:9.0%} {row[f'{w}_bias']:6.2f} {row[f'{w}_worst']:6.2f} {row[f'{w}_covered']:7.0%} "
@@ -363,7 +388,7 @@ def table_lines(table: Sequence[dict]) -> Iterator[str]:
             else " " * 38
             for w in ("large", "small")
         ]
-        yield f"{row['machine']:27} {' '.join(cells)}{'  (doubtful)' if row['doubtful'] else ''}"
+        yield f"{row['machine']:36} {' '.join(cells)}{'  (doubtful)' if row['doubtful'] else ''}"
     yield ""
 
 

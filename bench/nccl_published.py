@@ -1,4 +1,4 @@
-"""Times of NCCL's all-reduce on many machines, as their owners published them, and those machines.
+"""Times of NCCL's collectives on many machines, as their owners published them, and those machines.
 
     python bench/nccl_published.py < OUTPUT    # what nccl-tests printed, as the points of a table
 
@@ -6,7 +6,7 @@
 ``driven``, how many GPUs one process drove, where it was several; ``source``; and ``log2_nbytes_us``, pairs
 of the power of two that the message had in bytes, and the time in us of plain calls out of place (the median,
 where there were several runs). A table that is ``doubtful`` says why; it is predicted, but nothing is fitted
-to it.
+to it. ``nccl_collectives_published.jsonl`` has tables of other collectives, by name.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from typing import Any
 
 import numpy as np
 
-from flagcx.cost.nccl import nccl_algorithms
+from flagcx.cost.nccl import collective_algorithms, nccl_algorithms
 from flagcx.cost.nccl_law import NcclAlgorithm
 from flagcx.topology import DeviceKind, LinkKind, Port, Topology, cluster, preset, speeds
 from flagcx.topology.builder import Builder
 
 PATH = Path(__file__).resolve().parent / "results" / "nccl_published.jsonl"
+COLLECTIVES = PATH.with_name("nccl_collectives_published.jsonl")
 _VENDORS = {"amd": "AuthenticAMD", "intel": "GenuineIntel"}
 
 
@@ -61,24 +62,27 @@ def read(path: Path = PATH) -> dict[str, list[Points]]:
     found: dict[str, list[Points]] = {}
     for line in path.read_text().splitlines():
         table = json.loads(line)
-        found.setdefault(table["machine"], []).append(points_of(table))
+        name = ", ".join(table[key] for key in ("machine", "collective") if key in table)
+        found.setdefault(name, []).append(points_of(table))
     return found
 
 
 def points_of(table: Mapping[str, Any]) -> Points:
     """One table as points."""
     parts = {key: value for key, value in table.items() if key in _PARTS}
-    algorithms = _algorithms(json.dumps(parts, sort_keys=True))
+    algorithms = _algorithms(json.dumps(parts, sort_keys=True), table.get("collective", "allreduce"))
     powers, times = np.array(table["log2_nbytes_us"], float).T
     return Points(algorithms, 2.0**powers, times, table.get("driven", 1), doubtful=table.get("doubtful", ""))
 
 
 @cache
-def _algorithms(parts: str) -> tuple[NcclAlgorithm, ...]:
+def _algorithms(parts: str, collective: str) -> tuple[NcclAlgorithm, ...]:
     own = json.loads(parts)
     machine = machine_of(own)
     used = own.get("use") or (own["gpus"] if "preset" in own and "gpus" in own else len(machine.gpus))
     gpus = [gpu.index for gpu in machine.gpus][:used]
+    if collective != "allreduce":
+        return collective_algorithms(collective, machine, gpus, fabric=own.get("net"), peers=own.get("p2p"))
     return nccl_algorithms(
         machine, gpus, nvls=own.get("nvls") is not False, fabric=own.get("net"), peers=own.get("p2p")
     )

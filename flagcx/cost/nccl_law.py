@@ -1,11 +1,11 @@
-"""How long NCCL's own all-reduce takes: protocols, kinds of links, and their fitted constants.
+"""How long NCCL's own collectives take: protocols, kinds of links, and their fitted constants.
 
 An algorithm takes a step for each hop of a message, over links of some kind, and its bytes go at the speed
 that the narrowest kind allows. Each is run by one of three protocols, and the fastest counts, as in NCCL:
 
 =======  ===================================================  ==========================================
 LL       each 8 bytes bring a flag: quick, half the bytes    everywhere but in switches
-LL128    each 128 bytes bring a flag                         where NVLink or xGMI joins a host's GPUs
+LL128    each 128 bytes bring a flag                         in rings, by NVLink or xGMI within hosts
 Simple   chunks in a pipeline, with flags of their own       everywhere
 =======  ===================================================  ==========================================
 
@@ -29,55 +29,61 @@ from types import MappingProxyType
 
 import numpy as np
 
-KINDS = ("nvlink", "xgmi", "pcie", "host", "network", "efa", "efa_1", "tcp")
+NETWORKS = ("network", "efa", "efa_1", "tcp")
+"""What joins hosts: InfiniBand or RoCE, Amazon's EFA of the second generation on or of the first, and TCP."""
+KINDS = ("nvlink", "xgmi", "pcie", "host", *NETWORKS)
 """What a step goes over: GPU fabrics; PCIe, straight or through the host's memory; networks between hosts."""
-LIMITS = (*KINDS, "socket", "host_old", "nvls", "nvls_100")
-"""What limits bytes: links of these kinds, a link between sockets, the memory of hosts with Intel's CPUs from
-before Sapphire Rapids, or in-switch reduction (by NVSwitches of Hopper, or of Blackwell)."""
+LIMITS = (*KINDS, "tcpxo", "socket", "host_old", "nvls", "nvls_100")
+"""What limits bytes: links of these kinds, TCP whose bytes the NIC puts into the GPU's memory (``tcpxo``,
+Google's FasTrak), a link between sockets, the memory of hosts with Intel's CPUs from before Sapphire Rapids,
+or in-switch reduction (by NVSwitches of Hopper, or of Blackwell)."""
+SENDS = "sends"
+"""The algorithm of collectives that NCCL makes of sends and receives, which LL128 does not serve."""
 FABRICS = ("nvlink", "xgmi")
 """The kinds of links that join the GPUs of a host better than PCIe."""
 
 FITTED: Mapping[str, float] = MappingProxyType(
     {
-        "base": 10.6,
-        "replayed": 3.71,
-        "launch": 5.34,
-        "latency_nvlink": 1.12,
-        "latency_xgmi": 0.217,
-        "latency_pcie": 0.76,
-        "latency_host": 0.945,
-        "latency_network": 10.5,
-        "latency_efa": 15.4,
-        "latency_efa_1": 77.6,
-        "latency_tcp": 60.4,
-        "slow_ll128": 2.76,
-        "slow_simple": 4.47,
-        "share_ll": 0.112,
-        "share_ll128": 0.556,
-        "efficiency_nvlink": 0.999,
+        "base": 9.46,
+        "replayed": 3.9,
+        "launch": 5.41,
+        "latency_nvlink": 1.15,
+        "latency_xgmi": 0.296,
+        "latency_pcie": 0.679,
+        "latency_host": 0.813,
+        "latency_network": 11.7,
+        "latency_efa": 15.8,
+        "latency_efa_1": 78.6,
+        "latency_tcp": 61.2,
+        "slow_ll128": 2.5,
+        "slow_simple": 6.11,
+        "share_ll": 0.155,
+        "share_ll128": 0.549,
+        "efficiency_nvlink": 0.986,
         "efficiency_xgmi": 0.986,
-        "efficiency_pcie": 1.09,
-        "efficiency_host": 1.13,
+        "efficiency_pcie": 1.08,
+        "efficiency_host": 1.04,
         "efficiency_network": 0.927,
         "efficiency_efa": 0.95,
-        "efficiency_efa_1": 0.95,
-        "efficiency_tcp": 0.995,
-        "efficiency_socket": 0.938,
-        "efficiency_host_old": 0.513,
-        "efficiency_nvls": 0.84,
+        "efficiency_efa_1": 0.422,
+        "efficiency_tcp": 0.574,
+        "efficiency_tcpxo": 0.982,
+        "efficiency_socket": 0.95,
+        "efficiency_host_old": 0.5,
+        "efficiency_nvls": 0.83,
         "efficiency_nvls_100": 0.559,
-        "pipeline": 0.662,
+        "pipeline": 0.427,
     }
 )
 """The constants fitted on all published tables: ``python bench/model_vs_measured.py --fit``."""
 SPREAD: Mapping[tuple[str, bool], tuple[float, float]] = MappingProxyType(
     {
-        ("fabric", False): (0.795, 1.6),
-        ("fabric", True): (0.75, 1.52),
-        ("network", False): (0.633, 1.75),
-        ("network", True): (0.778, 1.61),
-        ("pcie", False): (0.593, 2.96),
-        ("pcie", True): (0.723, 1.9),
+        ("fabric", False): (0.816, 1.61),
+        ("fabric", True): (0.745, 1.38),
+        ("network", False): (0.625, 1.73),
+        ("network", True): (0.763, 1.5),
+        ("pcie", False): (0.59, 2.44),
+        ("pcie", True): (0.73, 1.73),
     }
 )
 """Measured over predicted, by ``kind_of`` machine and whether a message has a MiB or more: 80% of the times
@@ -89,7 +95,7 @@ class NcclAlgorithm:
     """One algorithm of NCCL's on a topology.
 
     Attributes:
-        name: ``ring``, ``levels``, ``nvls``.
+        name: ``ring``, ``levels``, ``nvls``; ``sends`` of collectives that are made of sends and receives.
         steps: How many steps over links of each kind of ``KINDS``.
         bounds: Algorithm bandwidth in GB/s that links of a kind allow: the key in ``LIMITS``, the value.
     """
@@ -158,7 +164,7 @@ def stack(algorithms: Sequence[NcclAlgorithm], room: int = 0) -> Stack:
         for kind, gb_per_s in one.bounds:
             per_byte[place, LIMITS.index(kind)] = 1 / (gb_per_s * 1000)
         flagged[place] = not one.name.startswith("nvls")
-        quick[place] = flagged[place] and any(kind in FABRICS for kind, _ in one.steps)
+        quick[place] = one.name != SENDS and flagged[place] and any(kind in FABRICS for kind, _ in one.steps)
         exists[place] = True
     return Stack(steps, per_byte, flagged, quick, exists)
 
@@ -166,7 +172,7 @@ def stack(algorithms: Sequence[NcclAlgorithm], room: int = 0) -> Stack:
 def kind_of(found: Sequence[NcclAlgorithm]) -> str:
     """The kind of machine that intervals are of: ``fabric`` or ``pcie`` of one host, or ``network``."""
     kinds = {kind for one in found for kind, count in one.steps if count}
-    if kinds & {"network", "efa", "efa_1", "tcp"}:
+    if kinds & set(NETWORKS):
         return "network"
     return "pcie" if kinds & {"pcie", "host"} else "fabric"
 

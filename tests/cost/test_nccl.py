@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from flagcx.cost import nccl
-from flagcx.cost.nccl import fabric_of, nccl_algorithms
+from flagcx.cost.nccl import collective_algorithms, fabric_of, nccl_algorithms
 from flagcx.cost.nccl_law import FITTED, SPREAD, kind_of, predict_us
 from flagcx.topology import DeviceKind, Topology, cluster, preset
 
@@ -72,6 +72,9 @@ def test_in_switch_reduction_is_for_hopper_and_more_than_four():
     two = cluster(preset("dgx-h100"), 2)
     assert {one.name for one in nccl_algorithms(two)} == {"ring", "levels", "nvls levels"}
     assert dict(nccl_algorithms(two, fabric="tcp")[0].steps).keys() == {"nvlink", "tcp"}
+    by_nic = nccl_algorithms(two, fabric="tcpxo")
+    assert dict(by_nic[0].steps).keys() == {"nvlink", "tcp"}
+    assert {one.name: one.bounds[-1][0] for one in by_nic}["nvls levels"] == "tcpxo"
 
 
 def test_networks_are_told_by_their_nics():
@@ -98,7 +101,49 @@ def test_native_is_known_for_any_number_of_ranks():
     assert found is not None and few is not None and few.time_us < found.time_us < 2 * few.time_us
     assert found.steps == 14 + 14 and found.spread == SPREAD["network", True]
     assert found.plain_us is not None and found.plain_us > found.time_us
-    assert nccl.predict("allgather", 1 << 20, 800, many) is None
+
+
+def test_other_collectives_have_the_links_of_the_all_reduce():
+    machine = preset("dgx-a100")
+    (ring,) = nccl_algorithms(machine)
+    for name in ("allgather", "reduce_scatter"):
+        (half,) = collective_algorithms(name, machine)
+        assert half.steps == (("nvlink", 7.0),) and half.bounds[0][1] == pytest.approx(2 * ring.bounds[0][1])
+    for name in ("broadcast", "reduce"):
+        (chain,) = collective_algorithms(name, machine)
+        assert chain.steps == (("nvlink", 7.0),) and chain.bounds == (("nvlink", pytest.approx(240.0)),)
+    (every,) = collective_algorithms("alltoall", machine)
+    assert every.steps == (("nvlink", 1.0),) and every.bounds == (("nvlink", pytest.approx(240.0 * 8 / 7)),)
+    (own,) = collective_algorithms("scatter", machine, root=3)
+    assert own.bounds == every.bounds, "the root's links carry what each rank's do in an alltoall"
+    (shift,) = collective_algorithms("sendrecv", machine)
+    assert shift.bounds == (("nvlink", pytest.approx(240.0)),)
+
+
+def test_an_alltoall_between_hosts_waits_for_the_nics():
+    for hosts in (2, 40):
+        machine = cluster(preset("dgx-h100"), hosts)
+        (found,) = collective_algorithms("alltoall", machine)
+        leaving = (
+            8 * (hosts - 1) / (8 * hosts)
+        )  # of the message; a GPU has a NIC of 50 GB/s behind PCIe of 48
+        assert found.steps == (("network", 1.0),) and found.bounds[0][1] == pytest.approx(48.0 / leaving)
+        one = nccl.predict("alltoall", 1 << 20, 8 * hosts, machine)
+        assert one is not None and one.sent_nbytes == (8 * hosts - 1) << 20
+
+
+def test_a_chain_through_the_memory_of_an_old_host_carries_half_of_the_bytes():
+    old = Topology(
+        [
+            replace(d, attributes=(("vendor", "GenuineIntel"), ("modelid", "85"))) if d.id == "cpu0" else d
+            for d in preset("4xpcie").devices()
+        ],
+        preset("4xpcie").links,
+    )
+    (ring,) = nccl_algorithms(old, [0, 1])
+    (chain,) = collective_algorithms("broadcast", old, [0, 1])
+    assert ring.bounds[0][0] == chain.bounds[0][0] == "host_old"
+    assert chain.bounds[0][1] == pytest.approx(2 * ring.bounds[0][1])
 
 
 def test_hosts_behind_the_same_nvswitches_are_one():

@@ -97,7 +97,7 @@ class Ranks:
             ArgumentError: There are far more ranks than cores.
         """
         self._settings.enter_context(reporting_children())
-        if advice := check_size(self.size):
+        if advice := self._advice():
             self._output.say(advice)
         environ = job_environment(self._environ, self.size)
         if self.size > 1:
@@ -107,7 +107,7 @@ class Ranks:
             environ["FLAGCX_STORE_KEY"] = self._server.authkey.hex()
         self._environ = environ
         for rank in range(self.size):
-            self._start_rank(rank, self._output.streams(rank))
+            self._start_rank(rank, self._streams(rank))
         if self._server is not None:
             self._server.start()
 
@@ -184,8 +184,18 @@ class Ranks:
     def __repr__(self) -> str:
         return f"<Ranks size={self.size} running={len(self.running())}>"
 
+    def where(self, rank: int) -> str:
+        """Where a rank runs, in words that follow the rank; empty for this host."""
+        return ""
+
+    def _advice(self) -> str:
+        return check_size(self.size)
+
     def _make_server(self) -> StoreServer:
         return StoreServer(self.size)
+
+    def _streams(self, rank: int) -> Mapping[str, Any]:
+        return self._output.streams(rank)
 
     def _hear_of_failures(self, server: StoreServer) -> None:
         """Has ``_react_to_failure`` called for ranks that fail and whose processes live on."""
@@ -207,19 +217,13 @@ class Ranks:
         self.selector.register(told_end, selectors.EVENT_READ, hear)
 
     def _start_rank(self, rank: int, streams: Mapping[str, Any], **variables: str) -> None:
-        command, place = self._commands[rank], {"FLAGCX_RANK": str(rank), "FLAGCX_LOCAL_RANK": str(rank)}
+        place = {"FLAGCX_RANK": str(rank), "FLAGCX_LOCAL_RANK": str(rank)}
         pipe, held = os.pipe()
         self._guards[rank : rank + 1] = [held]  # in the place of that of a process that has ended
         try:
             with without_aslr(self.size):
-                process = subprocess.Popen(
-                    [*command.arguments, str(pipe)] if command.guards_itself else command.arguments,
-                    env={**self._environ, **place, **variables},
-                    pass_fds=[pipe, *command.pass_fds],
-                    **streams,
-                    **_own_group(rank),
-                    preexec_fn=None if command.guards_itself else lambda: end_with_launcher(pipe),
-                )
+                environ, options = {**self._environ, **place, **variables}, {**streams, **_own_group(rank)}
+                process = self._popen(rank, environ, pipe, options)
         except OSError as error:
             raise LaunchError(f"rank {rank} of {self.size} cannot be started: {error}", rank=rank) from error
         finally:
@@ -233,6 +237,19 @@ class Ranks:
             if source is not None:
                 self.read_from(rank, stream, os.dup(source.fileno()))
                 source.close()
+
+    def _popen(
+        self, rank: int, environ: Mapping[str, str], pipe: int, options: Mapping[str, Any]
+    ) -> subprocess.Popen:
+        """Starts the process of a rank; ``pipe`` is that of ``end_with_launcher``."""
+        command = self._commands[rank]
+        return subprocess.Popen(
+            [*command.arguments, str(pipe)] if command.guards_itself else command.arguments,
+            env=environ,
+            pass_fds=[pipe, *command.pass_fds],
+            **options,
+            preexec_fn=None if command.guards_itself else lambda: end_with_launcher(pipe),
+        )
 
     def _read(self, descriptor: int) -> bool:
         """Takes the bytes that are there. Returns whether there may be more."""
@@ -320,8 +337,11 @@ class Ranks:
         pidfd = self._pidfds[rank]
         if pidfd is not None:
             self.selector.unregister(pidfd)
-        ended = self.exits[rank] = Exit(rank, code, rank in self._signalled)
+        ended = self.exits[rank] = self._exit_of(rank, code)
         self._react(ended)
+
+    def _exit_of(self, rank: int, code: int) -> Exit:
+        return Exit(rank, code, rank in self._signalled)
 
     def _react(self, ended: Exit) -> None:
         """Tells the store of a rank's end; after a failure the others will be ended too."""

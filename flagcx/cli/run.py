@@ -1,4 +1,4 @@
-"""``flagcx run``: a script on several ranks of this host, watched from one terminal.
+"""``flagcx run``: a script on several ranks of this host or of others, watched from one terminal.
 
 It puts the rank before each line of output, shows the traceback of the first rank that failed last, ends
 all ranks, and returns that rank's exit code. Ranks that are told to end have ten seconds for a checkpoint
@@ -12,7 +12,10 @@ import math
 
 import typer
 
+from flagcx._launch.far_ranks import SSH
 from flagcx.cli.run_script import run_script
+
+_OF_ONE_HOST = ("ranks", "share_gpu", "elastic")
 
 
 def _count(text: str | int) -> int:
@@ -53,8 +56,16 @@ def run(
     max_restarts: int = typer.Option(
         3, min=0, help="With --elastic: how many times ranks are started again, all together."
     ),
+    hosts: str = typer.Option(
+        "",
+        "--hosts",
+        help="Start the ranks on these hosts, as in a:4,b:4, with the same Python and directory.",
+    ),
+    agent: str = typer.Option(
+        SSH, "--agent", help="With --hosts: a command that is given a host and a command line for it."
+    ),
 ) -> None:
-    """Run a Python script, or a module, on several ranks of this host.
+    """Run a Python script, or a module, on several ranks of this host, or with --hosts of several hosts.
 
     Lines of output have their rank before them. If a rank fails, all are ended, its traceback is shown
     last, and its exit code is returned.
@@ -64,9 +75,26 @@ def run(
         raise typer.BadParameter(f"--{asked[0].replace('_', '-')} has no meaning without --elastic; add it")
     if math.isnan(timeout):
         raise typer.BadParameter("--timeout nan is no number of seconds")
+    if hosts and (refused := [name for name in _OF_ONE_HOST if _is_given(context, name)]):
+        name = refused[0].replace("_", "-")
+        raise typer.BadParameter(f"--{name} has no meaning with --hosts; leave it out")
+    if not hosts and _is_given(context, "agent"):
+        raise typer.BadParameter("--agent has no meaning without --hosts; add the hosts")
     bounds = {"min_ranks": min_ranks, "max_restarts": max_restarts} if elastic else None
     raise SystemExit(
-        run_script(script, context.args, ranks, module, timeout, prefix, share_gpu, kill_after, bounds)
+        run_script(
+            script,
+            context.args,
+            ranks,
+            module,
+            timeout,
+            prefix,
+            share_gpu,
+            kill_after,
+            bounds,
+            hosts,
+            agent,
+        )
     )
 
 

@@ -7,10 +7,10 @@ import re
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 from flagcx._launch.elastic import ElasticRanks
 from flagcx._launch.failure import Exit, name_ranks
+from flagcx._launch.far_ranks import SSH, FarHost, FarRanks, parse_hosts
 from flagcx._launch.ranks import Command, Ranks
 from flagcx._launch.share_gpu import sharing
 from flagcx._launch.signals import Ended, passed_on
@@ -58,11 +58,13 @@ def run_script(
     share_gpu: bool = False,
     kill_after_s: float | None = None,
     elastic: Mapping[str, int] | None = None,
+    hosts: str = "",
+    agent: str = SSH,
 ) -> int:
     """Runs a script as ``flagcx run`` does, whose options its arguments are.
 
     ``elastic`` holds ``min_ranks`` and ``max_restarts`` of ``ElasticRanks``; None for a job that ends with
-    the first rank that fails.
+    the first rank that fails. Of ``hosts``, as in "a:4,b:4", each gets its ranks by way of the agent.
 
     Returns:
         The exit code for the shell: 0; or that of the rank that failed first, 128 + n if signal n killed it;
@@ -73,7 +75,8 @@ def run_script(
     """
     if not module:
         _check_script(script)
-    size = ranks or len(os.sched_getaffinity(0))
+    far = parse_hosts(hosts) if hosts else ()
+    size = sum(host.ranks for host in far) or ranks or len(os.sched_getaffinity(0))
     program = ("-m", script) if module else (script,)
     command = Command((sys.executable, *program, *arguments))
     environ = environment()
@@ -83,10 +86,9 @@ def run_script(
     terminal = Terminal(size, prefix)
     if elastic is not None and elastic["min_ranks"] > size:
         raise LaunchError(f"--min-ranks {elastic['min_ranks']} is more than the {size} ranks of -n", rank=0)
-    start = Ranks if elastic is None else partial(ElasticRanks, **elastic)
     with (
         sharing(environ, share_gpu) as variables,
-        start([command] * size, variables, terminal) as job,
+        _ranks(far, agent, [command] * size, variables, terminal, elastic) as job,
     ):
         try:
             # Handlers come after the start: the ranks must not inherit a signal that is ignored.
@@ -112,6 +114,21 @@ def run_script(
             return 0
         terminal.say(_describe(failed, job))
         return failed.code if failed.code > 0 else 128 - failed.code
+
+
+def _ranks(
+    far: Sequence[FarHost],
+    agent: str,
+    commands: Sequence[Command],
+    environ: Mapping[str, str],
+    terminal: Terminal,
+    elastic: Mapping[str, int] | None,
+) -> Ranks:
+    if far:
+        return FarRanks(far, agent, commands[0], environ, terminal)
+    if elastic is not None:
+        return ElasticRanks(commands, environ, terminal, **elastic)
+    return Ranks(commands, environ, terminal)
 
 
 def _check_script(script: str) -> None:
@@ -140,7 +157,8 @@ def _refuse_if_started(environ: Mapping[str, str]) -> None:
 
 
 def _describe(failed: Exit, job: Ranks) -> str:
-    heading = f"rank {failed.rank} of {job.size} failed first: {failed.describe()}"
+    where = job.where(failed.rank)
+    heading = f"rank {failed.rank} of {job.size}{where} failed first: {failed.describe()}"
     traceback, words = job.tails[failed.rank].traceback(), job.tails[failed.rank].last_words()
     if not words:
         return heading

@@ -2,6 +2,7 @@
 
     flagcx run -n 2 bench/fusion.py
     flagcx run -n 4 bench/fusion.py --out results.jsonl
+    flagcx run -n 2 bench/fusion.py --message-kib 4096 # longer messages, and larger arrays in them
     flagcx run -n 4 bench/fusion.py --gpu              # CuPy arrays
 
 The kinds take turns, so that a drift of the machine hits all alike. Every result is checked. Of NumPy arrays
@@ -26,11 +27,11 @@ import numpy as np
 import typer
 
 import flagcx as fc
+from flagcx.fusion.limits import Limits
 
 SMALLEST, LARGEST = 1 << 10, 64 << 10
 SPREADS = ("1 KiB", "4 KiB", "16 KiB", "64 KiB", "powers", "even")
 KINDS = ("one by one", "list", "new arrays", "group")
-MESSAGE_NBYTES = 512 << 10
 
 
 def sizes(count: int, spread: str) -> Iterator[int]:
@@ -86,7 +87,8 @@ class Trial:
 
     def copies(self) -> Callable[[], None]:
         """What packs and unpacks all arrays and sends nothing."""
-        many = max(MESSAGE_NBYTES // self.arrays[0].nbytes, 1)
+        longest = self.comm.fusion_of(self.comm._host).packer.limits.message_nbytes
+        many = max(longest // self.arrays[0].nbytes, 1)
         messages = [self.arrays[i : i + many] for i in range(0, len(self.arrays), many)]
         flats = [np.empty(sum(a.size for a in message), np.float32) for message in messages]
         views = [
@@ -169,11 +171,16 @@ def main(
     gpu: Annotated[bool, typer.Option("--gpu", help="CuPy arrays.")] = False,
     count: Annotated[int, typer.Option(min=1, help="How many arrays.")] = 1000,
     rounds: Annotated[int, typer.Option(min=1)] = 9,
+    message_kib: Annotated[int, typer.Option(min=0, help="Of NumPy arrays; 0: by the cache.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Where to append results as JSON lines.")] = None,
 ) -> None:
     """Measures fused all-reduces beside single ones."""
     with fc.init() as comm:
         xp, run = choose_arrays(gpu), surroundings(comm, gpu)
+        if message_kib:
+            limits = Limits(message_kib << 7, message_kib << 10)
+            comm.fusion_of(comm._host).packer.limits = limits
+            run["command"] += f" --message-kib {message_kib}"
         for spread in SPREADS:
             trial = Trial(comm, xp, spread, count)
             found = measure(trial, rounds)

@@ -46,8 +46,8 @@ def limits_in_cache(ranks: int, cache_nbytes: int) -> Limits:
     The ranks' messages stay in the cache from the copy into them to the copy out of them: on two cores with
     8 MiB of it, packing, adding up and unpacking took twice as long in messages of 4 MiB as in those of
     512 KiB. Where the cache is large, long messages are better, since all ranks wait for the slowest in each:
-    on 16 cores with 300 MiB, four ranks took a third less with 4 MiB. An array for which the two copies take
-    longer than a message of its own travels alone.
+    on 16 cores with 300 MiB, four ranks took a third less with 4 MiB. ``bench/fusion.py --message-kib 4096``
+    measures it. An array for which the two copies take longer than a message of its own travels alone.
 
     Args:
         ranks: Number of ranks.

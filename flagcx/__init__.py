@@ -158,13 +158,15 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'flagcx' has no attribute {name!r}{_hint(name)}", name=name)
-    home = importlib.import_module(f"flagcx.{_HOMES[name]}")
-    value = home if name == _HOMES[name] else getattr(home, name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # for which any name would be there
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module 'flagcx' has no attribute {name!r}{_hint(name)}", name=name)
+        home = importlib.import_module(f"flagcx.{_HOMES[name]}")
+        value = home if name == _HOMES[name] else getattr(home, name)
+        globals()[name] = value
+        return value
 
 
 def _hint(name: str) -> str:

@@ -1,6 +1,6 @@
 """From mpi4py, torch.distributed, Horovod and cupyx.distributed: how flagcx spells what they do.
 
-Errors hint at the same table: ``comm.Allreduce`` and ``op=MPI.SUM`` say what to write instead.
+Errors hint at the same table: ``Allreduce`` and ``op=MPI.SUM`` are answered with what to write instead.
 
 """
 

@@ -6,21 +6,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from flagcx.config import environment
 from flagcx.errors import ArgumentError
 
+T = TypeVar("T")
+
 
 def launch(
-    function: Callable[..., Any],
+    function: Callable[..., T],
     ranks: int = 4,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     timeout_s: float | None = None,
     share_gpu: bool = False,
     threads: bool = False,
-) -> list[Any]:
+) -> list[T]:
     """Calls a function on several ranks at once, each in a fresh Python process, and returns the results.
 
     Inside the function ``fc.init()`` gives the rank's communicator. The function is sent by value, so a

@@ -51,7 +51,7 @@ def application(asked: str = "") -> typer.Typer:
         name="flagcx",
         help="Collective communication for NumPy and CuPy arrays.",
         no_args_is_help=True,
-        add_completion=False,
+        add_completion=asked not in COMMANDS,
         pretty_exceptions_enable=False,
     )
     made.callback()(several_commands)

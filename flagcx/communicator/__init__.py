@@ -30,12 +30,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
 from flagcx.arguments import check_shape
 from flagcx.communicator import allreduce as reductions
+from flagcx.communicator import barrier as barriers
 from flagcx.communicator import objects, operations, recovery, rows, transfers, v_operations
 from flagcx.communicator.caller import Caller, Lineage
 from flagcx.config import Config
@@ -52,7 +53,10 @@ from flagcx.transport.base import TransportContext
 from flagcx.transport.waits import Waits
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from flagcx.bootstrap.store import Store
+    from flagcx.communicator.options import S
     from flagcx.compression.allreduce import Compressor
     from flagcx.executor.device import DeviceExecutor
     from flagcx.selection.explain import Explanation
@@ -108,7 +112,7 @@ class Communicator(Caller, ForeignNames):
     gather = operations.gather
     scatter = operations.scatter
     alltoall = operations.alltoall
-    barrier = operations.barrier
+    barrier = barriers.barrier
 
     allgatherv = v_operations.allgatherv
     reduce_scatterv = v_operations.reduce_scatterv
@@ -161,6 +165,14 @@ class Communicator(Caller, ForeignNames):
         self._shut, self._closing = False, threading.RLock()
         self.successor: Communicator | None = None
 
+    @overload
+    def empty(self, shape: tuple[int, ...] | int) -> NDArray[np.float32]: ...
+    @overload
+    def empty(
+        self, shape: tuple[int, ...] | int, dtype: type[S], device: Literal["cpu"] = ...
+    ) -> NDArray[S]: ...
+    @overload
+    def empty(self, shape: tuple[int, ...] | int, dtype: Any = ..., device: str = ...) -> Any: ...
     def empty(self, shape: tuple[int, ...] | int, dtype: Any = np.float32, device: str = "cpu") -> Any:
         """Makes an uninitialised array that the peers reach without a copy.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from numpy import ndarray
 
@@ -22,11 +22,57 @@ from flagcx.fusion.known_lists import ArraysChanged
 from flagcx.fusion.reductions import Reductions
 
 if TYPE_CHECKING:
+    from flagcx.communicator.options import A, B, Later, Now, Options, Unpack
     from flagcx.compression import Decision
+    from flagcx.executor.work import Work
 
 _IS_PLAIN = attrgetter("flags.carray")
 
 
+@overload
+def allreduce(
+    comm: Caller,
+    x: A,
+    op: Op = ...,
+    *,
+    out: None = ...,
+    compression: Any = ...,
+    async_op: Now = ...,
+    **options: Unpack[Options],
+) -> A: ...
+@overload
+def allreduce(
+    comm: Caller,
+    x: Any,
+    op: Op = ...,
+    *,
+    out: B,
+    compression: Any = ...,
+    async_op: Now = ...,
+    **options: Unpack[Options],
+) -> B: ...
+@overload
+def allreduce(
+    comm: Caller,
+    x: A,
+    op: Op = ...,
+    *,
+    out: None = ...,
+    compression: Any = ...,
+    async_op: Later,
+    **options: Unpack[Options],
+) -> Work[A]: ...
+@overload
+def allreduce(
+    comm: Caller,
+    x: Any,
+    op: Op = ...,
+    *,
+    out: Any = ...,
+    compression: Any = ...,
+    async_op: bool = ...,
+    **options: Unpack[Options],
+) -> Any: ...
 def allreduce(
     comm: Caller,
     x: Any,

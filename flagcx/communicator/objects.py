@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -22,6 +22,8 @@ from flagcx.errors import ArgumentError, MismatchError
 _MARK = b"flagcx object\n"
 _HEADER = struct.Struct(f"<{len(_MARK)}sI")
 _MOST_NBYTES = 1 << 40
+
+T = TypeVar("T")
 
 
 def _packed(comm: Caller, value: Any) -> np.ndarray:
@@ -88,14 +90,14 @@ def broadcast_object(comm: Caller, value: Any = None, root: int = 0) -> Any:
     return _unpacked(buffer)
 
 
-def allgather_object(comm: Caller, value: Any, *, part_of: str = "allgather_object") -> list[Any]:
+def allgather_object(comm: Caller, value: T, *, part_of: str = "allgather_object") -> list[T]:
     """Returns the values of all ranks, in rank order, on every rank."""
     data = _packed(comm, value)
     counts = _counts(comm, data, part_of)
     return _parts(comm.call("allgather", data, counts=counts, part_of=part_of), counts)
 
 
-def gather_object(comm: Caller, value: Any, root: int = 0) -> list[Any] | None:
+def gather_object(comm: Caller, value: T, root: int = 0) -> list[T] | None:
     """Returns the values of all ranks, in rank order, at the root; elsewhere None."""
     data = _packed(comm, value)
     counts = _counts(comm, data, "gather_object")

@@ -7,16 +7,64 @@ all of them, and are described by ``Communicator``.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
 from flagcx.communicator.caller import MISS, Caller
-from flagcx.dtypes import Op, dtype_of, resolve_op
-from flagcx.errors import ArgumentError
-from flagcx.fusion.group import Pending
+from flagcx.dtypes import Op
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from flagcx.communicator.options import A, B, Later, Now, Options, S, Unpack
+    from flagcx.executor.work import Work
 
 
+@overload
+def reduce(
+    comm: Caller,
+    x: A,
+    op: Op = ...,
+    root: int = ...,
+    *,
+    out: None = ...,
+    async_op: Now = ...,
+    **options: Unpack[Options],
+) -> A | None: ...
+@overload
+def reduce(
+    comm: Caller,
+    x: Any,
+    op: Op = ...,
+    root: int = ...,
+    *,
+    out: B,
+    async_op: Now = ...,
+    **options: Unpack[Options],
+) -> B | None: ...
+@overload
+def reduce(
+    comm: Caller,
+    x: A,
+    op: Op = ...,
+    root: int = ...,
+    *,
+    out: None = ...,
+    async_op: Later,
+    **options: Unpack[Options],
+) -> Work[A | None]: ...
+@overload
+def reduce(
+    comm: Caller,
+    x: Any,
+    op: Op = ...,
+    root: int = ...,
+    *,
+    out: Any = ...,
+    async_op: bool = ...,
+    **options: Unpack[Options],
+) -> Any: ...
 def reduce(
     comm: Caller,
     x: Any,
@@ -49,6 +97,18 @@ def reduce(
     return comm.call("reduce", x, out, op=op, root=root, **options)
 
 
+@overload
+def broadcast(
+    comm: Caller, x: A, root: int = ..., *, async_op: Now = ..., **options: Unpack[Options]
+) -> A: ...
+@overload
+def broadcast(
+    comm: Caller, x: A, root: int = ..., *, async_op: Later, **options: Unpack[Options]
+) -> Work[A]: ...
+@overload
+def broadcast(
+    comm: Caller, x: Any, root: int = ..., *, async_op: bool, **options: Unpack[Options]
+) -> Any: ...
 def broadcast(
     comm: Caller,
     x: Any,
@@ -75,6 +135,38 @@ def broadcast(
     return comm.call("broadcast", x, root=root, algorithm=algorithm, async_op=async_op, stream=stream)
 
 
+@overload
+def allgather(
+    comm: Caller,
+    x: np.ndarray[Any, np.dtype[S]],
+    *,
+    out: None = ...,
+    async_op: Now = ...,
+    **options: Unpack[Options],
+) -> NDArray[S]: ...
+@overload
+def allgather(
+    comm: Caller, x: A, *, out: None = ..., async_op: Now = ..., **options: Unpack[Options]
+) -> A: ...
+@overload
+def allgather(comm: Caller, x: Any, *, out: B, async_op: Now = ..., **options: Unpack[Options]) -> B: ...
+@overload
+def allgather(
+    comm: Caller,
+    x: np.ndarray[Any, np.dtype[S]],
+    *,
+    out: None = ...,
+    async_op: Later,
+    **options: Unpack[Options],
+) -> Work[NDArray[S]]: ...
+@overload
+def allgather(
+    comm: Caller, x: A, *, out: None = ..., async_op: Later, **options: Unpack[Options]
+) -> Work[A]: ...
+@overload
+def allgather(
+    comm: Caller, x: Any, *, out: Any = ..., async_op: bool = ..., **options: Unpack[Options]
+) -> Any: ...
 def allgather(
     comm: Caller,
     x: Any,
@@ -101,6 +193,22 @@ def allgather(
     return comm.call("allgather", x, out, algorithm=algorithm, async_op=async_op, stream=stream)
 
 
+@overload
+def reduce_scatter(
+    comm: Caller, x: A, op: Op = ..., *, out: None = ..., async_op: Now = ..., **options: Unpack[Options]
+) -> A: ...
+@overload
+def reduce_scatter(
+    comm: Caller, x: Any, op: Op = ..., *, out: B, async_op: Now = ..., **options: Unpack[Options]
+) -> B: ...
+@overload
+def reduce_scatter(
+    comm: Caller, x: A, op: Op = ..., *, out: None = ..., async_op: Later, **options: Unpack[Options]
+) -> Work[A]: ...
+@overload
+def reduce_scatter(
+    comm: Caller, x: Any, op: Op = ..., *, out: Any = ..., async_op: bool = ..., **options: Unpack[Options]
+) -> Any: ...
 def reduce_scatter(
     comm: Caller,
     x: Any,
@@ -130,6 +238,42 @@ def reduce_scatter(
     return comm.call("reduce_scatter", x, out, op=op, **options)
 
 
+@overload
+def gather(
+    comm: Caller,
+    x: np.ndarray[Any, np.dtype[S]],
+    root: int = ...,
+    *,
+    out: None = ...,
+    async_op: Now = ...,
+    **options: Unpack[Options],
+) -> NDArray[S] | None: ...
+@overload
+def gather(
+    comm: Caller, x: A, root: int = ..., *, out: None = ..., async_op: Now = ..., **options: Unpack[Options]
+) -> A | None: ...
+@overload
+def gather(
+    comm: Caller, x: Any, root: int = ..., *, out: B, async_op: Now = ..., **options: Unpack[Options]
+) -> B | None: ...
+@overload
+def gather(
+    comm: Caller,
+    x: np.ndarray[Any, np.dtype[S]],
+    root: int = ...,
+    *,
+    out: None = ...,
+    async_op: Later,
+    **options: Unpack[Options],
+) -> Work[NDArray[S] | None]: ...
+@overload
+def gather(
+    comm: Caller, x: A, root: int = ..., *, out: None = ..., async_op: Later, **options: Unpack[Options]
+) -> Work[A | None]: ...
+@overload
+def gather(
+    comm: Caller, x: Any, root: int = ..., *, out: Any = ..., async_op: bool = ..., **options: Unpack[Options]
+) -> Any: ...
 def gather(
     comm: Caller,
     x: Any,
@@ -159,6 +303,22 @@ def gather(
     return comm.call("gather", x, out, root=root, **options)
 
 
+@overload
+def scatter(
+    comm: Caller, x: A, root: int = ..., *, out: None = ..., async_op: Now = ..., **options: Unpack[Options]
+) -> A: ...
+@overload
+def scatter(
+    comm: Caller, x: Any, root: int = ..., *, out: B, async_op: Now = ..., **options: Unpack[Options]
+) -> B: ...
+@overload
+def scatter(
+    comm: Caller, x: A, root: int = ..., *, out: None = ..., async_op: Later, **options: Unpack[Options]
+) -> Work[A]: ...
+@overload
+def scatter(
+    comm: Caller, x: Any, root: int = ..., *, out: Any = ..., async_op: bool = ..., **options: Unpack[Options]
+) -> Any: ...
 def scatter(
     comm: Caller,
     x: Any,
@@ -190,6 +350,20 @@ def scatter(
     return comm.call("scatter", given, out, root=root, **options)
 
 
+@overload
+def alltoall(
+    comm: Caller, x: A, *, out: None = ..., async_op: Now = ..., **options: Unpack[Options]
+) -> A: ...
+@overload
+def alltoall(comm: Caller, x: Any, *, out: B, async_op: Now = ..., **options: Unpack[Options]) -> B: ...
+@overload
+def alltoall(
+    comm: Caller, x: A, *, out: None = ..., async_op: Later, **options: Unpack[Options]
+) -> Work[A]: ...
+@overload
+def alltoall(
+    comm: Caller, x: Any, *, out: Any = ..., async_op: bool = ..., **options: Unpack[Options]
+) -> Any: ...
 def alltoall(
     comm: Caller,
     x: Any,
@@ -214,31 +388,3 @@ def alltoall(
         if done is not MISS:
             return done
     return comm.call("alltoall", x, out, algorithm=algorithm, async_op=async_op, stream=stream)
-
-
-def barrier(comm: Caller, *, stream: Any = None) -> None:
-    """Waits until every rank has come.
-
-    Args:
-        stream: A stream of a GPU, which then waits instead of the host: what is enqueued on it later begins
-            when the streams of all ranks have come to their barrier.
-    """
-    if stream is not None:
-        _barrier_on(comm, stream)
-        return
-    executor = comm._host
-    unsigned = dtype_of(np.uint8)
-    plan = executor.find("barrier", 0, unsigned, resolve_op("max", unsigned))
-    if comm._group is not None:
-        comm.put_off(Pending(lambda: executor.run(plan, None, None)), False, None)
-    else:
-        executor.run(plan, None, None)
-
-
-def _barrier_on(comm: Caller, stream: Any) -> None:
-    if comm._group is not None:
-        raise ArgumentError("barrier(stream=) has no meaning inside comm.group(), whose calls run at its end")
-    executor, unsigned = comm.device_executor(), dtype_of(np.uint8)
-    with stream:
-        plan = executor.find("barrier", 0, unsigned, resolve_op("max", unsigned))
-        executor.run(plan, None, None)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
@@ -23,9 +23,19 @@ from flagcx.executor.host import Executor
 from flagcx.executor.staging import Staged, copy
 from flagcx.fusion.group import Pending
 
+if TYPE_CHECKING:
+    from flagcx.communicator.options import B, Later, Now
+    from flagcx.executor.work import Work
+
 Messages = list[tuple[np.ndarray, int]]
 
 
+@overload
+def send(comm: Caller, x: Any, to: int, *, async_op: Now = ..., stream: Any = ...) -> None: ...
+@overload
+def send(comm: Caller, x: Any, to: int, *, async_op: Later, stream: Any = ...) -> Work[None]: ...
+@overload
+def send(comm: Caller, x: Any, to: int, *, async_op: bool, stream: Any = ...) -> Any: ...
 def send(comm: Caller, x: Any, to: int, *, async_op: bool = False, stream: Any = None) -> Any:
     """Sends an array to a rank, which must call ``recv`` with the same count and dtype.
 
@@ -47,6 +57,12 @@ def send(comm: Caller, x: Any, to: int, *, async_op: bool = False, stream: Any =
     return _transfer(comm, executor, (sends, []), None, async_op)
 
 
+@overload
+def recv(comm: Caller, out: B, source: int, *, async_op: Now = ..., stream: Any = ...) -> B: ...
+@overload
+def recv(comm: Caller, out: B, source: int, *, async_op: Later, stream: Any = ...) -> Work[B]: ...
+@overload
+def recv(comm: Caller, out: Any, source: int, *, async_op: bool, stream: Any = ...) -> Any: ...
 def recv(comm: Caller, out: Any, source: int, *, async_op: bool = False, stream: Any = None) -> Any:
     """Receives an array from a rank that calls ``send``.
 
@@ -67,6 +83,18 @@ def recv(comm: Caller, out: Any, source: int, *, async_op: bool = False, stream:
     return _transfer(comm, executor, ([], receives), out, async_op)
 
 
+@overload
+def sendrecv(
+    comm: Caller, x: Any, to: int, out: B, source: int, *, async_op: Now = ..., stream: Any = ...
+) -> B: ...
+@overload
+def sendrecv(
+    comm: Caller, x: Any, to: int, out: B, source: int, *, async_op: Later, stream: Any = ...
+) -> Work[B]: ...
+@overload
+def sendrecv(
+    comm: Caller, x: Any, to: int, out: Any, source: int, *, async_op: bool, stream: Any = ...
+) -> Any: ...
 def sendrecv(
     comm: Caller, x: Any, to: int, out: Any, source: int, *, async_op: bool = False, stream: Any = None
 ) -> Any:

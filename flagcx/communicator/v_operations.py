@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
@@ -17,7 +17,51 @@ from flagcx.communicator.operations import allgather, alltoall
 from flagcx.dtypes import Op
 from flagcx.errors import ArgumentError
 
+if TYPE_CHECKING:
+    from flagcx.communicator.options import A, B, Later, Now, Options, Unpack
+    from flagcx.executor.work import Work
 
+
+@overload
+def allgatherv(
+    comm: Caller,
+    x: A,
+    counts: Sequence[int] | None = ...,
+    *,
+    out: None = ...,
+    async_op: Now = ...,
+    **options: Unpack[Options],
+) -> A: ...
+@overload
+def allgatherv(
+    comm: Caller,
+    x: Any,
+    counts: Sequence[int] | None = ...,
+    *,
+    out: B,
+    async_op: Now = ...,
+    **options: Unpack[Options],
+) -> B: ...
+@overload
+def allgatherv(
+    comm: Caller,
+    x: A,
+    counts: Sequence[int] | None = ...,
+    *,
+    out: None = ...,
+    async_op: Later,
+    **options: Unpack[Options],
+) -> Work[A]: ...
+@overload
+def allgatherv(
+    comm: Caller,
+    x: Any,
+    counts: Sequence[int] | None = ...,
+    *,
+    out: Any = ...,
+    async_op: bool = ...,
+    **options: Unpack[Options],
+) -> Any: ...
 def allgatherv(
     comm: Caller,
     x: Any,
@@ -46,6 +90,50 @@ def allgatherv(
     return comm.call("allgather", x, out, counts=sizes, algorithm=algorithm, async_op=async_op, stream=stream)
 
 
+@overload
+def reduce_scatterv(
+    comm: Caller,
+    x: A,
+    counts: Sequence[int],
+    op: Op = ...,
+    *,
+    out: None = ...,
+    async_op: Now = ...,
+    **options: Unpack[Options],
+) -> A: ...
+@overload
+def reduce_scatterv(
+    comm: Caller,
+    x: Any,
+    counts: Sequence[int],
+    op: Op = ...,
+    *,
+    out: B,
+    async_op: Now = ...,
+    **options: Unpack[Options],
+) -> B: ...
+@overload
+def reduce_scatterv(
+    comm: Caller,
+    x: A,
+    counts: Sequence[int],
+    op: Op = ...,
+    *,
+    out: None = ...,
+    async_op: Later,
+    **options: Unpack[Options],
+) -> Work[A]: ...
+@overload
+def reduce_scatterv(
+    comm: Caller,
+    x: Any,
+    counts: Sequence[int],
+    op: Op = ...,
+    *,
+    out: Any = ...,
+    async_op: bool = ...,
+    **options: Unpack[Options],
+) -> Any: ...
 def reduce_scatterv(
     comm: Caller,
     x: Any,
@@ -77,6 +165,50 @@ def reduce_scatterv(
     return comm.call("reduce_scatter", x, out, op=op, counts=sizes, **options)
 
 
+@overload
+def gatherv(
+    comm: Caller,
+    x: A,
+    counts: Sequence[int] | None = ...,
+    root: int = ...,
+    *,
+    out: None = ...,
+    async_op: Now = ...,
+    **options: Unpack[Options],
+) -> A | None: ...
+@overload
+def gatherv(
+    comm: Caller,
+    x: Any,
+    counts: Sequence[int] | None = ...,
+    root: int = ...,
+    *,
+    out: B,
+    async_op: Now = ...,
+    **options: Unpack[Options],
+) -> B | None: ...
+@overload
+def gatherv(
+    comm: Caller,
+    x: A,
+    counts: Sequence[int] | None = ...,
+    root: int = ...,
+    *,
+    out: None = ...,
+    async_op: Later,
+    **options: Unpack[Options],
+) -> Work[A | None]: ...
+@overload
+def gatherv(
+    comm: Caller,
+    x: Any,
+    counts: Sequence[int] | None = ...,
+    root: int = ...,
+    *,
+    out: Any = ...,
+    async_op: bool = ...,
+    **options: Unpack[Options],
+) -> Any: ...
 def gatherv(
     comm: Caller,
     x: Any,

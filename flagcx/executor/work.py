@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import Any
+from typing import Generic, TypeVar
 
 from flagcx.errors import ArgumentError, PeerTimeoutError
 from flagcx.executor.float_errors import FloatErrors
 
 _FOREVER_S = 1e8
+T = TypeVar("T")
 
 
 def seconds(timeout_s: float | None) -> float | None:
@@ -29,7 +30,7 @@ def seconds(timeout_s: float | None) -> float | None:
     raise ArgumentError(f"timeout_s must be a number of seconds from 0 up, or None, got {timeout_s!r}")
 
 
-class Work:
+class Work(Generic[T]):
     """What a call with ``async_op=True`` returns.
 
     Until ``wait`` has returned, the arrays of the call belong to it: they are neither to be read nor written.
@@ -55,7 +56,7 @@ class Work:
         """Whether the operation has ended, well or not."""
         return self._future.done()
 
-    def wait(self, timeout_s: float | None = None) -> Any:
+    def wait(self, timeout_s: float | None = None) -> T:
         """Waits for the operation, and returns what the call without ``async_op`` would.
 
         Args:

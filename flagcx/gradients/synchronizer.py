@@ -74,7 +74,7 @@ class GradientSynchronizer:
     def __init__(
         self,
         comm: Communicator,
-        parameters: Mapping[Hashable, Any] | Sequence[Any],
+        parameters: Mapping[Any, Any] | Sequence[Any],
         bucket_bytes: int | None = None,
         compression: Any = None,
         average: bool = True,
@@ -303,7 +303,8 @@ class GradientSynchronizer:
         return save(self._gradients, self._settled, self.bucket_nbytes, self._feedback)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over what ``state_dict`` gave, on all ranks, between two steps. See ``Feedback``.
+        """Takes over what ``state_dict`` gave, on all ranks, between two steps. See
+        ``flagcx.compression.Feedback.load_state_dict``.
 
         Raises:
             ArgumentError: It is the state of other gradients, or of another compression.

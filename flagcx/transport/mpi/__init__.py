@@ -15,7 +15,10 @@ _GROUP_TAG = 1
 
 
 def find_mpi(limit_s: float, check: Callable[[], object]) -> tuple[Any, str, str]:
-    """The module ``mpi4py.MPI``, with MPI started; or a problem of which kind. See ``MpiProcess.load``."""
+    """The module ``mpi4py.MPI``, with MPI started; or a problem of which kind.
+
+    See ``flagcx.bootstrap.mpi_process.MpiProcess.load``.
+    """
     try:
         MPI = MPI_PROCESS.load(limit_s, check)
     except (ImportError, RuntimeError) as error:

@@ -27,7 +27,7 @@ class ChannelSteps(Steps):
         arena: The shared memory.
         call: The call.
         signature: Its entry for the call log.
-        attach_nbytes: See ``channel.Sending``.
+        attach_nbytes: See ``flagcx.transport.shared_memory.channel.Sending``.
     """
 
     def __init__(self, arena: Arena, call: Call, signature: int, attach_nbytes: int) -> None:

@@ -1,0 +1,5 @@
+"""``python -m flagcx`` is ``flagcx``."""
+
+from flagcx.cli import main
+
+main()

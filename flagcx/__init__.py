@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from flagcx.gradients import GradientSynchronizer
     from flagcx.gradients.advise import Advice, advise
     from flagcx.interop import enhance_process_group, restore_process_group
+    from flagcx.interop.mpi import from_mpi
     from flagcx.memory import memory_stats
     from flagcx.schedule.draw import draw
     from flagcx.schedule.verify import verify
@@ -100,6 +101,7 @@ _HOMES = {
     "compression": "compression",
     "draw": "schedule.draw",
     "enhance_process_group": "interop",
+    "from_mpi": "interop.mpi",
     "get_topology": "world",
     "init": "world",
     "launch": "_launch.notebook",
@@ -143,6 +145,7 @@ __all__ = [
     "compression",
     "draw",
     "enhance_process_group",
+    "from_mpi",
     "get_topology",
     "init",
     "launch",

@@ -305,7 +305,7 @@ class _LostWhileJoining(Exception):
 
 
 def _join_once(config: Config, environ: Mapping[str, str]) -> Communicator:
-    from flagcx.bootstrap.environment import Identity, host_name, identify, launched_by_mpi, located
+    from flagcx.bootstrap.environment import identify, launched_by_mpi, located
     from flagcx.bootstrap.mpi_process import MPI_PROCESS
     from flagcx.bootstrap.rendezvous import connect, leave
     from flagcx.diagnosis.own_page import OwnPage
@@ -313,11 +313,9 @@ def _join_once(config: Config, environ: Mapping[str, str]) -> Communicator:
 
     thread = thread_rank.get()
     if thread is not None:
-        store = thread.store
-        identity = Identity(
-            thread.rank, thread.size, thread.rank, thread.size, host_name(), "threads", "flagcx"
-        )
-        config = replace(config, transport=config.transport or "threads")
+        store, identity = thread.store, thread.identity
+        if not thread.own_process:
+            config = replace(config, transport=config.transport or "threads")
     else:
         identity = identify(environ)
         if identity.rank == 0:
@@ -351,6 +349,7 @@ def _join_once(config: Config, environ: Mapping[str, str]) -> Communicator:
     comm.at_close(page.close)
     if thread is None:
         comm.at_close(lambda: leave(store))
+    if thread is None or thread.own_process:
         opened = weakref.ref(comm)
         store.blames = lambda: (found := opened()) is not None and found.blames
     return comm

@@ -34,7 +34,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -98,6 +98,17 @@ def connect(identity: Identity, config: Config, environ: Mapping[str, str]) -> S
             job.server.close()
         raise
     return job.store
+
+
+def join_told(identity: Identity, addresses: Sequence[str], key: bytes, timeout_s: float) -> RemoteStore:
+    """Connects a rank to a store of whose addresses the program has told it.
+
+    Raises:
+        BootstrapError: None of them is a store of this key, or it refused this rank.
+    """
+    nearest = sorted(addresses, key=distance_from(own_addresses())) if len(addresses) > 1 else addresses
+    places = (Place(address, key) for address in nearest)
+    return _join(identity, _fixed(*places), time.monotonic() + timeout_s)
 
 
 class _Job:

@@ -231,7 +231,7 @@ def _paint_ring(ax: Axes, drawing: Drawing) -> None:
     """
     plan = drawing.plan
     order = [drawing.topology.gpu(gpu).id for gpu in plan.rings[0].order] if plan else []
-    if plan is None or len(order) < 2:
+    if plan is None or plan.exchange is not None or len(order) < 2:
         return
     row = sorted((id for id in order if id in drawing.place), key=lambda id: drawing.place[id][0])
     rank = {id: position for position, id in enumerate(row)}
@@ -318,7 +318,8 @@ def _legend(
             handles.append(lines.Line2D([], [], color=_STROKE[kind], linewidth=1.8, label=text))
     if drawing.plan and len(drawing.plan.gpus) > 1:
         text = _ring_text(drawing.plan)
-        handles.append(lines.Line2D([], [], label=text, color=_RING, linewidth=2.3))
+        width = 0.0 if drawing.plan.exchange is not None else 2.3  # an exchange is over the links as drawn
+        handles.append(lines.Line2D([], [], label=text, color=_RING, linewidth=width))
     if handles:
         style: dict[str, Any] = {
             "loc": "upper center",
@@ -337,6 +338,8 @@ def _speeds(links: Sequence[Link]) -> str:
 
 def _ring_text(plan: Plan) -> str:
     ring = plan.rings[0]
+    if plan.exchange is not None:
+        return f"two_shot: every GPU with every other at once, {plan.bandwidth_gb_per_s:.1f} GB/s"
     shown = " ".join(map(str, ring.order[:16])) + (" ..." if len(ring.order) > 16 else "")
     if len(plan.rings) == 1:
         return f"ring 1: {shown}, {ring.bandwidth_gb_per_s:.1f} GB/s"
@@ -347,6 +350,7 @@ def _title(drawing: Drawing) -> str:
     parts, plan = [drawing.topology.name or "machine"], drawing.plan
     if plan is not None and len(plan.gpus) > 1:
         rings = "one ring" if len(plan.rings) == 1 else "a ring both ways round"
+        rings = "an exchange of all with all" if plan.exchange is not None else rings
         speed = f"{plan.bandwidth_gb_per_s:.1f} GB/s, {100 * plan.ratio:.0f}% of the bound"
         parts.append(f"all-reduce over {len(plan.gpus)} GPUs by {rings} ({plan.method}): {speed}")
     if drawing.hidden:

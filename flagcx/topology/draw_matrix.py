@@ -45,7 +45,7 @@ def paint_matrix(ax: Axes, topology: Graph, names: Sequence[str], inches: float)
     matrix = paths.matrix(topology)
     count = len(names)
     longest = max(len(matrix[a][b]) for a in names for b in names)
-    size = min(8.0, 72 * inches / (count + 3) / (0.78 * longest))
+    size = min(8.0, 72 * inches / (count + 3) / (0.9 * longest))
     for row, a in enumerate(names):
         y = count - row - 0.5
         ax.text(-0.15, y, a, ha="right", va="center", fontsize=size, fontweight="bold")

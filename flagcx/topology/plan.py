@@ -1,7 +1,9 @@
 """Plans the all-reduce that runs on GPUs along their links, and says how near it comes to the bound.
 
 Calls follow one ring order: rings, chains and trees are laid along it, and ``algorithm="ring|ring"`` goes
-round it both ways at once. Deterministic: the same topology and GPUs give the same plan on every rank.
+round it both ways at once. Where links join every GPU to every other, as in a mesh of xGMI, a ring leaves
+most of them idle; there ``algorithm="two_shot"`` lets every GPU exchange with every other at once.
+Deterministic: the same topology and GPUs give the same plan on every rank.
 """
 
 from __future__ import annotations
@@ -9,16 +11,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import permutations
 from typing import NamedTuple
 
 from flagcx.topology import speeds
 from flagcx.topology.bounds import bound, nvls_bound
 from flagcx.topology.graph import Graph, LinkKind
-from flagcx.topology.loads import LoadedLink, ring_hops
+from flagcx.topology.loads import LoadedLink, add_loads, bottleneck, ring_hops
 from flagcx.topology.orders import chosen, hop_factor, host_chains, ring_limits
-from flagcx.topology.routes import Routes
+from flagcx.topology.routes import Edge, Routes
 
-#: Both ways round are taken for more than this.
+#: Both ways round, or an exchange, are taken for more than this.
 _WORTH_BOTH = 1.01
 #: A plan that reaches this part of the bound needs no reason.
 _NEAR = 0.9
@@ -41,6 +44,18 @@ class Ring:
     bottleneck: LoadedLink | None
 
 
+class Exchange(NamedTuple):
+    """Every GPU sends to every other at once: its parts of the message, and then its part of the sum.
+
+    Attributes:
+        bandwidth_gb_per_s: Algorithm bandwidth.
+        bottleneck: The link that limits it.
+    """
+
+    bandwidth_gb_per_s: float
+    bottleneck: LoadedLink
+
+
 class PcieCase(NamedTuple):
     """What a plan comes to with one generation of PCIe; GB/s of algorithm bandwidth."""
 
@@ -56,6 +71,7 @@ class Plan:
     Attributes:
         gpus: The GPUs that take part, as they were given.
         rings: The ring along the planned order, or that and its reverse where both together are faster.
+            Chains and trees follow the order also where an exchange is planned.
         bound_gb_per_s: No schedule on this graph has more whose switches neither add up nor multicast (see
             ``flagcx.topology.bounds``).
         exact: Whether no better single ring exists (exact search), as against a heuristic one.
@@ -63,6 +79,7 @@ class Plan:
         nvls_bound_gb_per_s: The bound where NVSwitches add up and multicast; None where they can't.
         pcie_range: Where the generation of PCIe is not known and decides: what it comes to with generation 3
             and with generation 5.
+        exchange: What is planned instead of the rings, where it is faster.
     """
 
     gpus: tuple[int, ...]
@@ -72,6 +89,7 @@ class Plan:
     why: str
     nvls_bound_gb_per_s: float | None = None
     pcie_range: tuple[PcieCase, PcieCase] | None = None
+    exchange: Exchange | None = None
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -80,12 +98,16 @@ class Plan:
 
     @property
     def method(self) -> str:
-        """The ``algorithm=`` that has this bandwidth: ``ring``, or ``ring|ring`` for both ways round."""
+        """The ``algorithm=`` that has this bandwidth: ``ring``, ``ring|ring`` (both ways), ``two_shot``."""
+        if self.exchange is not None:
+            return "two_shot"
         return "|".join("ring" for _ in self.rings)
 
     @property
     def bandwidth_gb_per_s(self) -> float:
-        """Of the rings together."""
+        """Of the rings together, or of the exchange."""
+        if self.exchange is not None:
+            return self.exchange.bandwidth_gb_per_s
         return sum(ring.bandwidth_gb_per_s for ring in self.rings)
 
     @property
@@ -118,10 +140,13 @@ def make_plan(topology: Graph, gpus: Sequence[int] | None = None) -> Plan:
     order = tuple(gpu for chain in chains for gpu in chain)
     rings = _rings(topology, order, routes)
     limit = bound(topology, members, routes=routes).bandwidth_gb_per_s
-    plan = Plan(
-        members, rings, limit, exact, "", nvls_bound(topology, members), _pcie_range(topology, rings, limit)
-    )
-    return plan if plan.ratio >= _NEAR else replace(plan, why=_why(rings[0]))
+    plan = Plan(members, rings, limit, exact, "", nvls_bound(topology, members))
+    exchange = _exchange(topology, members, routes) if len(chains) == 1 else None
+    if exchange is not None and exchange.bandwidth_gb_per_s > _WORTH_BOTH * plan.bandwidth_gb_per_s:
+        plan = replace(plan, exchange=exchange)
+    else:
+        plan = replace(plan, pcie_range=_pcie_range(topology, rings, limit))
+    return plan if plan.ratio >= _NEAR else replace(plan, why=_why(plan))
 
 
 def plan_rings(topology: Graph, gpus: Sequence[int] | None = None) -> tuple[Ring, ...]:
@@ -138,6 +163,18 @@ def _rings(topology: Graph, order: tuple[int, ...], routes: Routes) -> tuple[Rin
     if 2 * rate <= _WORTH_BOTH * one.rate_gb_per_s:
         return (Ring(order, one.rate_gb_per_s * factor, 1.0, one),)
     return tuple(Ring(o, rate * factor, 0.5, limit) for o, limit in zip(orders, both, strict=True))
+
+
+def _exchange(topology: Graph, gpus: Sequence[int], routes: Routes) -> Exchange | None:
+    """An exchange of all with all, where the GPUs' own fabric joins every two; None elsewhere."""
+    pairs = list(permutations(gpus, 2))
+    ends = [(topology.gpu(a).id, topology.gpu(b).id) for a, b in pairs]
+    if not all((link := topology.link(a, b)) is not None and link.kind.is_gpu_fabric for a, b in ends):
+        return None
+    loads: dict[Edge, float] = {}
+    add_loads(loads, routes, pairs, 2 / len(gpus))
+    limit = bottleneck(topology, loads)
+    return Exchange(limit.rate_gb_per_s, limit)
 
 
 def _pcie_range(topology: Graph, rings: Sequence[Ring], limit: float) -> tuple[PcieCase, PcieCase] | None:
@@ -165,9 +202,11 @@ def _pcie_range(topology: Graph, rings: Sequence[Ring], limit: float) -> tuple[P
     return (slow, fast) if slow[1:] != fast[1:] else None
 
 
-def _why(ring: Ring) -> str:
-    """The reason why the rings stay under the bound, in words."""
-    count = len(ring.order)
+def _why(plan: Plan) -> str:
+    """The reason why the plan stays under the bound, in words."""
+    if plan.exchange is not None:
+        return f"all wait for {plan.exchange.bottleneck}; in the bound all links share the work"
+    ring, count = plan.rings[0], len(plan.gpus)
     return (
         f"each hop of a ring carries {2 * (count - 1) / count:.2f} of the ring's part of the message, and "
         f"all wait for {ring.bottleneck}; in the bound all links share the work"

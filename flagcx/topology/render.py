@@ -118,7 +118,12 @@ def plan_text(plan: Plan) -> str:
             for case in plan.pcie_range
         )
         lines.append(f"  the generation of PCIe is not known: {cases}")
-    for number, ring in enumerate(plan.rings):
+    if plan.exchange is not None:
+        lines.append(
+            f"  every GPU with every other at once, bottleneck {plan.exchange.bottleneck}; rings would reach "
+            f"{sum(ring.bandwidth_gb_per_s for ring in plan.rings):.2f} GB/s"
+        )
+    for number, ring in enumerate(plan.rings if plan.exchange is None else ()):
         lines.append(
             f"  ring {number + 1}: {_order(ring.order)}  {ring.bandwidth_gb_per_s:.2f} GB/s, "
             f"{100 * ring.share:.0f}% of the message, bottleneck {ring.bottleneck}"
@@ -215,8 +220,9 @@ def as_dict(topology: Graph, plan: Plan | None) -> dict[str, Any]:
                 "share": ring.share,
                 "bottleneck": str(ring.bottleneck) if ring.bottleneck else None,
             }
-            for ring in (plan.rings if plan else ())
+            for ring in (plan.rings if plan and plan.exchange is None else ())
         ],
+        "order": list(plan.order) if plan else [],
         "method": plan.method if plan else None,
         "plan_gb_per_s": _finite(plan.bandwidth_gb_per_s) if plan else None,
         "bound_gb_per_s": _finite(plan.bound_gb_per_s) if plan else None,

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from itertools import permutations
 
 import pytest
 
@@ -54,6 +55,11 @@ def check(machine, plan):
     for (a, b), load in loads.items():
         assert load <= machine.links_of(a)[b].bandwidth_gb_per_s * (1 + 1e-6), (a, b)
     assert plan.bandwidth_gb_per_s <= plan.bound_gb_per_s * (1 + 1e-6)
+    if plan.exchange is not None:
+        loads = {}
+        add_loads(loads, routes, permutations(gpus, 2), plan.bandwidth_gb_per_s * 2 / len(gpus))
+        for (a, b), load in loads.items():
+            assert load <= machine.links_of(a)[b].bandwidth_gb_per_s * (1 + 1e-6), (a, b)
     assert plan.bandwidth_gb_per_s >= order_bandwidth(machine, gpus) * (1 - 1e-6)
 
 
@@ -103,6 +109,20 @@ def test_the_plan_is_what_runs(name):
 
 #: Presets whose links no single ring fills, as GPUs are joined one by one, and one with a single GPU.
 UNEVEN = ("dgx-1v", "8xa100-pcie", "8xmi300x", "8xmi250x", "gh200")
+
+
+def test_a_mesh_is_planned_as_an_exchange_of_all_with_all():
+    mesh = make_plan(preset("8xmi300x"))
+    assert mesh.method == "two_shot" and mesh.ratio == pytest.approx(1.0) and mesh.why == ""
+    assert mesh.bandwidth_gb_per_s == pytest.approx(7 * 48.0 * 8 / 14)
+    assert sum(ring.bandwidth_gb_per_s for ring in mesh.rings) == pytest.approx(2 * 48.0 * 8 / 14)
+    check(preset("8xmi300x"), mesh)
+    with pytest.raises(AssertionError):
+        check(preset("8xmi300x"), replace(mesh, exchange=mesh.exchange._replace(bandwidth_gb_per_s=193.0)))
+    part = make_plan(preset("8xmi250x"), [0, 1, 2, 3])
+    assert part.exchange is None, "not every two of these GPUs are joined"
+    two = make_plan(preset("8xmi300x"), [0, 5])
+    assert two.exchange is None and two.method == "ring", "two exchange by a ring as well"
 
 
 @pytest.mark.parametrize("name", [name for name in preset_names() if name not in UNEVEN])

@@ -4,6 +4,7 @@ import io
 import itertools
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -80,6 +81,9 @@ def test_the_report_says_what_the_bound_and_the_speeds_mean():
     amd = render.text_report(preset("8xmi300x"), make_plan(preset("8xmi300x")))
     assert "has 7 xGMI links: 336 GB/s each way, as NCCL plans with (48 a link), 448 by the data sheet" in amd
     assert "NVLS" not in amd
+    assert "192.00 GB/s by algorithm='two_shot', 100.0% of the bound" in amd and "ring 1" not in amd
+    assert "every GPU with every other at once, bottleneck gpu0 -> gpu1 (xgmi, 48 GB/s, loaded 0.25 x)" in amd
+    assert render.as_dict(preset("8xmi300x"), make_plan(preset("8xmi300x")))["rings"] == []
     pair = nvidia_smi.parse("GPU0 GPU1\nGPU0 X PIX\nGPU1 PIX X\n")
     text = render.plan_text(make_plan(pair))
     assert "the generation of PCIe is not known: 12.00 GB/s (bound 12.00) with generation 3 to 48.00" in text
@@ -118,6 +122,29 @@ def test_pictures_are_drawn(tmp_path, name, ending):
 
 def texts(figure):
     return [text.get_text() for text in figure.axes[0].texts]
+
+
+def test_an_exchange_is_drawn_without_a_ring():
+    pytest.importorskip("matplotlib")
+    machine = preset("8xmi300x")
+    plan = make_plan(machine)
+    figure, ring = (
+        plot_topology(machine, plan=plan),
+        plot_topology(machine, plan=replace(plan, exchange=None)),
+    )
+    assert "by an exchange of all with all (two_shot): 192.0 GB/s, 100% of the bound" in figure_text(figure)
+    assert "two_shot: every GPU with every other at once, 192.0 GB/s" in figure_text(figure)
+    assert len(ring.axes[0].patches) - len(figure.axes[0].patches) == 8, "the hops of the ring"
+
+
+def figure_text(figure):
+    """All words of a picture: its title, what stands in it, and the legend."""
+    legends = [legend for axes in figure.axes if (legend := axes.get_legend()) is not None]
+    parts = [*figure.texts, *(text for axes in figure.axes for text in axes.texts)]
+    parts += [text for legend in legends for text in legend.get_texts()]
+    return "\n".join(
+        [text.get_text() for text in parts] + [axes.get_title(loc="left") for axes in figure.axes]
+    )
 
 
 def test_every_gpu_stands_in_ring_order_and_apart():

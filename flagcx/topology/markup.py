@@ -53,14 +53,14 @@ class Element:
 
 
 def read_text(path: str | Path, what: str) -> str:
-    """The text of a file of bounded size.
+    """The text of a file of bounded size, in UTF-8 or, as Windows redirects output, UTF-16.
 
     Args:
         path: The file.
         what: The expected content, for the message.
 
     Raises:
-        TopologyError: It cannot be opened, is too large, or is not UTF-8 text.
+        TopologyError: It cannot be opened, is too large, or is no text in UTF-8 or UTF-16.
     """
     try:
         with open(path, "rb") as stream:
@@ -69,10 +69,23 @@ def read_text(path: str | Path, what: str) -> str:
         raise TopologyError(f"{path}: cannot be opened as {what}: {error.strerror or error}") from None
     if len(data) > MAX_NBYTES:
         raise TopologyError(f"{path}: over {MAX_NBYTES >> 20} MiB, which is too large for {what}")
+    encoding = _encoding(data[:4])
     try:
-        return data.decode("utf-8-sig")
+        return data.decode(encoding)
     except UnicodeDecodeError as error:
-        raise TopologyError(f"{path}: byte {error.start} is not UTF-8; expected {what}") from None
+        name = encoding[:6].upper().rstrip("-")
+        raise TopologyError(f"{path}: byte {error.start} is not {name}; expected {what}") from None
+
+
+def _encoding(first: bytes) -> str:
+    """The encoding of a text by its first bytes: UTF-16 by its mark, or by the zeros of ASCII in it."""
+    if first.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return "utf-16"
+    if len(first) == 4 and first[1] == first[3] == 0 != first[0]:
+        return "utf-16-le"
+    if len(first) == 4 and first[0] == first[2] == 0 != first[1]:
+        return "utf-16-be"
+    return "utf-8-sig"
 
 
 def parse(text: str, source: str) -> Element:

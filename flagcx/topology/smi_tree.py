@@ -86,6 +86,12 @@ class _Tree(Builder):
             total = max(_total(counts, gpu) for gpu in self.matrix.gpus)
             most = total if total <= _MOST_LINKS else max(counts.values())
             sm, self.gt = _BY_LINKS.get(most, (None, self.gt))
+            named = gpu_models.MODELS.get(self.matrix.model)
+            if self.sm is not None and named not in (None, self.sm):
+                self.notes.add(
+                    f"the text names {self.matrix.model}, of compute capability {named}; the one that was "
+                    f"given, {self.sm}, is taken"
+                )
             if self.sm is None and self.matrix.model:
                 self.sm = gpu_models.MODELS[self.matrix.model]
                 self.notes.add(f"the text names {self.matrix.model}, which gives the NVLinks' speed")
@@ -168,9 +174,29 @@ class _Tree(Builder):
                 "the text does not say which NUMA node each device is near; those that no SYS sets apart are "
                 "put below one"
             )
+        self.note_contradictions(parts, merged)
         order = {name: position for position, name in enumerate(self.matrix.names)}
         merged = [sorted(part, key=order.__getitem__) for part in merged]
         return sorted(merged, key=lambda part: order[part[0]])
+
+    def note_contradictions(self, parts: list[list[str]], merged: list[list[str]]) -> None:
+        """Notes where the cells say something else of NUMA nodes than the columns of affinity do."""
+        for part in parts:
+            homes = {name: home for name in part if (home := self.home([name])) is not None}
+            other = next((name for name in homes if homes[name] != next(iter(homes.values()))), None)
+            if other is not None:
+                self.notes.add(
+                    "devices of one NUMA node by their cells have different affinities; the cells are taken",
+                    f"{next(iter(homes))} and {other}",
+                )
+        found: dict[tuple[str, str], str] = {}
+        for group in merged:
+            home = self.home(group)
+            if home is not None and found.setdefault(home, group[0]) != group[0]:
+                self.notes.add(
+                    "devices of one affinity are SYS apart by their cells; the cells are taken",
+                    f"{found[home]} and {group[0]}",
+                )
 
     def home(self, part: list[str]) -> tuple[str, str] | None:
         for name in part:

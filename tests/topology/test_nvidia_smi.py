@@ -10,6 +10,7 @@ from flagcx.topology import (
     gpu_models,
     matrix,
     nccl_xml,
+    nccl_xml_write,
     nvidia_smi,
     preset,
     preset_names,
@@ -207,3 +208,58 @@ def test_the_matrix_from_a_machines_xml_is_that_of_its_nvidia_smi(xml, text):
     assert len(gpus) >= 2
     for a, b in combinations(gpus, 2):
         assert derived[a][b] == shown[a][b], (a, b)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-8", "utf-8-sig"])
+def test_files_as_systems_redirect_output_to_them(tmp_path, encoding):
+    """PowerShell writes UTF-16 with a mark; some editors leave the mark out."""
+    text = "\tGPU0\tGPU1\tCPU Affinity\r\nGPU0\t X \tNV12\t0-15\r\nGPU1\tNV12\t X \t0-15\r\n"
+    path = tmp_path / "topo.txt"
+    path.write_bytes(text.encode(encoding))
+    assert read(path).notes == nvidia_smi.parse(text, "topo").notes
+    assert matrix(read(path)) == matrix(nvidia_smi.parse(text))
+    xml = tmp_path / "topo.xml"
+    xml.write_bytes(nccl_xml_write.format_xml(preset("dgx-1v")).encode(encoding))
+    assert matrix(read(xml)) == matrix(preset("dgx-1v"))
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path):
+    for name, data, word in (("a", b"GPU0\xff", "UTF-8"), ("b", b"\xff\xfeG", "UTF-16")):
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(TopologyError, match=f"byte \\d is not {word}; expected a topology"):
+            read(tmp_path / name)
+
+
+HEAD = "GPU0 GPU1 CPU Affinity NUMA Affinity\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "note"),
+    [
+        (
+            HEAD + "GPU0 X SYS 0-15 0\nGPU1 SYS X 0-15 0\n",
+            "devices of one affinity are SYS apart by their cells; the cells are taken (GPU0 and GPU1)",
+        ),
+        (
+            HEAD + "GPU0 X NODE 0-15 0\nGPU1 NODE X 16-31 1\n",
+            "devices of one NUMA node by their cells have different affinities; the cells are taken "
+            "(GPU0 and GPU1)",
+        ),
+    ],
+)
+def test_texts_that_contradict_themselves_are_noted(text, note):
+    machine = nvidia_smi.parse(text)
+    assert note in machine.notes
+    assert not any(
+        "affinit" in one
+        for one in nvidia_smi.parse(
+            text.replace("16-31 1", "0-15 0").replace("SYS X 0-15 0", "SYS X 16-31 1")
+        ).notes
+    )
+
+
+def test_a_model_other_than_the_text_names_is_noted():
+    text = "GPU 0: NVIDIA H100 80GB HBM3\nGPU0 GPU1\nGPU0 X NV18\nGPU1 NV18 X\n"
+    other, same = (nvidia_smi.parse(text, sm=sm).notes for sm in (103, 90))
+    assert any("the one that was given, 103, is taken" in note for note in other)
+    assert not any("is taken" in note for note in same)

@@ -6,6 +6,14 @@ share links. Where messages are cut among channels, these may take longer than t
 when all its messages are over and all that arrived is reduced; then it begins the next, wherever the others
 are.
 
+What overlaps here is what overlaps in the transports. A rank's steps never do: each transport waits for all
+messages of a step before it begins the next (``transport.steps``; on GPUs a step is one group, on one
+stream), and calls of a communicator follow each other. So the inner and the outer phase of a hierarchy follow
+each other on a rank, while groups drift apart as their own partners let them. Phases run side by side only
+where a schedule has both in one step, as pieces that follow each other and split messages do; then the level
+has the messages of both, and they share the links. Peers' memory and NCCL's own collectives, which pipelines
+its levels, are priced by laws of their own.
+
 Left out are messages of different levels that meet on a link because ranks have drifted apart (each level is
 charged for itself), and buffers that let a sender run ahead of its receiver.
 

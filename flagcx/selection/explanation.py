@@ -13,6 +13,7 @@ from flagcx.report import Report, Reported
 
 PLAIN = "Predicted: the GPU's time in a CUDA graph's replay. A plain call of {}, with launch: {:.1f} us."
 NAMED_ONLY = "registered by the user: taken where a call names it"
+PHASES = "The phases of hierarchical follow each other on a rank; NCCL's own are pipelined."
 _COLUMNS = ("candidate", "steps", "sent/rank", "busiest link", "predicted us", "measured us", "")
 _MEASURED = 5
 
@@ -117,6 +118,8 @@ class Explanation(Reported):
             )
             rows.append((row.name, *steps, link, predicted, measured, self._verdict(row)))
         notes = [self.reason, *([f"Times: {self.note}."] if self.note else [])]
+        if any(row.name.startswith("hierarchical") and row.predicted_us for row in self.rows):
+            notes.append(PHASES)
         notes += self._intervals()
         notes += [PLAIN.format(row.name, row.plain_us) for row in self.rows if row.plain_us]
         if any(row.measured_us is not None for row in self.rows):

@@ -23,7 +23,7 @@ def fuse_rmsnorm(model: Any, group: Any = None) -> Any:
     or otherwise: the output projections of attention and of the feed-forward part hold this rank's columns.
     Their own all-reduce is left out; each layer calls ``torch.ops.flagcx.allreduce_rmsnorm`` in place of it,
     of the residual and of the norm of the next part. The model's parameters keep their names.
-    ``torch.compile`` takes the model as before.
+    ``torch.compile`` takes the model as before; ``unfuse_rmsnorm`` undoes it.
 
     Args:
         model: The model, changed in place.
@@ -34,7 +34,8 @@ def fuse_rmsnorm(model: Any, group: Any = None) -> Any:
         The model.
 
     Raises:
-        ArgumentError: It has no such layers, or they are not split over the ranks of the group.
+        ArgumentError: It has no such layers, they are not split over the ranks of the group, or they are
+            fused already.
 
     Example:
         >>> fc.enhance_process_group()                                       # doctest: +SKIP
@@ -50,16 +51,69 @@ def fuse_rmsnorm(model: Any, group: Any = None) -> Any:
             f"fuse_rmsnorm knows layers of {', '.join(LAYERS)} with a norm after the last; this model has "
             f"{', '.join(kinds) or 'no layers'}; call flagcx.interop.torch.allreduce_rmsnorm in its code"
         )
+    if any(hasattr(decoder, _BEFORE) for decoder in found):
+        raise ArgumentError("this model is fused already; undo that first: unfuse_rmsnorm(model)")
     for decoder in found:
         name = _group_name(decoder, group)
         size = torch.distributed.distributed_c10d._resolve_process_group(name).size()
         for layer in decoder.layers:
             for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
                 _check_split(linear, size)
+        setattr(decoder, _BEFORE, [_State(module) for module in _changed(decoder)])
         norms = [*(layer.input_layernorm for layer in decoder.layers[1:]), decoder.norm]
         for layer, following in zip(decoder.layers, norms, strict=True):
             _fuse(layer, following, name)
     return model
+
+
+def unfuse_rmsnorm(model: Any) -> Any:
+    """Undoes ``fuse_rmsnorm``: the model's layers do what they did before. A model that is not fused stays.
+
+    Args:
+        model: The model, changed in place. One that ``torch.compile`` has made of it is to be made anew.
+
+    Returns:
+        The model.
+
+    Example:
+        >>> flagcx.interop.torch.unfuse_rmsnorm(model)  # doctest: +SKIP
+    """
+    for decoder in _decoders(model):
+        for state in vars(decoder).pop(_BEFORE, ()):
+            state.restore()
+    return model
+
+
+_BEFORE = "before_fuse_rmsnorm"
+_ABSENT = object()
+
+
+class _State:
+    """The forward and the hooks of a module, to be given back to it."""
+
+    def __init__(self, module: Any) -> None:
+        self._module, self._forward = module, vars(module).get("forward", _ABSENT)
+        self._hooks = [dict(hooks) for hooks in (module._forward_hooks, module._forward_pre_hooks)]
+
+    def restore(self) -> None:
+        """Gives them back."""
+        own = vars(self._module)
+        own.pop("forward", None)
+        own.pop("ready", None)
+        if self._forward is not _ABSENT:
+            own["forward"] = self._forward
+        for kept, hooks in zip(
+            self._hooks, (self._module._forward_hooks, self._module._forward_pre_hooks), strict=True
+        ):
+            hooks.clear()
+            hooks.update(kept)
+
+
+def _changed(decoder: Any) -> Iterator[Any]:
+    """The modules whose forward or hooks are changed."""
+    yield decoder.norm
+    for layer in decoder.layers:
+        yield from (layer, layer.input_layernorm, layer.self_attn.o_proj, layer.mlp.down_proj)
 
 
 def _decoders(model: Any) -> Iterator[Any]:

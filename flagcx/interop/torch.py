@@ -34,7 +34,7 @@ if not _distributed.is_available():
     )
 
 from flagcx.interop.enhance import enhance_process_group, register_backend, restore_process_group
-from flagcx.interop.fuse_layers import fuse_rmsnorm
+from flagcx.interop.fuse_layers import fuse_rmsnorm, unfuse_rmsnorm
 from flagcx.interop.hooks import ddp_hook
 from flagcx.interop.process_group import FlagcxProcessGroup
 from flagcx.interop.row_operators import allreduce_rmsnorm, register_operators
@@ -46,6 +46,7 @@ __all__ = [
     "enhance_process_group",
     "fuse_rmsnorm",
     "restore_process_group",
+    "unfuse_rmsnorm",
 ]
 
 register_backend()

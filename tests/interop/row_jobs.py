@@ -194,7 +194,7 @@ class Decoder(torch.nn.Module):
 
 def fused_layers(path: str) -> list[str]:
     """A model's layers before and after they are fused, eager and compiled; and what cannot be fused."""
-    from flagcx.interop.torch import fuse_rmsnorm
+    from flagcx.interop.torch import fuse_rmsnorm, unfuse_rmsnorm
 
     rank, faults = joined(path), []
     model, x = torch.nn.Sequential(Decoder(rank, dist.get_world_size())), data(80, 5, 40)
@@ -208,7 +208,14 @@ def fused_layers(path: str) -> list[str]:
         compiled = torch.compile(model[0], backend="eager", fullgraph=True)
         for i in range(2):
             faults += far("compiled", compiled(x + i, scale=0.5), want[i])
+        assert unfuse_rmsnorm(model) is model
+        assert [name for name, _ in model.named_parameters()] == names
+        for i in range(2):
+            faults += far("undone", model[0](x + i, scale=0.5), want[i])
+        fuse_rmsnorm(unfuse_rmsnorm(model))
+        faults += far("fused again", model[0](x, scale=0.5), want[0])
     refused = [
+        (lambda: fuse_rmsnorm(model), "is fused already"),
         (lambda: model(x.requires_grad_()), "is for inference"),
         (
             lambda: fuse_rmsnorm(torch.nn.Sequential(torch.nn.TransformerEncoderLayer(40, 4))),

@@ -206,6 +206,7 @@ class PeerLayout:
             "AT_BOXES_SENT": pairs * 4,
             "AT_BOXES_TAKEN": pairs * 4,
             "AT_CALLS_TAKEN": pairs * 4,
+            "AT_POSTED": 2 * MOST_RANKS * 4,
             "AT_SIZES": pairs * 2 * 16,
             "AT_PAIR_PACKETS": channels * 2 * self.ranks * self.small_packs * 32,
             "AT_BARE": self.blocks * 2 * self.ranks * self.most_bare * 16,

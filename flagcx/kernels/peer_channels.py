@@ -16,6 +16,10 @@ FLAGCX_DEVICE Pair* pair_of(const Args& a, int channel, int peer) {
 FLAGCX_DEVICE u32* word_of(const Args& a, int rank, u64 kind, int channel, int peer) {
   return (u32*)(memory_of(a, rank) + kind) + place_of(a, channel, peer);
 }
+// How many messages a peer has begun, or is ready to: of sends to this rank (0), or receives from it (1).
+FLAGCX_DEVICE u32* posted_of(const Args& a, int rank, int kind, int peer) {
+  return (u32*)(memory_of(a, rank) + AT_POSTED) + kind * MOST_RANKS + peer;
+}
 FLAGCX_DEVICE uint4* size_of(const Args& a, int rank, int channel, u32 call, int peer) {
   return (uint4*)(memory_of(a, rank) + AT_SIZES) + place_of(a, channel, peer) * 2 + (call & 1);
 }

@@ -19,6 +19,8 @@ Each channel of each pair counts its own calls and chunks, so the ranks of a pai
 of threads has some channels of some jobs, one after the other, which evens out messages of different sizes.
 All blocks of all ranks go through theirs in one order, by channel and then by job, so the first of all that
 are not done can always go on.
+
+A message that was started is launched when both ranks are ready for it, which each sees in its own memory.
 """
 
 from __future__ import annotations
@@ -38,6 +40,10 @@ FEW_STEPS = 8
 WRONG_SIZE, TOO_MANY = 2, 3
 """What the kernel tells the host, besides what all kernels do: a message has another size than is expected;
 the counts that lie on the GPU are negative, or more than the arrays have."""
+
+
+POST = "flagcx_post"
+"""The kernel, in the same source, by which a rank says that it is ready for a message that was started."""
 
 
 class Job(ctypes.Structure):
@@ -209,6 +215,10 @@ FLAGCX_DEVICE void guide(const Args& a, const Job& job, const Way& w, Progress* 
   const u32 gone = w.gone.sent_calls + 1, come = w.come.taken_calls + 1;
   const u32 out = w.sends ? w.out.steps : 0, in = w.takes ? w.in.steps : 0;
   if (w.takes && lane == 0) store_flag(word_of(a, job.source, AT_CALLS_TAKEN, c, a.rank), come - 1);
+  if (a.first && c == 0 && lane == 0) {
+    if (w.sends) store_flag(posted_of(a, job.target, 0, a.rank), gone);
+    if (w.takes) store_flag(posted_of(a, job.source, 1, a.rank), come);
+  }
   if (w.sends) {
     const u32* const taken = word_of(a, a.rank, AT_CALLS_TAKEN, c, job.target);
     const u32 flag = flag_of(gone);
@@ -296,6 +306,15 @@ FLAGCX_DEVICE Count count_of(const Args& a, int item) {
   const Job& job = a.job[item - c * a.jobs];
   return Count{read_pair(pair_of(a, c, job.target)), read_pair(pair_of(a, c, job.source)),
                peek_flag(word_of(a, a.rank, AT_CALLS_TAKEN, c, job.target))};
+}
+// Tells the peer of a message that this rank is ready for it; by one thread.
+FLAGCX_KERNEL(WARP, 1) flagcx_post(FLAGCX_PARAMETER Args a) {
+  if (thread_index() != 0 || a.jobs == 0) return;
+  const Job& job = a.job[0];
+  const bool sends = job.sends >= 0;
+  const int peer = sends ? job.target : job.source;
+  const Pair pair = read_pair(pair_of(a, 0, peer));
+  store_flag(posted_of(a, peer, !sends, a.rank), (sends ? pair.sent_calls : pair.taken_calls) + 1);
 }
 FLAGCX_KERNEL(WORK + WARP, RESIDENT) flagcx_move(FLAGCX_PARAMETER Args a) {
   FLAGCX_SHARED(Progress, progress, 1);

@@ -435,12 +435,12 @@ def _kernel(
 
 
 @cache
-def move_kernel(directory: Path, layout: PeerLayout, **changed: int):
-    """``flagcx_move``, with constants that are replaced."""
+def move_kernel(directory: Path, layout: PeerLayout, name: str = "flagcx_move", **changed: int):
+    """``flagcx_move``, or another kernel of its source, with constants that are replaced."""
     _fibers()
     kernel = MoveKernel(layout)
     constants = {**CONSTANTS, "CUT_WORK": WORK, **changed}
     source = _HEAD + kernel.source(_INTRINSICS, **constants)
-    name = f"move_{layout.ranks}_{layout.one_gpu}_{'_'.join(map(str, changed.values()))}.so"
-    library = compile_library(source, directory / name, ctypes.RTLD_LOCAL, "-fvisibility=hidden")
-    return getattr(library, kernel.name)
+    file = f"move_{layout.ranks}_{layout.one_gpu}_{'_'.join(map(str, changed.values()))}.so"
+    library = compile_library(source, directory / file, ctypes.RTLD_LOCAL, "-fvisibility=hidden")
+    return getattr(library, name)

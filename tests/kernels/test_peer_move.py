@@ -7,10 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from flagcx.kernels.peer import PeerLayout
-from flagcx.kernels.peer_move import TOO_MANY, WRONG_SIZE, Job, MoveArgs, MoveKernel
+from flagcx.kernels.peer import MOST_RANKS, PeerLayout
+from flagcx.kernels.peer_move import POST, TOO_MANY, WRONG_SIZE, Job, MoveArgs, MoveKernel
 from flagcx.kernels.source import OPTIONS
+from flagcx.transport.device_messages import Message
 from flagcx.transport.peer_memory.grids import started_work
+from flagcx.transport.peer_memory.posted import PostedCounts
 from tests.kernels import nvrtc, peer_host
 from tests.kernels.peer_host import BLOCKS, WARP, WORK, Host, Launch, move_kernel
 
@@ -160,6 +162,34 @@ def test_a_rank_sends_on_while_another_takes_its_time(directory):
     calls.made[1].clear()
     assert host.launch(calls.made, 1)
     assert host.words[0][1:3].tolist() == [1, 1], "the third message would overwrite the first"
+
+
+@needs_compiler
+def test_a_rank_sees_how_far_its_peers_have_come(directory):
+    """The third message to a rank is posted, after two that were launched; the other direction has none."""
+    host = Host(directory, 3)
+    calls = Messages(host, 6)
+    for _ in range(2):
+        calls.message(2, 0, 100)
+    assert calls.faults(6) == []
+    calls.made = [[], [], []]
+    calls.message(2, 0, 100)
+    calls.made[0].clear()
+    post = move_kernel(directory, host.layout, POST, **SMALL)
+    calls.made[2] = [Launch(post, calls.made[2][0].args, 1, WARP)]
+    assert host.launch(calls.made, 6)
+    counts = [PostedCounts.from_buffer_copy(seen_by(host, rank)) for rank in range(3)]
+    assert list(counts[0].posted[0])[:3] == [0, 0, 3] and not any(counts[0].posted[1])
+    assert list(counts[2].posted[1])[:3] == [2, 0, 0] and not any(counts[2].posted[0])
+    assert counts[0].matched(Message(False, 0, 100, 2)) and not counts[2].matched(Message(True, 0, 100, 0))
+
+
+def seen_by(host: Host, rank: int) -> bytes:
+    """What ``PostedCounts`` has of a rank's memory."""
+    places, memory = host.layout.places, host.memory[rank]
+    pairs = places["AT_PAIRS"] + host.layout.channels * MOST_RANKS * 16
+    spans = (places["AT_POSTED"], 2 * MOST_RANKS * 4), (pairs, MOST_RANKS * 16)
+    return b"".join(memory[at : at + nbytes].tobytes() for at, nbytes in spans)
 
 
 @needs_compiler

@@ -29,7 +29,7 @@ class DeviceMessages:
     ) -> None:
         self._order, self._peers, self._by_nccl = order, peers, by_nccl
         self._to_self = ToSelf(cupy, order)
-        self._pairs = None if peers is None else PairStreams(cupy, order, self._to_self, peers.start)
+        self._pairs = None if peers is None else PairStreams(cupy, order, self._to_self, peers.messages)
 
     @property
     def may_start(self) -> bool:
@@ -46,7 +46,7 @@ class DeviceMessages:
             self._pairs.meet(messages, stream)
         others = self._to_self.settle(messages, stream) if own else messages
         if self._peers is not None:
-            self._peers.transfer(others, stream)
+            self._peers.messages.transfer(others, stream)
         elif sized := [(m.sends, 0, m.at, m.nbytes, m.peer) for m in others if m.nbytes]:
             self._by_nccl(sized, stream.ptr)
         order.leave(stream)
@@ -67,6 +67,11 @@ class DeviceMessages:
         order = self._order
         messages = [Message(True, address(a, order), a.nbytes, peer) for a, peer in sends]
         return messages + [Message(False, address(a, order), a.nbytes, peer) for a, peer in receives]
+
+    def finish(self) -> None:
+        """Launches what was started and waits for peers that are not ready."""
+        if self._pairs is not None:
+            self._pairs.finish()
 
     def close(self) -> None:
         """Gives everything back, after all operations have ended."""

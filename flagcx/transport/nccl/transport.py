@@ -360,6 +360,7 @@ class NcclTransport(DeviceTransport):
         self._closed = True
         try:
             if self._order.failure is None:
+                self.messages.finish()
                 self.synchronize()
         finally:
             if self._watchdog is not None:

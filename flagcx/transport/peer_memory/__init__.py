@@ -15,6 +15,7 @@ place or not, most other collectives 6 to 8, and ``dist.all_reduce`` on an enhan
 ``region.PeerRegion``     the memory that a rank shares with its peers, exchanged once and tested
 ``segments.Segments``     arrays of ``comm.empty()``, which the peers read and write in place
 ``grids``                 the shape of a launch
+``messages.PeerMessages``  sends and receives
 ``plans.PeerPlan``        a compiled call: one launch with prepared arguments
 ``flagcx.kernels.peer``   the kernels
 ========================  =====================================================================

@@ -18,6 +18,7 @@ from flagcx.errors import FlagcxError
 from flagcx.kernels.peer import MOST_RANKS, PeerLayout
 from flagcx.transport.device import DeviceIdentity
 from flagcx.transport.peer_memory.grids import most_blocks
+from flagcx.transport.peer_memory.posted import PostedCounts
 from flagcx.transport.peer_memory.segments import table_nbytes
 
 _CONTROL_NBYTES = 64
@@ -213,6 +214,18 @@ class PeerRegion:
         buffer = ctypes.create_string_buffer(nbytes)
         self._runtime.memcpy(ctypes.addressof(buffer), at, nbytes, self._runtime.memcpyDeviceToHost)
         return buffer.raw
+
+    def posted(self, stream: Any) -> PostedCounts:
+        """Reads, by copies on a stream, what the peers are ready for and what this rank has made."""
+        layout, runtime = self.layout, self._runtime
+        counts = PostedCounts()
+        places = layout.places["AT_POSTED"], layout.places["AT_PAIRS"] + layout.channels * MOST_RANKS * 16
+        for part, at in zip((counts.posted, counts.pairs), places, strict=True):
+            nbytes = ctypes.sizeof(part)
+            kind = runtime.memcpyDeviceToHost
+            runtime.memcpyAsync(ctypes.addressof(part), self._own + at, nbytes, kind, stream.ptr)
+        stream.synchronize()
+        return counts
 
     def detach(self) -> None:
         """Closes the views of the peers' memory."""

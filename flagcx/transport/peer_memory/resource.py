@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -27,33 +25,29 @@ from flagcx.kernels.peer import (
     has_peer_kernel,
     may_be_bare,
 )
-from flagcx.kernels.peer_move import TOO_MANY, WRONG_SIZE, Job, MoveArgs, MoveKernel
+from flagcx.kernels.peer_move import TOO_MANY, WRONG_SIZE
 from flagcx.kernels.rows import RowKernel
 from flagcx.kernels.source import base_name
 from flagcx.schedule.collectives import largest_block
 from flagcx.transport.base import Call
 from flagcx.transport.device import DeviceIdentity
-from flagcx.transport.device_messages import Message
 from flagcx.transport.peer_memory.grids import (
     Grid,
     blocks_beside,
     chunk_grid,
     packet_grid,
-    started_grid,
-    started_work,
 )
+from flagcx.transport.peer_memory.messages import PeerMessages
 from flagcx.transport.peer_memory.moves import (
     ALWAYS_MOVED,
     CountedPlan,
     counted_on_gpu,
-    fill_jobs,
     is_moved,
     jobs_of,
-    rounds_of,
 )
 from flagcx.transport.peer_memory.plans import PeerPlan
 from flagcx.transport.peer_memory.region import PeerRegion, Unavailable
-from flagcx.transport.peer_memory.replays import Graphs, Replays
+from flagcx.transport.peer_memory.replays import Graphs
 from flagcx.transport.peer_memory.rows import PeerRows, row_grid
 from flagcx.transport.peer_memory.segments import Segments
 from flagcx.transport.rows import RowLaunch, Rows
@@ -108,6 +102,7 @@ class PeerMemory:
         layout: The layout of the shared memory.
         segments: The arrays that peers see.
         blocks: Blocks of threads that a launch may have.
+        messages: Sends and receives, and the kernel that they share with calls that move blocks.
         blamed: Finds the rank to blame for an error of a wait, before a caller gets it.
     """
 
@@ -126,9 +121,8 @@ class PeerMemory:
         self._launch = cupy.cuda.driver.launchKernel
         self.segments = Segments(cupy, store, limit_s, region.table)
         self.rank, self.size = region.rank, region.size
-        self._movers: dict[int, Any] = {}
         self._graphs = Graphs(cupy)
-        self._transfers = Replays(self._graphs)
+        self.messages = PeerMessages(cupy, region, order, self._graphs, self.check, self._limit_ns)
         self.blamed: Callable[[CommunicationError], CommunicationError] = lambda error: error
         self._closed = False
 
@@ -234,62 +228,13 @@ class PeerMemory:
     def _compile_moved(self, call: Call) -> PeerPlan | CountedPlan:
         """Compiles a call that moves blocks of any size."""
         jobs, on_gpu = jobs_of(call), counted_on_gpu(call)
-        args, grid = self._move_args(jobs, on_gpu=on_gpu)
+        args, grid = self.messages.arguments(jobs, on_gpu=on_gpu)
         args.itemsize = call.dtype.numpy.itemsize
         plan = PeerPlan(
-            call, "blocks", self._launch, self._mover(), grid, args, self._order, self.check,
+            call, "blocks", self._launch, self.messages.kernel(), grid, args, self._order, self.check,
             self.segments.handle_of, 0, self._graphs,
         )  # fmt: skip
         return CountedPlan(plan) if on_gpu else plan
-
-    def _mover(self, work: int = 0) -> Any:
-        """The kernel that moves blocks, with ``work`` threads in a block for it; the layout's if 0."""
-        found = self._movers.get(work)
-        if found is None:
-            kernel = MoveKernel(self.layout, work)
-            found = load_kernel(self._cupy, self._region.device, kernel.source(), kernel.name)
-            self._movers[work] = found
-        return found
-
-    def _move_args(
-        self, jobs: Sequence[Job], pairs: bool = False, on_gpu: bool = False
-    ) -> tuple[MoveArgs, Grid]:
-        args = MoveArgs()
-        for q, at in enumerate(self._region.at):
-            args.peer[q] = at
-        args.control, args.limit_ns, args.rank = self._region.control_at, self._limit_ns, self.rank
-        return args, fill_jobs(args, self.layout, jobs, pairs, on_gpu)
-
-    def transfer(self, messages: Sequence[Message], stream: Any) -> None:
-        """Enqueues sends and receives, all at once, on a stream that the communicator's order has entered."""
-        self.check()
-        if not messages:
-            return
-        graph = None
-        if not self._order.is_capturing(stream):
-            graph = self._transfers.find(tuple(messages), partial(self._enqueue, messages))
-        if graph is None:
-            self._enqueue(messages, stream)
-        else:
-            graph.launch(stream)
-
-    def _enqueue(self, messages: Sequence[Message], stream: Any) -> None:
-        for jobs in rounds_of(self.rank, self.size, messages):
-            args, grid = self._move_args(jobs, pairs=True)
-            self._launch_move(self._mover(), grid, args, stream)
-
-    def start(self, message: Message, stream: Any) -> None:
-        """Enqueues a message by a launch that leaves room for those of other pairs and for collectives."""
-        self.check()
-        (jobs,) = rounds_of(self.rank, self.size, [message])
-        args, grid = self._move_args(jobs, pairs=True)
-        work = started_work(self.layout)
-        self._launch_move(self._mover(work), started_grid(self.layout, grid.blocks), args, stream)
-
-    def _launch_move(self, kernel: Any, grid: Grid, args: MoveArgs, stream: Any) -> None:
-        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(args))
-        at = ctypes.addressof(pointers)
-        self._launch(kernel.ptr, grid.blocks, 1, 1, grid.threads, 1, 1, 0, stream.ptr, at, 0)
 
     def check(self) -> None:
         """Raises an error if a kernel has found one: a wait has timed out, or a message has a wrong size."""

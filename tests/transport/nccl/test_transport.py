@@ -41,7 +41,7 @@ def transport(fake) -> NcclTransport:
     made._plans = set()
     made.below = Below()
     made._communicator = made.peers = made._watchdog = made._scratch = made.below
-    made.messages = SimpleNamespace(close=lambda: None)
+    made.messages = SimpleNamespace(finish=lambda: None, close=lambda: None)
     return made
 
 

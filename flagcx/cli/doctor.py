@@ -11,11 +11,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 
 import typer
+
+from flagcx.config import environment, unknown_settings
 
 _OK, _NOTE = "[green]yes[/]", "[yellow]no[/]"
 _SMALL_SHM_NBYTES = 256 << 20
@@ -61,7 +63,7 @@ def doctor(
     record: list[Path] = typer.Argument(  # noqa: B008
         None, help="A flight record (one file of each host), to be told what went wrong in its job."
     ),
-    as_json: bool = typer.Option(False, "--json", help="Print what the flight record says as JSON."),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
     """Show what this machine offers, and what flagcx finds missing; or what a flight record says.
 
@@ -69,6 +71,8 @@ def doctor(
     """
     if record:
         _tell(record, as_json)
+    elif as_json:
+        print(json.dumps([asdict(finding) for finding in examine()], indent=1))
     else:
         _examine_machine()
 
@@ -130,6 +134,14 @@ def examine() -> Iterator[Finding]:
     yield Finding("mpirun", mpirun is not None, mpirun or "not on PATH")
     yield _package("PyTorch", "torch", "torch", advice="pip install 'flagcx[torch]'")
     yield _package("matplotlib", "matplotlib", "matplotlib", advice="pip install 'flagcx[plot]'")
+    yield _settings()
+
+
+def _settings() -> Finding:
+    environ = environment()
+    names = [name for name in sorted(environ) if name.startswith("FLAGCX_")]
+    unknown = unknown_settings(environ)
+    return Finding("FLAGCX_ settings", not unknown, ", ".join(names) or "none", "; ".join(unknown))
 
 
 def _shared_memory() -> Finding:

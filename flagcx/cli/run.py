@@ -27,11 +27,14 @@ def _count(text: str | int) -> int:
 
 def run(
     context: typer.Context,
-    script: str = typer.Argument(..., help="The script, or after -m the module; its own arguments follow."),
+    script: str = typer.Argument(
+        ..., help="The script, after -m the module, after -c the program; its own arguments follow. -: stdin."
+    ),
     ranks: int = typer.Option(
         0, "-n", "--ranks", parser=_count, metavar="INTEGER", help="How many ranks; 0: one for each core."
     ),
     module: bool = typer.Option(False, "-m", "--module", help="SCRIPT is the name of a module."),
+    code: bool = typer.Option(False, "-c", help="SCRIPT is the text of a program."),
     timeout: float = typer.Option(
         0.0, "--timeout", min=0.0, help="End the ranks after so many seconds; 0: never."
     ),
@@ -94,6 +97,7 @@ def run(
             bounds,
             hosts,
             agent,
+            code,
         )
     )
 

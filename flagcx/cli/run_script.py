@@ -20,6 +20,7 @@ from flagcx.config import environment
 from flagcx.errors import LaunchError
 
 _TIMED_OUT = 124
+_MOST_CODE_NBYTES = 128 << 10  # what Linux takes as one argument of a command
 _RULE = "=" * 24
 _INTERPRETER = re.compile(r"python[\d.]*")
 
@@ -60,11 +61,13 @@ def run_script(
     elastic: Mapping[str, int] | None = None,
     hosts: str = "",
     agent: str = SSH,
+    code: bool = False,
 ) -> int:
     """Runs a script as ``flagcx run`` does, whose options its arguments are.
 
     ``elastic`` holds ``min_ranks`` and ``max_restarts`` of ``ElasticRanks``; None for a job that ends with
-    the first rank that fails. Of ``hosts``, as in "a:4,b:4", each gets its ranks by way of the agent.
+    the first rank that fails. Of ``hosts``, as in "a:4,b:4", each gets its ranks by way of the agent. With
+    ``code``, the script is the text of a program; "-" is one that stands on stdin.
 
     Returns:
         The exit code for the shell: 0; or that of the rank that failed first, 128 + n if signal n killed it;
@@ -73,11 +76,9 @@ def run_script(
     Raises:
         LaunchError: The ranks cannot be started.
     """
-    if not module:
-        _check_script(script)
+    program = _program(script, module, code)
     far = parse_hosts(hosts) if hosts else ()
     size = sum(host.ranks for host in far) or ranks or len(os.sched_getaffinity(0))
-    program = ("-m", script) if module else (script,)
     command = Command((sys.executable, *program, *arguments))
     environ = environment()
     _refuse_if_started(environ)
@@ -129,6 +130,28 @@ def _ranks(
     if elastic is not None:
         return ElasticRanks(commands, environ, terminal, **elastic)
     return Ranks(commands, environ, terminal)
+
+
+def _program(script: str, module: bool, code: bool) -> tuple[str, ...]:
+    """What Python is told to run on each rank."""
+    if module and code:
+        raise LaunchError(
+            "-m and -c exclude each other: what follows is a module, or a program's text", rank=0
+        )
+    if module:
+        return "-m", script
+    if script == "-" and not code:
+        script, code = sys.stdin.read(), True
+    if not code:
+        _check_script(script)
+        return (script,)
+    if len(script.encode()) >= _MOST_CODE_NBYTES:
+        raise LaunchError(
+            f"a program of {len(script.encode()):,} bytes is too long to be handed to ranks, expected less "
+            f"than {_MOST_CODE_NBYTES:,}; save it to a file",
+            rank=0,
+        )
+    return "-c", script
 
 
 def _check_script(script: str) -> None:

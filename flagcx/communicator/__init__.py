@@ -28,7 +28,6 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -144,8 +143,7 @@ class Communicator(Caller, ForeignNames):
         after_loss: str = "",
     ) -> None:
         self.rank, self.size, self.hosts, self.config = rank, size, tuple(hosts), config
-        report = partial(self.allgather_object, part_of="a report of comm.profiler")
-        self.profiler = Profiler(rank, size, report, self.barrier)
+        self.profiler = Profiler(rank, size, self.allgather_object, self.barrier)
         self._ring = self.profiler.ring if config.profile else None
         self._name = name
         waits = None if store is None else Waits(store, name, config.explain_wait_s, config.timeout_s)

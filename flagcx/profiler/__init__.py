@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CAPACITY", "OperationInfo", "Profiler", "Progress", "Record", "RecordBuffer", "RecordedPlan"]
 _CLOCK_ROUNDS = 9
+_SAVE = "comm.profiler.save, which all ranks must call (or one with own=True, for its own part)"
 
 
 class Profiler:
@@ -30,7 +31,8 @@ class Profiler:
     Args:
         rank: This rank.
         size: Number of ranks.
-        gather: Gives every rank every rank's value, in rank order.
+        gather: ``gather(value, part_of=words)`` gives every rank every rank's value, in rank order; the words
+            say to ranks that make another call what this one does.
         barrier: Waits until every rank has come.
 
     Attributes:
@@ -47,7 +49,7 @@ class Profiler:
         self,
         rank: int,
         size: int,
-        gather: Callable[[Any], list[Any]],
+        gather: Callable[..., list[Any]],
         barrier: Callable[[], None],
     ) -> None:
         self.rank, self.size, self.ring = rank, size, RecordBuffer()
@@ -118,13 +120,14 @@ class Profiler:
         """
         from flagcx.profiler.stragglers import find_stragglers
 
-        return find_stragglers(*self._all_records())
+        return find_stragglers(*self._all_records("comm.profiler.stragglers, which all ranks must call"))
 
-    def save(self, path: str | os.PathLike) -> Path:
-        """Writes a trace of all ranks on one clock, for Perfetto or chrome://tracing. All ranks must call it.
+    def save(self, path: str | os.PathLike, own: bool = False) -> Path:
+        """Writes a trace for Perfetto or chrome://tracing: of all ranks on one clock, which all must ask for.
 
         Args:
             path: Where rank 0 writes it.
+            own: Whether to write this rank's records alone, which any rank may do at any time.
 
         Returns:
             The path.
@@ -134,34 +137,37 @@ class Profiler:
         """
         from flagcx.profiler.trace import trace_events, write_trace
 
-        records, offsets = self._all_records()
+        if own:
+            write_trace(path, trace_events([self.records()], [0], first_rank=self.rank))
+            return Path(path)
+        records, offsets = self._all_records(_SAVE)
         failure = ""
         if self.rank == 0:
             try:
                 write_trace(path, trace_events(records, offsets))
             except ArgumentError as error:
                 failure = str(error)
-        failure = self._gather(failure)[0]
+        failure = self._gather(failure, part_of=_SAVE)[0]
         if failure:
             raise ArgumentError(failure)
         return Path(path)
 
-    def _all_records(self) -> tuple[list[list[Record]], list[int]]:
+    def _all_records(self, part_of: str) -> tuple[list[list[Record]], list[int]]:
         """Every rank's records, and how far its clock is ahead of rank 0's, in ns."""
-        everything = self._gather((self.records(), boot_id() or platform.node()))
+        everything = self._gather((self.records(), boot_id() or platform.node()), part_of=part_of)
         records = [mine for mine, _ in everything]
         if len({boot for _, boot in everything}) == 1:
             return records, [0] * self.size  # one machine since it was started: one clock
-        return records, self._offsets()
+        return records, self._offsets(part_of)
 
-    def _offsets(self) -> list[int]:
+    def _offsets(self, part_of: str) -> list[int]:
         """Estimates the offsets of the clocks from when ranks leave a barrier."""
         from statistics import median
 
         rounds = []
         for _ in range(_CLOCK_ROUNDS):
             self._barrier()
-            clocks = self._gather(perf_counter_ns())
+            clocks = self._gather(perf_counter_ns(), part_of=part_of)
             rounds.append([clock - clocks[0] for clock in clocks])
         return [int(median(offsets)) for offsets in zip(*rounds, strict=True)]
 

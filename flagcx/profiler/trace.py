@@ -19,10 +19,13 @@ RUNNING, QUEUED = 0, 1
 """The threads of a rank in the trace: its running operations, and its queued ones."""
 
 
-def trace_events(records: Sequence[Sequence[Record]], offsets_ns: Sequence[int]) -> dict[str, Any]:
+def trace_events(
+    records: Sequence[Sequence[Record]], offsets_ns: Sequence[int], first_rank: int = 0
+) -> dict[str, Any]:
     """The trace of all ranks, as an object for JSON; times are in us from the first event.
 
-    Each rank has its records, and the time by which its clock is ahead of rank 0's.
+    Each rank has its records, and the time by which its clock is ahead of rank 0's. The first are those of
+    ``first_rank``.
     """
     starts = [
         r.start_ns - r.queued_ns - offset
@@ -31,7 +34,7 @@ def trace_events(records: Sequence[Sequence[Record]], offsets_ns: Sequence[int])
     ]
     origin_ns = min(starts, default=0)
     events: list[dict[str, Any]] = []
-    for rank, (mine, offset) in enumerate(zip(records, offsets_ns, strict=True)):
+    for rank, (mine, offset) in enumerate(zip(records, offsets_ns, strict=True), first_rank):
         events += _names(rank, any(r.queued_ns for r in mine))
         for record in mine:
             events += _events(rank, record, origin_ns + offset)
@@ -119,7 +122,7 @@ def write_trace(path: str | os.PathLike, trace: dict[str, Any]) -> None:
     except OSError as error:
         raise ArgumentError(
             f"the trace cannot be written to {path}: {error.strerror or error}; pass the path of a file in a "
-            f"folder that exists and that rank 0 may write to"
+            f"folder that exists and that the rank may write to"
         ) from None
     finally:
         with contextlib.suppress(OSError):

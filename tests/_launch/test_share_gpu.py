@@ -89,7 +89,7 @@ def test_a_directory_that_cannot_be_made_is_named(log, monkeypatch):
 
 
 def test_without_the_program_ranks_take_turns(caplog):
-    with shared_gpu({"PATH": "/nonexistent"}) as variables:
+    with shared_gpu({"PATH": "/dev/null"}) as variables:
         assert variables == {"FLAGCX_SHARE_GPU": "1"}
     assert "take turns" in caplog.text
 

@@ -38,7 +38,7 @@ def program(body: str) -> str:
 
 
 def bare_environment(**changes: str) -> dict[str, str]:
-    """This process's environment without any launcher's variables."""
+    """This process's environment without a launcher's variables and this user's measured tables."""
     prefixes = (
         "FLAGCX_",
         "OMPI_COMM_",
@@ -51,7 +51,7 @@ def bare_environment(**changes: str) -> dict[str, str]:
         "MASTER_",
     )
     kept = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
-    return kept | {"PYTHONPATH": str(REPOSITORY)} | changes
+    return kept | {"PYTHONPATH": str(REPOSITORY), "FLAGCX_TUNING": "0"} | changes
 
 
 def launched_environment(server: StoreServer, rank: int) -> dict[str, str]:

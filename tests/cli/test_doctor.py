@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -17,7 +20,7 @@ FAR = "/opt/" + "far/" * 30 + "mpirun"
 def call():
     made = typer.Typer()
     made.command()(doctor.doctor)
-    return lambda: CliRunner().invoke(made, [])
+    return lambda *options: CliRunner().invoke(made, list(options))
 
 
 def test_what_is_found_stands_whole_in_a_pipe(call, monkeypatch):
@@ -51,3 +54,11 @@ def test_what_is_missing_has_the_command_that_errors_have(monkeypatch):
 def test_the_version():
     result = CliRunner().invoke(application(), ["--version"])
     assert (result.exit_code, result.stdout) == (0, f"flagcx {fc.__version__}\n")
+
+
+def test_the_findings_as_json(call, monkeypatch):
+    monkeypatch.setenv("FLAGCX_TIMEOUT", "5")
+    found = {one["what"]: one for one in json.loads(call("--json").stdout)}
+    assert found["Python"]["good"] and found["cores"]["found"].endswith(str(os.cpu_count()))
+    assert not found["FLAGCX_ settings"]["good"]
+    assert "do you mean FLAGCX_TIMEOUT_S?" in found["FLAGCX_ settings"]["advice"]

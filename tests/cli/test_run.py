@@ -16,6 +16,7 @@ from flagcx._launch.job import check_size, job_environment
 from flagcx._launch.share_gpu import DRIVER
 from flagcx.cli import run_script as plain
 from flagcx.cli.run_script import run_script
+from flagcx.errors import LaunchError
 from tests.bootstrap.processes import bare_environment, is_alive, is_listened_on, wait_until
 from tests.cli.launching import flagcx_run, lead_a_session, read_until, running
 from tests.ranges import exhaustive
@@ -462,6 +463,27 @@ def test_a_rank_that_takes_a_peers_failure_as_its_own_end_is_not_blamed(script):
     done = flagcx_run("-n", "3", script(body))
     assert done.returncode == 6
     assert "rank 1 of 3 failed first: exit code 6" in done.stderr
+
+
+def test_a_program_may_be_given_as_text_or_on_stdin():
+    code = "import sys, flagcx as fc; comm = fc.init(); print(comm.size, sys.argv)"
+    done = flagcx_run("-n", "2", "-c", code, "x", "-n")
+    assert sorted(done.stdout.splitlines()) == [f"[{rank}] 2 ['-c', 'x', '-n']" for rank in range(2)]
+    done = flagcx_run("-n", "2", "-", "y", stdin=code + "\n1 / comm.rank\n")
+    assert "[0] 2 ['-c', 'y']" in done.stdout.splitlines()
+    assert done.returncode == 1 and "ZeroDivisionError" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"module": True, "code": True}, "-m and -c exclude each other"),
+        ({"script": "#" * (128 << 10), "code": True}, "131,072 bytes is too long .* save it to a file"),
+    ],
+)
+def test_programs_that_cannot_be_run(options, message):
+    with pytest.raises(LaunchError, match=message):
+        run_script(**{"script": "x", "arguments": [], "ranks": 1, **options})
 
 
 @pytest.mark.parametrize(

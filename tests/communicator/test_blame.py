@@ -59,7 +59,8 @@ STEPS = {
     "allgather_object": lambda comm: comm.allgather_object(3),
     "gather_object": lambda comm: comm.gather_object(3),
     "scatter_object": lambda comm: comm.scatter_object([3, 4], 1),
-    "a report of comm.profiler": lambda comm: comm.profiler.stragglers(),
+    "comm.profiler.stragglers, which all ranks must call": lambda comm: comm.profiler.stragglers(),
+    "comm.profiler.save, which all ranks must call": lambda comm: comm.profiler.save("never.json"),
 }
 
 

@@ -134,15 +134,25 @@ def test_a_record_costs_less_than_a_microsecond():
     assert 0 < cost_us < 1.0, f"{cost_us:.2f} us"
 
 
-def _save_nowhere():
+def _save(path, own=False):
     comm = fc.init()
+    comm.allreduce(np.ones(1))
     try:
-        comm.profiler.save("/nonexistent/t.json")
+        if comm.rank == 1 or not own:
+            return json.loads(comm.profiler.save(path, own=own).read_text())
     except fc.ArgumentError as error:
         return str(error), float(comm.allreduce(np.ones(1))[0])
 
 
-def test_a_trace_that_cannot_be_written_is_told_to_all_ranks():
-    (text, total), other = run_ranks(_save_nowhere, 2)
-    assert text.startswith("the trace cannot be written to /nonexistent/t.json: No such file or directory; ")
+def test_a_trace_that_cannot_be_written_is_told_to_all_ranks(tmp_path):
+    path = str(tmp_path / "nowhere" / "t.json")
+    (text, total), other = run_ranks(_save, 2, path)
+    assert text.startswith(f"the trace cannot be written to {path}: No such file or directory; ")
     assert other == (text, total) == (text, 2.0)
+
+
+def test_a_rank_may_save_its_own_records_alone(tmp_path):
+    _, trace = run_ranks(_save, 2, str(tmp_path / "t.json"), True)
+    events = trace["traceEvents"]
+    assert {event["pid"] for event in events} == {1}
+    assert "allreduce" in {event["name"] for event in events}

@@ -171,7 +171,7 @@ def test_the_clocks_of_two_machines_are_compared(monkeypatch):
     """Rank 1 is a machine whose clock is 5 s ahead: a fake of both in one process."""
     gathered: list = []
 
-    def gather(value):
+    def gather(value, part_of):
         if isinstance(value, tuple):
             mine, boot = value
             return [(mine, boot), (theirs, "another machine")]

@@ -318,7 +318,7 @@ class Receiving:
         if len(dst) < self._piece:
             slot = slot[: len(dst)]
         if self._combines:
-            self._ufunc(dst, slot, dst)
+            self._ufunc(dst, slot, out=dst)
         else:
             dst[...] = slot
 
@@ -338,7 +338,7 @@ class Receiving:
         if location & SHARED:
             arrived = self._arena.peer_heaps.view(self.peer, location, dst.nbytes).view(dst.dtype)
             if self._combines:
-                self._ufunc(dst, arrived, dst)
+                self._ufunc(dst, arrived, out=dst)
             else:
                 dst[...] = arrived
             return
@@ -354,7 +354,7 @@ class Receiving:
         for start in range(0, len(dst), piece):
             part = dst[start : start + piece]
             read(address, location + start * itemsize, part.nbytes)
-            self._ufunc(part, incoming[: len(part)], part)
+            self._ufunc(part, incoming[: len(part)], out=part)
 
     def settle(self) -> None:
         """Applies what waited for the end of the step."""

@@ -37,7 +37,15 @@ def combiner(op: ReduceOp, dtype: DType, size: int) -> Combine:
     return _plain(op.ufunc, size, op.average)
 
 
-def _plain(f: np.ufunc, size: int, divides: bool) -> Combine:
+def _by_position(ufunc: np.ufunc) -> Callable[[np.ndarray, np.ndarray, np.ndarray], object]:
+    """A ufunc as ``f(a, b, out)``, the quickest form, which NumPy 2.4 deprecates for these two."""
+    if ufunc in (np.maximum, np.minimum):
+        return lambda a, b, out: ufunc(a, b, out=out)
+    return ufunc
+
+
+def _plain(ufunc: np.ufunc, size: int, divides: bool) -> Combine:
+    f = _by_position(ufunc)
     if size == 2 and not divides:
         return lambda sources, out, accumulator: f(sources[0], sources[1], out)
 

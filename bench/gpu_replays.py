@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from gpu_allreduce import free_port, parse_size, versions
+from nccl_symmetric import SymmetricNccl
 
 import flagcx as fc
 from flagcx.dtypes import dtype_of
@@ -89,7 +90,7 @@ def apart(comm: Any) -> Any:
 
 
 def nccl_itself(comm: Any, cupy: Any, dtype: Any, stream: Any) -> Iterator[Subject]:
-    """The bare call into NCCL, and CuPy's own facade over it."""
+    """The bare call into NCCL, and its symmetric kernels where they work."""
     from cupy.cuda import nccl
 
     def plain(nbytes: int) -> Any:
@@ -104,6 +105,19 @@ def nccl_itself(comm: Any, cupy: Any, dtype: Any, stream: Any) -> Iterator[Subje
         return lambda: bare.allReduce(at, at, count, kind, nccl.NCCL_SUM, stream.ptr)
 
     yield Subject("NCCL", plain, direct)
+    try:
+        symmetric = SymmetricNccl(comm, cupy)
+    except (RuntimeError, OSError) as error:
+        print(f"rank {comm.rank}: NCCL's symmetric kernels do not work here: {error}", file=sys.stderr)
+        return
+
+    def in_window(nbytes: int) -> Any:
+        return symmetric.empty(nbytes, dtype)
+
+    def registered(x: Any) -> Callable[[], Any]:
+        return lambda: symmetric.allreduce(x, stream)
+
+    yield Subject("NCCL symmetric", in_window, registered)
 
 
 def cupys(comm: Any, cupy: Any, port: int) -> Iterator[Subject]:

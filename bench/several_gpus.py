@@ -71,6 +71,8 @@ def parts(counts: list[int], gpus: int) -> list[Part]:
     article = (*run, "examples/article_benchmark.py")
     own = () if share else ("--own-gpu",)
     collectives = ("bench/gpu_collectives.py", "--ranks", ",".join(map(str, counts)), "--native", *own)
+    rows = ("bench/gpu_rows.py", "--ranks", str(most), "--rows", "1,8,64,256", "--out", "{out}")
+    decode = (*run, "examples/tensor_parallel_decode.py", "--batches", "1,8,64,256", "--tokens", "16")
     host = ("bench/gpu_overhead.py", "--ranks", str(counts[0]), *own, "--out", "{out}")
     return [
         Part("topology", ("-m", "flagcx.cli", "topo"), 30),
@@ -82,6 +84,8 @@ def parts(counts: list[int], gpus: int) -> list[Part]:
         Part("article", article, 60),
         *([] if share else [Part("article-20GB", (*article, "--elements", str(ARTICLE_ELEMENTS)), 60)]),
         Part("collectives", (*collectives, "--replays", "10", "--seconds", "100", "--out", "{out}"), 150),
+        Part("rows", rows, 60),
+        Part("decode", decode, 200),
         Part("host", host, 60),
         Part("host-torch", (*host, "--torch", "--nbytes", "65536"), 60),
         Part("overlap", step, 60),

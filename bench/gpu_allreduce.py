@@ -27,19 +27,16 @@ from typing import Any
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from report import parse_size
 
 import flagcx as fc
 from flagcx.config import environment
 
 OURS = ("native", "one_shot", "two_shot", "ring", "double_binary_tree")
 BURST, BURSTS = 10, 40
-
-
-def parse_size(text: str) -> int:
-    """Bytes from a number with K, M or G behind it."""
-    factor = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1].upper(), 1)
-    return int(text[:-1] if factor > 1 else text) * factor
 
 
 Maker = Callable[[Any], Callable[[], Any]]

@@ -22,7 +22,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from gpu_peer_memory import parse_size, versions
+from gpu_peer_memory import versions
+from gpu_timing import replayed
+from report import parse_size
 
 import flagcx as fc
 
@@ -89,26 +91,10 @@ class Bench:
         return calls[name]
 
     def replayed(self, call: Callable[[], Any], calls: int) -> list[float]:
-        """Microseconds of a call for each replay of a graph of ``calls`` calls, of the slowest rank."""
-        cupy, stream = self.cupy, self.stream
-        with stream:
+        """Microseconds a call; see ``gpu_timing.replayed``."""
+        with self.stream:
             call()
-            stream.begin_capture()
-            for _ in range(calls):
-                call()
-            graph = stream.end_capture()
-            start, end = cupy.cuda.Event(), cupy.cuda.Event()
-            times = []
-            for i in range(self.replays + 3):
-                stream.synchronize()
-                self.comm.barrier()
-                start.record(stream)
-                graph.launch(stream)
-                end.record(stream)
-                end.synchronize()
-                if i >= 3:
-                    times.append(cupy.cuda.get_elapsed_time(start, end) * 1e3 / calls)
-        return [max(each) for each in zip(*self.comm.allgather_object(times), strict=True)]
+            return replayed(self.comm, self.cupy, self.stream, call, calls, self.replays)
 
     def measure(self, name: str, nbytes: int, algorithm: str | None) -> dict[str, Any]:
         """One row."""

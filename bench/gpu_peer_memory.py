@@ -23,7 +23,11 @@ from typing import Any
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from gpu_timing import replayed
+from report import parse_size
 
 import flagcx as fc
 from flagcx.algorithms import build
@@ -46,12 +50,6 @@ WAYS = {
 COPY_NBYTES = 1 << 30
 
 
-def parse_size(text: str) -> int:
-    """Bytes from a number with K, M or G behind it."""
-    factor = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1].upper(), 1)
-    return int(text[:-1] if factor > 1 else text) * factor
-
-
 class Bench:
     """One rank's measurements."""
 
@@ -69,25 +67,10 @@ class Bench:
         self.stream = cupy.cuda.Stream(non_blocking=True)
 
     def replayed(self, call: Callable[[], Any], calls: int) -> list[float]:
-        """Seconds a call for each replay of a graph of ``calls`` calls, of the slowest rank."""
-        cupy, stream = self.cupy, self.stream
-        with stream:
-            stream.begin_capture()
-            for _ in range(calls):
-                call()
-            graph = stream.end_capture()
-            start, end = cupy.cuda.Event(), cupy.cuda.Event()
-            times = []
-            for i in range(self.replays + 3):
-                stream.synchronize()
-                self.comm.barrier()
-                start.record(stream)
-                graph.launch(stream)
-                end.record(stream)
-                end.synchronize()
-                if i >= 3:
-                    times.append(cupy.cuda.get_elapsed_time(start, end) * 1e-3 / calls)
-        return [max(each) for each in zip(*self.comm.allgather_object(times), strict=True)]
+        """Seconds a call; see ``gpu_timing.replayed``."""
+        with self.stream:
+            times = replayed(self.comm, self.cupy, self.stream, call, calls, self.replays)
+        return [us * 1e-6 for us in times]
 
     def copy_bandwidth(self) -> float:
         """GB/s of bytes read and written when all ranks copy at once, summed over those of a GPU."""

@@ -24,8 +24,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from gpu_allreduce import free_port, parse_size, versions
+from gpu_allreduce import free_port, versions
 from nccl_symmetric import SymmetricNccl
+from report import parse_size
 
 import flagcx as fc
 from flagcx.dtypes import dtype_of

@@ -97,7 +97,7 @@ def _ways(comm: Any, world: Any, x: Any, y: Any, codecs: list[str]) -> dict[str,
 
 def main() -> None:
     """Makes the hosts, runs the ranks, and prints a table."""
-    from gpu_allreduce import parse_size
+    from report import parse_size
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rate", default="1gbit")

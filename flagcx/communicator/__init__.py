@@ -8,10 +8,11 @@ What holds for all calls:
   rank adds up all contributions (small and large all-reduces by default). Averages of half precision, fp8
   and integers don't overflow: every algorithm but NCCL's own adds them up in a wider dtype, divides and
   rounds once (integers toward zero). Overflows end no call; the warning names the caller's line.
-- Sends and receives of NumPy arrays that were started move together, beside collectives, and may be waited
-  for in any order, as MPI's rules have it. On GPUs they keep to the order of the calls: put those that must
-  move together into one ``comm.group()``. Calls of several communicators must be enqueued in the same order
-  on all ranks.
+- Sends and receives that were started (``async_op=True``) move together, beside collectives, and may be
+  waited for in any order, as MPI's rules have it; on GPUs too, through the peers' memory. Without
+  ``async_op`` a call on a GPU keeps to the order of its stream, and NCCL keeps messages in the order of all
+  calls: there, put those that must move together into one ``comm.group()``. Calls of several communicators
+  must be enqueued in the same order on all ranks.
 - Calls on CuPy arrays are enqueued on the current stream, or ``stream=``; nothing waits on the host.
   ``async_op=True`` runs on a stream of the communicator's own; ``comm.barrier(stream=s)`` lets streams wait
   for each other. A call that comes again with the same arrays is replayed as a CUDA graph.

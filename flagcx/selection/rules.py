@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
@@ -26,6 +27,8 @@ _ATTACH_NBYTES = 128 << 10
 _TINY_NBYTES = 4 << 10
 _WORTH_SHARING_NBYTES = 1 << 20
 _ATTACH_REDUCE_NBYTES = 1 << 20
+_STRIPED_RANKS, _STRIPED_NBYTES = 4, 128 << 10
+"""From so many ranks on, whose messages have so many bytes together; measured on 16 cores of a Xeon."""
 
 
 class Rules(ABC):
@@ -90,7 +93,9 @@ class HostRules(Rules):
 
     def choose(self, request: Request) -> Candidate:
         """The choice where nothing was measured."""
-        return choose_on_host(request, self._transport.cross_memory)
+        transport = self._transport
+        striped = transport.modelled and request.size <= (self._cores or os.cpu_count() or 1)
+        return choose_on_host(request, transport.cross_memory, striped)
 
     def obstacle(self, candidate: Candidate, request: Request) -> str:
         """Why a candidate cannot serve a request; empty where it can."""
@@ -142,11 +147,20 @@ class MultiHostRules(Rules):
         return choose_across_hosts(request, alone=all(len(group) == 1 for group in self._groups))
 
 
-def choose_on_host(request: Request, attached: bool = True) -> Candidate:
-    """Chooses for NumPy arrays on one host, ``attached`` where ranks read each other's private memory."""
+def choose_on_host(request: Request, attached: bool = True, striped: bool = False) -> Candidate:
+    """Chooses for NumPy arrays on one host.
+
+    Args:
+        request: What is called.
+        attached: Whether ranks read each other's private memory.
+        striped: Whether every rank has a core, so that a second exchange is cheap.
+    """
     collective, nbytes, size, *_ = request
     if collective == "allreduce":
         if nbytes <= ONE_SHOT_NBYTES:
+            if striped and size >= _STRIPED_RANKS and nbytes * size >= _STRIPED_NBYTES:
+                reason = "small, of many ranks: each rank reduces one stripe in the shared memory"
+                return Candidate(Algorithm.TWO_SHOT, reason=reason)
             reason = "small: one exchange, each rank reads every rank's message"
             return Candidate(Algorithm.ONE_SHOT, reason=reason)
         reason = "large: each rank reduces one stripe in the shared memory"
@@ -162,7 +176,7 @@ def choose_on_host(request: Request, attached: bool = True) -> Candidate:
         return _reduce_on_host(nbytes, size, attached)
     if collective == "broadcast":
         return _broadcast_on_host(nbytes, size)
-    if collective == "reduce_scatter" and size == 2 and 2 * nbytes > ONE_SHOT_NBYTES:
+    if collective == "reduce_scatter" and size == 2 and nbytes > ONE_SHOT_NBYTES:
         reason = "two ranks: each adds up its block as it reads the other's"
         return Candidate(Algorithm.RING, reason=reason)
     return Candidate(Algorithm.DIRECT, reason="one host: every pair of ranks is one hop apart")
@@ -181,6 +195,8 @@ def _reduce_on_host(nbytes: int, size: int, attached: bool) -> Candidate:
 
 
 def _broadcast_on_host(nbytes: int, size: int) -> Candidate:
+    if nbytes <= ONE_SHOT_NBYTES:
+        return Candidate(Algorithm.DIRECT, reason="small: the root leaves it once, and all read it")
     if nbytes <= _PIPELINE_NBYTES or size == 2:
         return Candidate(Algorithm.BINOMIAL, reason="small: fewest steps")
     reason = "large: pieces flow down a chain, every copy busy at once"

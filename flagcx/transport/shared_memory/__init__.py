@@ -10,12 +10,14 @@ Foundations
 Plans
 -----
 ========================  =====================================================================
-``one_shot.OneShot``      all-reduce ``one_shot``; all-gather, reduce-scatter and all-to-all ``direct``, up to
-                          64 KiB a rank: one exchange in double-buffered slots
+``one_shot.OneShot``      all-reduce ``one_shot``; all-gather, reduce-scatter and all-to-all ``direct``,
+                          blocks of up to 64 KiB: one exchange in double-buffered slots
+``broadcast.Broadcast``   broadcast ``direct`` up to 64 KiB: the root leaves it, all read it
+``striped.Striped``       all-reduce ``two_shot`` up to 64 KiB, four ranks or more: two exchanges
 ``two_shot.TwoShotSlots`` all-reduce ``two_shot``: pieces through a ring of slots
 ``direct.Direct``         all-reduce ``two_shot``, large or in shared arrays: in the peers' own memory, or
                           through slots while ranks write these quickly (``pace.py``)
-``one_shot.Barrier``      a barrier is the entry in the call log itself
+``one_shot.Barrier``      an exchange of nothing
 ``steps.ChannelSteps``    any schedule of any collective: messages (``channel.py``), a step's together
                           (``exchange.py``)
 ========================  =====================================================================
@@ -34,7 +36,8 @@ from flagcx.config import Config
 from flagcx.dtypes import DType, ReduceOp
 from flagcx.transport.average import averaging
 from flagcx.transport.base import Call, Plan, TransportContext
-from flagcx.transport.shared_memory.arena import ONE_SHOT_NBYTES, Arena
+from flagcx.transport.shared_memory.arena import Arena
+from flagcx.transport.shared_memory.broadcast import Broadcast
 from flagcx.transport.shared_memory.channel import RENDEZVOUS_NBYTES, Receive, Receiving, Sending
 from flagcx.transport.shared_memory.direct import Direct
 from flagcx.transport.shared_memory.exchange import Exchange
@@ -42,6 +45,7 @@ from flagcx.transport.shared_memory.messages import SharedMemoryMessenger
 from flagcx.transport.shared_memory.one_shot import Barrier, OneShot
 from flagcx.transport.shared_memory.places import Places
 from flagcx.transport.shared_memory.steps import ChannelSteps
+from flagcx.transport.shared_memory.striped import Striped
 from flagcx.transport.shared_memory.two_shot import TwoShotSlots
 from flagcx.transport.steps import HostTransport, Messages
 
@@ -108,8 +112,8 @@ class SharedMemoryTransport(HostTransport):
     ) -> tuple[str, ...]:
         """Slots, or straight from one private memory to the other; see ``Transport.protocols``."""
         small = nbytes < 2 * _LEAST_ATTACHED_NBYTES
-        one_exchange = collective == "allreduce" and algorithm == "one_shot" and nbytes <= ONE_SHOT_NBYTES
-        if small or one_exchange or not self.cross_memory or self.size == 1:
+        own = any(plan.serves(collective, algorithm, nbytes, self.size) for plan in (OneShot, Broadcast))
+        if small or own or not self.cross_memory or self.size == 1:
             return ()
         return SLOTS, CROSS_MEMORY
 
@@ -121,9 +125,13 @@ class SharedMemoryTransport(HostTransport):
         arena, schedule = self._arena, call.schedule
         signature = arena.signals.log.signature(call.describe())
         if schedule.collective == "barrier":
-            return Barrier(arena, call, signature)
-        if not call.protocol and OneShot.serves(call, self.size):
-            return OneShot(arena, call, signature)
+            return Barrier(arena, signature)
+        if not call.protocol and isinstance(call.counts, int):
+            nbytes = call.counts * call.dtype.numpy.itemsize
+            if OneShot.serves(schedule.collective, schedule.algorithm, nbytes, self.size):
+                return OneShot(arena, call, signature)
+            if Broadcast.serves(schedule.collective, schedule.algorithm, nbytes, self.size):
+                return Broadcast(arena, call, signature)
         two_shot = schedule.collective == "allreduce" and schedule.algorithm == "two_shot"
         if two_shot and call.counts and self.size > 1:
             return self._compile_two_shot(call, signature)
@@ -132,6 +140,8 @@ class SharedMemoryTransport(HostTransport):
 
     def _compile_two_shot(self, call: Call, signature: int) -> Plan:
         nbytes = int(call.counts) * call.dtype.numpy.itemsize  # type: ignore[arg-type]
+        if not call.protocol and Striped.serves(nbytes, self.size):
+            return Striped(self._arena, call, signature)
         if nbytes < SHARED_NBYTES:
             return TwoShotSlots(self._arena, call, signature)
         pays = nbytes >= CROSS_MEMORY_PAIR_NBYTES * self.size * (self.size - 1)

@@ -7,8 +7,8 @@ import json
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Protocol
 
@@ -18,6 +18,13 @@ from flagcx.config import Config
 from flagcx.errors import AbortedError, BootstrapError, CommunicationError, PeerDiedError, ResourceError
 from flagcx.forks import abandon_in_children
 from flagcx.transport.scratch import Scratch
+from flagcx.transport.shared_memory.areas import (
+    EXCHANGE_NBYTES,
+    PIECE_NBYTES,
+    PIECES,
+    STAGES,
+    Areas,
+)
 from flagcx.transport.shared_memory.call_log import CallLog
 from flagcx.transport.shared_memory.cross_memory import CrossMemory, allow_peers, probe
 from flagcx.transport.shared_memory.heap import Heap, PeerHeaps
@@ -25,18 +32,21 @@ from flagcx.transport.shared_memory.pace import PROBE_NBYTES, Pace
 from flagcx.transport.shared_memory.segment import (
     ONE_NAMESPACE,
     Handle,
+    Rows,
     Segment,
     has_ended,
     is_closed,
     pid_namespace,
 )
 from flagcx.transport.shared_memory.signals import Signals
-from flagcx.transport.shared_memory.words import ABORTED, LANES, MESSAGES, READY, STEPS, words_nbytes
+from flagcx.transport.shared_memory.words import (
+    ABORTED,
+    EXCHANGE,
+    MESSAGES,
+    READY,
+    STEPS,
+)
 
-ONE_SHOT_NBYTES, ONE_SHOTS = 64 << 10, 32
-STAGES = 4
-PIECE_NBYTES = 64 << 10
-PIECES = 4
 MAPPED_PART_NBYTES = 256 << 10
 COPIED_PART_NBYTES = 128 << 10  # leaves room in the second-level cache for what is copied in
 """What is added up at a time of arrays that peers map, and of those that are copied in first."""
@@ -46,43 +56,6 @@ _MOST_VIEWS = 1 << 15
 _PROBE_NBYTES = 32
 _TELL_S = 0.5
 _BYTE = np.dtype(np.uint8)
-
-
-@dataclass(frozen=True, slots=True)
-class Areas:
-    """Where things lie in every segment, in bytes.
-
-    Attributes:
-        size: Number of ranks.
-        slot_nbytes: Size of one stage.
-        one_shot: ONE_SHOTS slots of ONE_SHOT_NBYTES.
-        contributed: STAGES slots: what this rank contributes to the other stripes of a piece.
-        reduced: Half as much: this rank's reduced stripes, where three ranks or more have one each.
-        pairs: For each peer and lane PIECES slots of PIECE_NBYTES, each with its header.
-        nbytes: Size of a segment.
-    """
-
-    size: int
-    slot_nbytes: int
-    one_shot: int
-    contributed: int
-    reduced: int
-    pairs: int
-    nbytes: int
-
-    @classmethod
-    def of(cls, size: int, slot_nbytes: int) -> Areas:
-        """Lays a segment out for ``size`` ranks."""
-        one_shot = words_nbytes(size)
-        contributed = one_shot + ONE_SHOTS * ONE_SHOT_NBYTES
-        reduced = contributed + STAGES * slot_nbytes
-        pairs = reduced + STAGES * slot_nbytes // 2
-        nbytes = pairs + size * LANES * PIECES * PIECE_NBYTES
-        return cls(size, slot_nbytes, one_shot, contributed, reduced, pairs, nbytes)
-
-    def piece(self, peer: int, lane: int, number: int) -> int:
-        """Where piece ``number`` to ``peer`` lies."""
-        return self.pairs + ((peer * LANES + lane) * PIECES + number % PIECES) * PIECE_NBYTES
 
 
 class Lane:
@@ -161,6 +134,9 @@ class Arena:
         prepared: What plans have prepared for arrays of the peers.
         part_nbytes: What is added up at a time at most.
         pace: What writing into slots costs this rank.
+        turns: How many exchanges of all ranks with all ranks have been begun so far.
+        broadcasts: How many broadcasts have gone through slots so far.
+        broadcasts_read: How many of them all ranks have read, as far as this rank knows.
 
     Raises:
         ResourceError: There is no room for shared memory.
@@ -179,8 +155,12 @@ class Arena:
         self._segments: list[Segment] = []
         try:
             cards = self._exchange_cards(own, exchange)
+            self._rows = Rows(size, 2 * EXCHANGE_NBYTES)
             for q, card in enumerate(cards):
-                self._segments.append(own if q == rank else _attach(q, Handle(*card["segment"])))
+                handle = Handle(*card["segment"])
+                with _explained_by_end(q, handle):
+                    self._segments.append(own if q == rank else Segment.attach(handle))
+                    self._rows.map(q, handle, self.areas.one_shot)
             self.signals = Signals(rank, self._segments, config.timeout_s)
         except BaseException as error:
             _tell_failure(own, rank, size, error)
@@ -205,7 +185,8 @@ class Arena:
         self.heap = Heap(self.signals.own)
         self.peer_heaps = PeerHeaps(self.signals.words, self.pids)
         self.steps, self.messages = Lane(STEPS, self.pids), Lane(MESSAGES, self.pids)
-        self.one_shots = 0
+        self.turns = 0
+        self.broadcasts, self.broadcasts_read = 0, 0
         self.pieces = 0
         self.done = 0
         abandon_in_children(self)
@@ -255,9 +236,43 @@ class Arena:
                 signals.wait_for(words, ready, self.config.init_timeout_s, "send or receive")
         return all(words[READY] == 2 for words in signals.words)
 
+    def enter_exchange(self, turn: int, signature: int) -> None:
+        """Tells the peers that this rank has come to an exchange, and waits for all of them.
+
+        The word that says so is not the call log's: that of a peer that goes on with calls in which it waits
+        for nobody may be written again before this rank has seen it. The peer writes this one again two
+        exchanges later, when it has seen this rank in the one between. It holds a hash of the calls before,
+        so that ranks find out here that one of those differed, however long ago.
+
+        Args:
+            turn: Number of the exchange.
+            signature: The call's entry for the call log.
+        """
+        signals = self.signals
+        if signals.fence:
+            signals.fence()
+        value, index = signals.enter(signature) ^ signals.before, EXCHANGE + (turn & 1)
+        signals.own[index] = value
+        for words in signals.others:
+            if words[index] != value:
+                signals.wait_call(words, index, value)
+        if signals.fence:
+            signals.fence()
+
     def view(self, rank: int, offset: int, count: int, dtype: np.dtype) -> np.ndarray:
         """``count`` elements in the segment of ``rank``, from byte ``offset`` on."""
         return self.memory[rank][offset : offset + count * dtype.itemsize].view(dtype)
+
+    def rows(self, offset: int, count: int, dtype: np.dtype) -> np.ndarray:
+        """The same part of every rank's slots for one exchange, one row a rank, to be read.
+
+        Args:
+            offset: Where it begins in each segment, in bytes.
+            count: Its elements.
+            dtype: Their dtype.
+        """
+        start = offset - self.areas.one_shot
+        return self._rows.array[:, start : start + count * dtype.itemsize].view(dtype)
 
     def slots(self, owner: int, peer: int, lane: Lane, dtype: np.dtype) -> list[np.ndarray]:
         """The slots through which ``owner`` sends to ``peer``, as whole pieces."""
@@ -294,6 +309,7 @@ class Arena:
         self.heap.abandon()
         self.peer_heaps.close()
         self.memory = []
+        self._rows.close()
         self._slots.clear()
         self.pace.close()
         segments, self._segments = self._segments, []
@@ -313,9 +329,11 @@ def _is_ready(words: memoryview) -> bool:
     return words[READY] > 0
 
 
-def _attach(peer: int, handle: Handle) -> Segment:
+@contextmanager
+def _explained_by_end(peer: int, handle: Handle) -> Iterator[None]:
+    """Says that a peer has died or given up, where that is why its segment cannot be mapped."""
     try:
-        return Segment.attach(handle)
+        yield
     except ResourceError:
         if has_ended(handle.pid):
             raise PeerDiedError(

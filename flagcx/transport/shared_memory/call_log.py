@@ -8,12 +8,14 @@ operation, root, algorithm and the operation that the call is a step of; its tex
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NoReturn
 
 from flagcx.errors import MismatchError
 from flagcx.transport.base import signature_of
 from flagcx.transport.shared_memory.words import (
     CALL_LOG_DEPTH,
     CALL_LOG_MASK,
+    EXCHANGE,
     REASON_NBYTES,
     SEQUENCE_MASK,
     SHARED_BIT,
@@ -161,13 +163,41 @@ class CallLog:
                 low = number & SEQUENCE_MASK
                 same_number = theirs >> 1 & SEQUENCE_MASK == low == mine >> 1 & SEQUENCE_MASK
                 if same_number and (theirs ^ mine) > SHARED_BIT and theirs:
+                    raise self._disagreement(number, mine, q, theirs)
+        self._compare_exchanges(sequence)
+
+    def _compare_exchanges(self, sequence: int) -> None:
+        """Compares the words of the exchange that is the last call, which hold a hash of the calls before."""
+        for index in (EXCHANGE, EXCHANGE + 1):
+            mine, number = self._words[self._rank][index], (sequence - 1) & SEQUENCE_MASK
+            for q, words in enumerate(self._words):
+                theirs = words[index]
+                same_number = theirs >> 1 & SEQUENCE_MASK == number == mine >> 1 & SEQUENCE_MASK
+                if same_number and (theirs ^ mine) > SHARED_BIT and theirs:
                     raise MismatchError(
-                        f"ranks disagree on call {number}: rank {self._rank} called "
-                        f"{self._call_of(self._rank, mine)}, rank {q} called {self._call_of(q, theirs)}; "
-                        f"every rank must make the same calls in the same order, with the same count, dtype, "
-                        f"operation and root",
+                        f"ranks {self._rank} and {q} came to call {sequence - 1} by different calls, longer "
+                        f"ago than the last {CALL_LOG_DEPTH}; every rank must make the same calls",
                         peer=q,
                     )
+
+    def refuse_call(self, peer: int, word: int, number: int) -> NoReturn:
+        """Raises MismatchError for a call of a peer, whose log need not show it any more.
+
+        Args:
+            peer: The peer.
+            word: Its word for the call.
+            number: Number of the call, for this rank.
+        """
+        self.compare(number + 1)  # a call before may be the reason
+        raise self._disagreement(number, self._words[self._rank][number & CALL_LOG_MASK], peer, word)
+
+    def _disagreement(self, number: int, mine: int, peer: int, theirs: int) -> MismatchError:
+        return MismatchError(
+            f"ranks disagree on call {number}: rank {self._rank} called {self._call_of(self._rank, mine)}, "
+            f"rank {peer} called {self._call_of(peer, theirs)}; every rank must make the same calls in the "
+            f"same order, with the same count, dtype, operation and root",
+            peer=peer,
+        )
 
     def compare_last(self, sequence: int) -> None:
         """Checks that the peers, which have come to call ``sequence``, made the same call before it.

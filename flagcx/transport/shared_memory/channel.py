@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from flagcx.errors import CommunicationError
-from flagcx.transport.shared_memory.arena import PIECE_NBYTES, PIECES, Arena, Lane
+from flagcx.transport.shared_memory.areas import PIECE_NBYTES, PIECES
+from flagcx.transport.shared_memory.arena import Arena, Lane
 from flagcx.transport.shared_memory.heap import SHARED
 from flagcx.transport.shared_memory.places import Places
 from flagcx.transport.shared_memory.words import (

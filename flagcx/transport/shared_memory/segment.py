@@ -10,6 +10,7 @@ file in /dev/shm instead, whose room is taken at once and whose name is removed 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import mmap
 import os
@@ -17,7 +18,10 @@ import resource
 import secrets
 import weakref
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
+
+import numpy as np
 
 from flagcx.errors import ResourceError
 
@@ -27,6 +31,8 @@ ONE_NAMESPACE = (
     "shareProcessNamespace: true in a pod"
 )
 """What to do where process numbers mean other processes to other ranks."""
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
+_FAILED = ctypes.c_void_p(-1).value
 
 
 class Handle(NamedTuple):
@@ -102,24 +108,8 @@ class Segment:
             ResourceError: The peer is gone, is not what its process number means here, or this process may
                 not look into it.
         """
+        descriptor = _open(handle, os.O_RDWR)
         try:
-            descriptor = os.open(handle.path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):
-                raise ResourceError(
-                    f"no descriptor is left for the shared memory of a peer ({error.strerror}); close files, "
-                    f"or allow more by ulimit -n"
-                ) from None
-            raise ResourceError(
-                f"the shared memory of process {handle.pid} cannot be opened ({error}); the ranks of a host "
-                f"must run as one user, in one PID namespace, and be alive"
-            ) from None
-        try:
-            if not _is_file_of(handle, descriptor):
-                raise ResourceError(
-                    f"process {handle.pid}, as this rank sees it, is not the peer, or has closed its shared "
-                    f"memory; {ONE_NAMESPACE}"
-                )
             return cls(mmap.mmap(descriptor, handle.nbytes), handle, None)
         except OSError as error:
             raise ResourceError(_why_not(handle.nbytes, error)) from None
@@ -131,6 +121,87 @@ class Segment:
         self._let_go()
         with contextlib.suppress(BufferError):
             self.memory.close()
+
+
+class Rows:
+    """The same part of several segments, mapped side by side: the rows of one array, to be read.
+
+    Args:
+        count: How many segments.
+        nbytes: Bytes of each that are mapped; whole pages.
+
+    Attributes:
+        array: uint8 of shape ``(count, nbytes)``, read-only. The mapping goes with the last view of it.
+
+    Raises:
+        ResourceError: There is no room in the address space.
+    """
+
+    def __init__(self, count: int, nbytes: int) -> None:
+        try:
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+            memory = mmap.mmap(-1, count * nbytes, flags, mmap.PROT_READ)
+        except OSError as error:
+            raise ResourceError(_why_not(count * nbytes, error)) from None
+        self.array = np.frombuffer(memory, np.uint8).reshape(count, nbytes)
+
+    def map(self, row: int, handle: Handle, offset: int) -> None:
+        """Maps a segment from ``offset`` on (whole pages) as one of the rows.
+
+        Raises:
+            ResourceError: Its owner is gone, or this process may map no more.
+        """
+        descriptor = _open(handle, os.O_RDONLY)
+        try:
+            _map_over(self.array[row], descriptor, offset)
+        except OSError as error:
+            raise ResourceError(_why_not(self.array.shape[1], error)) from None
+        finally:
+            os.close(descriptor)
+
+    def close(self) -> None:
+        """Lets go of the mapping."""
+        self.array = np.empty((0, 0), np.uint8)
+
+
+def _map_over(row: np.ndarray, descriptor: int, offset: int) -> None:
+    flags = mmap.MAP_SHARED | _MAP_FIXED
+    if _c_mmap()(row.ctypes.data, row.nbytes, mmap.PROT_READ, flags, descriptor, offset) == _FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+@lru_cache(maxsize=1)
+def _c_mmap() -> Callable[..., int]:
+    """The system's ``mmap``, which maps to a given address; Python's own does not."""
+    function = ctypes.CDLL(None, use_errno=True).mmap
+    word, integer = ctypes.c_size_t, ctypes.c_int
+    function.argtypes = (ctypes.c_void_p, word, integer, integer, integer, ctypes.c_long)
+    function.restype = ctypes.c_void_p
+    return function
+
+
+def _open(handle: Handle, access: int) -> int:
+    """Opens a peer's segment."""
+    try:
+        descriptor = os.open(handle.path, access | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise ResourceError(
+                f"no descriptor is left for the shared memory of a peer ({error.strerror}); close files, "
+                f"or allow more by ulimit -n"
+            ) from None
+        raise ResourceError(
+            f"the shared memory of process {handle.pid} cannot be opened ({error}); the ranks of a host "
+            f"must run as one user, in one PID namespace, and be alive"
+        ) from None
+    if not _is_file_of(handle, descriptor):
+        os.close(descriptor)
+        raise ResourceError(
+            f"process {handle.pid}, as this rank sees it, is not the peer, or has closed its shared "
+            f"memory; {ONE_NAMESPACE}"
+        )
+    return descriptor
 
 
 def _is_file_of(handle: Handle, descriptor: int) -> bool:

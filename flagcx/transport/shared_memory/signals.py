@@ -34,6 +34,7 @@ from flagcx.transport.shared_memory.words import (
 from flagcx.transport.slices import ask_for_short_slices
 from flagcx.transport.waits import IN_MESSAGES, ON_HOST, Waits
 
+_WORD = (1 << 64) - 1
 _SPINS = 50
 _LOOK_NS = 40  # about; reading the clock would take longer than most of the short waits
 _SPINS_CROWDED = 20
@@ -58,6 +59,8 @@ class Signals:
         others: Those of the peers, in rank order.
         log: What each rank called.
         sequence: Number of collective calls made so far.
+        before: A hash of the calls made so far in which this rank need not wait for all others; its lowest
+            bits are 0, so that it goes into the word of an exchange by ``^``.
         waited_ns: Time spent waiting for peers so far, in ns.
         crowded: Whether ranks outnumber the cores, so that one that waits keeps another from its work.
         fence: Memory fence, or None where the hardware keeps the order.
@@ -69,7 +72,7 @@ class Signals:
         self.words = [memoryview(s.memory).cast("Q") for s in segments]
         self.own = self.words[rank]
         self.others = [w for q, w in enumerate(self.words) if q != rank]
-        self.sequence = 0
+        self.sequence = self.before = 0
         self.waited_ns = 0
         self.timeout_s = timeout_s
         self.fence = memory_fence()
@@ -138,6 +141,7 @@ class Signals:
         self.sequence = sequence + 1
         value = signature | (sequence & SEQUENCE_MASK) << 1
         self.own[sequence & CALL_LOG_MASK] = value
+        self.before = (3 * self.before + signature) & _WORD
         return value
 
     # -- waiting ----------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from flagcx.transport.base import Call
-from flagcx.transport.shared_memory.arena import PIECE_NBYTES, PIECES, Arena
+from flagcx.transport.shared_memory.areas import PIECE_NBYTES, PIECES
+from flagcx.transport.shared_memory.arena import Arena
 from flagcx.transport.shared_memory.channel import (
     RENDEZVOUS_NBYTES,
     Receive,

@@ -19,7 +19,8 @@ import numpy as np
 
 from flagcx.schedule.collectives import cut
 from flagcx.transport.base import Call
-from flagcx.transport.shared_memory.arena import STAGES, Arena
+from flagcx.transport.shared_memory.areas import STAGES
+from flagcx.transport.shared_memory.arena import Arena
 from flagcx.transport.shared_memory.reduction import accumulator_dtype, combiner
 from flagcx.transport.shared_memory.words import ARRIVED, REDUCED
 

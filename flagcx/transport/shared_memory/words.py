@@ -7,6 +7,8 @@ counters that peers poll have a line of their own.
 
 from __future__ import annotations
 
+import mmap
+
 CALL_LOG_DEPTH = 16
 CALL_LOG_MASK = CALL_LOG_DEPTH - 1
 SEQUENCE_MASK = 0xFFFF
@@ -18,8 +20,8 @@ SHARED_BIT = 1
 LOCATIONS = 16
 CLOSED, ABORTED, WAITING_FOR, HEARTBEAT, READY, HEAP_COUNT, MESSAGE_FROM = range(48, 55)
 WAITING_SINCE, MESSAGE_SINCE, MESSAGE_SENDS = range(56, 59)
-ARRIVED, REDUCED, DONE, THROUGH_SLOTS = 64, 72, 80, 88
-HEAPS, HEAP_WORDS, MOST_HEAPS = 96, 5, 64  # a handle each, less its process
+ARRIVED, REDUCED, DONE, THROUGH_SLOTS, BROADCAST, BROADCAST_READ, EXCHANGE = range(64, 120, 8)
+HEAPS, HEAP_WORDS, MOST_HEAPS = 120, 5, 64  # a handle each, less its process
 _PAIRS = HEAPS + HEAP_WORDS * MOST_HEAPS
 _PAIR_WORDS = 24  # three lines a lane and peer: SENT to it, headers of what is sent, RECEIVED from it
 
@@ -44,8 +46,9 @@ def reason_offset(size: int) -> int:
 
 
 def words_nbytes(size: int) -> int:
-    """Bytes at the start of a segment that hold words and texts, for ``size`` ranks."""
-    return -(-(reason_offset(size) + REASON_NBYTES + TEXTS * TEXT_NBYTES) // 4096) * 4096
+    """Bytes at the start of a segment that hold words and texts, for ``size`` ranks: whole pages."""
+    nbytes = reason_offset(size) + REASON_NBYTES + TEXTS * TEXT_NBYTES
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def sent_index(peer: int, lane: int) -> int:

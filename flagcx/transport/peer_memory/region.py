@@ -167,8 +167,9 @@ class PeerRegion:
         runtime.memset(self._own, 0, cleared)
         runtime.memset(self._own + cleared, 0xFF, self.layout.nbytes - cleared)
         flags = runtime.hostAllocMapped | runtime.hostAllocPortable
-        self.control_at = runtime.hostAlloc(_CONTROL_NBYTES, flags)
-        ctypes.memset(self.control_at, 0, _CONTROL_NBYTES)
+        nbytes = _CONTROL_NBYTES + ctypes.sizeof(PostedCounts)
+        self.control_at = runtime.hostAlloc(nbytes, flags)
+        ctypes.memset(self.control_at, 0, nbytes)
         self.table = runtime.malloc(table_nbytes(self.size))
         runtime.memset(self.table, 0, table_nbytes(self.size))
         runtime.deviceSynchronize()
@@ -216,9 +217,12 @@ class PeerRegion:
         return buffer.raw
 
     def posted(self, stream: Any) -> PostedCounts:
-        """Reads, by copies on a stream, what the peers are ready for and what this rank has made."""
+        """Reads, by copies on a stream, what the peers are ready for and what this rank has made.
+
+        The counts are those of the last such call.
+        """
         layout, runtime = self.layout, self._runtime
-        counts = PostedCounts()
+        counts = PostedCounts.from_address(self.control_at + _CONTROL_NBYTES)  # pinned: no copy on the way
         places = layout.places["AT_POSTED"], layout.places["AT_PAIRS"] + layout.channels * MOST_RANKS * 16
         for part, at in zip((counts.posted, counts.pairs), places, strict=True):
             nbytes = ctypes.sizeof(part)

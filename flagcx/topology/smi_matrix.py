@@ -57,7 +57,7 @@ def parse_matrix(text: str, source: str = "<text>") -> Matrix:
         found = found or matrix
     if found is None:
         raise wrong or _no_table(source, p2p)
-    found.legend = dict(re.findall(r"^\s*(NIC\d+):\s*(\S+)\s*$", "\n".join(lines), re.MULTILINE))
+    found.legend = dict(re.findall(r"(?:^|[\s\]>:+-])(NIC\d+):\s*(\S+)\s*$", "\n".join(lines), re.MULTILINE))
     found.model = gpu_models.named_in("\n".join(lines))
     if others:
         found.notes.append(f"the text has {others + 1} matrices; the first is read")

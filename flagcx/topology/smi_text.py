@@ -17,15 +17,26 @@ CELL = re.compile(r"NV\d{1,3}|XGMI\d{1,2}|NODE|N/A|PIX|PXB|PHB|SYS|SOC|X")
 P2P = frozenset(("OK", "CNS", "GNS", "TNS", "NS", "DR", "U"))
 _FURTHER = ("CPU", "NUMA", "Affinity", "GPU", "ID", "Node", "node", "Nodes")
 _NAME = re.compile(r"[A-Za-z][A-Za-z_.:+-]*\d[\w.:+-]*")
-_AFFINITY = re.compile(r"[\d,-]+|N/A")
+_AFFINITY = re.compile(r"[\d,-]*\d[\d,-]*|N/A")
 #: Stands where a terminal has wrapped a row, perhaps in the middle of a word.
 CUT = "\0"
 _MOST_LINES = 1000  # of one table
+_MOST_IN_ALL = 50_000  # lines of a text that are looked at
+_MOST_BEFORE = 400  # characters of a line in which its name and first cell are looked for
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b[@-_]")
 _QUOTE = re.compile(r"(?:\s*>)+ ?")
+_CELL_END = re.compile(r"</t[dh]>", re.I)
+#: The name and the first cell of a row, with what a log, a list or a shell's prompt put before them.
+_ROW = re.compile(
+    r"(?:^|(?<=[\s\]>:+-]))(?P<name>[A-Za-z][A-Za-z_.+-]{0,30}\d[\w.+-]{0,30}):?"
+    r"(?=\s{1,40}(?:X|NV\d+|XGMI\d+|NODE|PIX|PXB|PHB|SYS|SOC)\b)"
+)
 _TAG = re.compile(r"</?[a-zA-Z][^<>]{0,80}>|`+")
-_DROPPED = {ord(mark): None for mark in "\ufeff\u200b\u200c\u200d\u2060\u00ad"}
-_AS_SPACE = {ord(mark): " " for mark in "|\u2502\u2503\u2551\u00a0\u2007\u202f\u3000\u2002\u2003\u2009"}
+_CHARACTERS: dict[int, str | None] = {
+    **{ord(mark): None for mark in "*\ufeff\u200b\u200c\u200d\u2060\u00ad"},
+    **{ord(mark): " " for mark in "|&;\\\u2502\u2503\u2551\u00a0\u2007\u202f\u3000\u2002\u2003\u2009"},
+    **{ord(mark): "-" for mark in "\u2010\u2011\u2012\u2013\u2014\u2212"},
+}
 
 
 @dataclass(slots=True)
@@ -53,11 +64,33 @@ class Table:
 
 
 def clean(text: str) -> list[str]:
-    """The lines of a text without colours, quote marks, fences, tags and unusual spaces."""
-    text = _ESCAPES.sub("", html.unescape(text).replace(CUT, "")).translate(_DROPPED).translate(_AS_SPACE)
+    """The lines of a text without colours, quote marks, prefixes of logs, markup and unusual characters."""
+    text = _ESCAPES.sub("", html.unescape(text).replace(CUT, ""))
+    if text.count("\\n") > text.count("\n"):  # a string as programs print it
+        text = text.replace("\\r", "").replace("\\n", "\n").replace("\\t", "\t")
+    text = _CELL_END.sub(" ", text).translate(_CHARACTERS)
     text = re.sub(r"(?<=Affinity)(?=NUMA|GPU)", " ", text)
-    lines = re.split(r"\r*\n|\r", text)
-    return [_TAG.sub("", _QUOTE.sub("", line, count=1) if _QUOTE.match(line) else line) for line in lines]
+    return [
+        _bare(line) for line in _unnumbered(re.split(r"\r*\n|\r", text, maxsplit=_MOST_IN_ALL)[:_MOST_IN_ALL])
+    ]
+
+
+def _unnumbered(lines: list[str]) -> list[str]:
+    """The lines without the numbers that an editor puts before every one of them."""
+    parts = [re.match(r"\s*(\d{1,6})(?:[\s:]|$)", line) for line in lines if line]
+    first = int(parts[0][1]) if parts and parts[0] else 0
+    if not all(part and int(part[1]) == first + n for n, part in enumerate(parts)):
+        return lines
+    return [re.sub(r"^\s*\d+", "", line) for line in lines]
+
+
+def _bare(line: str) -> str:
+    """A line without quote marks and tags; of a row, without what stands before its name."""
+    line = _TAG.sub("", _QUOTE.sub("", line, count=1) if _QUOTE.match(line) else line)
+    row = _ROW.search(line, 0, _MOST_BEFORE)
+    if row is None or (not line[: row.start("name")].strip() and line[row.end("name") :][:1] != ":"):
+        return line
+    return row["name"] + line[row.end() :]
 
 
 def tables(lines: Sequence[str]) -> Iterator[Table]:
@@ -145,9 +178,9 @@ def _rows(lines: Sequence[str], position: int, table: Table) -> int:
     width = _width(lines, table.line - 1)
     while position < len(lines):
         line = lines[position]
-        words = line.split()
+        words = line.split() if any(map(str.isalnum, line)) else []
         complete = wanted <= {row.name for row in table.rows}
-        if words and (words[0].startswith("Legend") or (_header(line) and not _begins_row(line, names))):
+        if words and ("Legend:" in line or (_header(line) and not _begins_row(line, names))):
             break
         if complete and not words:
             break
@@ -173,9 +206,7 @@ def _continues(words: Sequence[str]) -> bool:
 
 def _width(lines: Sequence[str], start: int) -> int:
     """The width at which a terminal has wrapped a table, if one has: that of its longest line."""
-    legend = (
-        position for position in range(start, len(lines)) if lines[position].lstrip().startswith("Legend")
-    )
+    legend = (position for position in range(start, len(lines)) if "Legend:" in lines[position])
     return max(map(len, lines[start : min(next(legend, len(lines)), start + _MOST_LINES)]))
 
 

@@ -120,6 +120,31 @@ def markdown_table(text: str) -> str:
     return "\n".join([lines[0], "|" + "---|" * len(cells[0]), *lines[1:]]) + "\n"
 
 
+def each(change: Callable[[int, str], str]) -> Callable[[str], str]:
+    """Changes every line, by its number."""
+    return lambda text: "".join(change(n, line) + "\n" for n, line in enumerate(text.splitlines()))
+
+
+def rows(text: str) -> list[list[str]]:
+    """The matrix as words, with headings as one word each."""
+    lines = [line.expandtabs(8) for line in text.partition("\n\n")[0].splitlines()]
+    for heading in ("CPU Affinity", "NUMA Affinity", "GPU NUMA ID"):
+        lines[0] = lines[0].replace(heading, heading.replace(" ", "_"))
+    cells = [line.split() for line in lines]
+    words = (word.replace("_", " ") if word.endswith(("_Affinity", "_ID")) else word for word in cells[0])
+    return [["", *words], *cells[1:]]
+
+
+def table(before: str, between: str, after: str, rule: str = "") -> Callable[[str], str]:
+    """The matrix as a table of some markup, perhaps with a rule below its header."""
+
+    def change(text: str) -> str:
+        lines = [before + between.join(line) + after for line in rows(text)]
+        return "\n".join([lines[0], *([rule] if rule else []), *lines[1:]]) + "\n"
+
+    return change
+
+
 CHANGES: MappingProxyType[str, Callable[[str], str]] = MappingProxyType(
     {
         "as it is": lambda text: text,
@@ -166,6 +191,38 @@ CHANGES: MappingProxyType[str, Callable[[str], str]] = MappingProxyType(
         "wrapped at 120": wrapped(120),
         "wrapped at 120, blanks lost": wrapped(120, stripped=True),
         "wrapped at 97": wrapped(97),
+        "padded": each(lambda n, line: line.ljust(190)),
+        "wide tabs": lambda text: text.expandtabs(16),
+        "narrow tabs": lambda text: text.expandtabs(4) if "\t" in text else text,
+        "stripped": lambda text: text.strip(),
+        "log of a pipeline": each(lambda n, line: f"2024-11-05T10:22:{n:02}.1234567Z {line}"),
+        "log of a pod": each(lambda n, line: f"[pod/nccl-test-worker-0/main] {line}"),
+        "mpirun --tag-output": each(lambda n, line: f"[1,0]<stdout>:{line}"),
+        "srun --label": each(lambda n, line: f"0: {line}"),
+        "journal": each(lambda n, line: f"Nov 30 17:00:01 node1 bash[4711]: {line}"),
+        "numbered": each(lambda n, line: f"{n + 1:6}\t{line}"),
+        "added in a diff": each(lambda n, line: f"+{line}"),
+        "list": each(lambda n, line: f"- {line}"),
+        "starred list": each(lambda n, line: f" * {line}"),
+        "Python's logging": each(lambda n, line: f"INFO:root:{line}"),
+        "docker compose": each(lambda n, line: f"worker-1  | {line}"),
+        "watch": lambda text: f"Every 2.0s: nvidia-smi topo -m      node1: Mon Nov 30\n\n{text}",
+        "JIRA": lambda text: f"{{noformat}}\n{text}{{noformat}}\n",
+        "fence on the line": lambda text: f"```{text}```",
+        "JSON string": lambda text: text.replace("\t", "\\t").replace("\n", "\\n"),
+        "Python's bytes": lambda text: "b'" + text.replace("\t", "\\t").replace("\n", "\\n") + "'",
+        "form feed": lambda text: "\f" + text.replace("\n\n", "\n\f\n", 1),
+        "en dashes": lambda text: text.replace("-", "\u2013"),
+        "no-break hyphens": lambda text: text.replace("-", "\u2011"),
+        "bold": lambda text: text.replace("GPU0", "**GPU0**"),
+        "LaTeX": table("", " & ", r" \\\\", r"\hline"),
+        "HTML table": table("<tr><td>", "</td><td>", "</td></tr>"),
+        "Org table": table("| ", " | ", " |", "|---+---|"),
+        "AsciiDoc": table("|", " |", "", ""),
+        "rich table": table("\u2502 ", " \u2502 ", " \u2502", "\u251c\u2500\u2500\u253c\u2500\u2500\u2524"),
+        "reStructuredText": table("", "  ", "", "=====  =====  ====="),
+        "semicolons": table("", ";", ""),
+        "colons after names": each(lambda n, line: line.replace("\t", ":\t", n > 0 and line[:1] != "\t")),
         "wrapped and quoted": lambda text: "".join(f"> {line}\n" for line in wrapped(80)(text).splitlines()),
     }
 )

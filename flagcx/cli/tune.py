@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 _LEAST_NBYTES, _FACTOR = 256, 4
 _LARGEST_NBYTES, _QUICK_LARGEST_NBYTES = 256 << 20, 16 << 20
+_BUDGET_S, _QUICK_BUDGET_S = 80.0, 40.0
 _COMMON = ("allreduce", "allgather", "reduce_scatter", "broadcast", "alltoall")
 
 Report = Callable[[int, int, str], object]
@@ -35,8 +37,12 @@ def tune(
         typer.Option("--collective", "-c", help="One to measure; may be repeated. The common ones if none."),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Fewer rounds, up to 16 MiB: a minute or so.")
+        bool, typer.Option("--quick", help="Fewer rounds, up to 16 MiB: half of the time.")
     ] = False,
+    budget: Annotated[
+        float | None,
+        typer.Option(min=0, help="How long it may take, in seconds; 80, or 40 if --quick. 0: no limit."),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the table there, not to the cache directory.")
     ] = None,
@@ -59,7 +65,8 @@ def tune(
     from flagcx.selection.tuning import unsteady
 
     with reporting_errors("tune"):
-        what = Task(tuple(collective or _COMMON), quick, output and output.absolute(), gpu)
+        total_s = (_QUICK_BUDGET_S if quick else _BUDGET_S) if budget is None else budget or math.inf
+        what = Task(tuple(collective or _COMMON), quick, output and output.absolute(), gpu, total_s)
         load_algorithms(load)
         path = _tune(ranks, what, share_gpu, with_algorithms(load, measure))
     if path is not None:
@@ -77,12 +84,14 @@ class Task:
         quick: Whether to measure less.
         output: Where to write the table; to the user's cache directory if None.
         gpu: Whether arrays are on GPUs.
+        total_s: How long it should take, in seconds.
     """
 
     collectives: tuple[str, ...]
     quick: bool = False
     output: Path | None = None
     gpu: bool = False
+    total_s: float = math.inf
 
 
 def _tune(
@@ -99,6 +108,8 @@ def _tune(
         with _bar() as report:
             return measure(task, report)
     count = count_ranks(ranks, task.gpu, share_gpu)
+    if task.total_s < math.inf:
+        typer.echo(f"measuring for about {task.total_s:g} s; --budget 0: as long as it takes", err=True)
     with _bar() as report:
         return launch_reporting(ranked, count, task, report, share_gpu)
 
@@ -130,7 +141,7 @@ def measure(task: Task, report: Report) -> Path | None:
     with flagcx.init(tuning=False) as comm:
         bench, fit = _gpu_bench(comm) if task.gpu else _host_bench(comm)
         tell: Report = report if comm.rank == 0 else lambda done, total, what: None
-        pace = QUICK if task.quick else TimeBudget()
+        pace = replace(QUICK if task.quick else TimeBudget(), total_s=task.total_s)
         table: Table = measure_all(bench, fit, task.collectives, sizes(task.quick), pace, tell)
         if comm.rank:
             return None

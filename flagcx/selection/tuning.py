@@ -50,14 +50,19 @@ class TimeBudget:
         batch_s: How long a batch should take, in seconds.
         rounds: Rounds for each size; half as many for large messages.
         near: Candidates slower than the fastest by this factor leave after two rounds.
+        total_s: How long all of it should take, in seconds: each size gets an equal part of what is left,
+            in which there are fewer rounds, and of large messages fewer candidates, if need be.
     """
 
     batch_s: float = 0.015
     rounds: int = 11
     near: float = 1.6
+    total_s: float = math.inf
 
 
 QUICK = TimeBudget(batch_s=0.003, rounds=4, near=1.4)
+_LEAST_TRIED = 4
+"""So many candidates are timed however short the time is: those that were fastest at the size before."""
 
 
 class Clock:
@@ -145,9 +150,12 @@ class Measurement(ABC):
             pace: How much.
             seed: Of the order in which they take turns; the same on all ranks.
             always: Positions of choices that are measured in every round, however slow.
+
+        The rounds end with ``pace.total_s``; each choice is timed once at least.
         """
         plans: dict[int, Plan] = {}
         times: list[list[float]] = []
+        spent_s = 0.0  # by the times that all ranks know, so that all stop after the same round
 
         def drop(factor: float) -> None:
             fastest = min(min(t) for t in times)
@@ -159,13 +167,17 @@ class Measurement(ABC):
             seconds = self.seconds(plans[i], 1, 1)
             # One call says little where calls are short: these are timed in a batch before any is dropped.
             calls = _calls(pace, seconds)
+            spent_s += seconds * (calls + 2)
             times.append([self.seconds(plans[i], calls, min(calls // 4, 20)) if calls > 1 else seconds])
             drop(_SURELY * pace.near)
         order = random.Random(seed)
         for turn in range(pace.rounds - 1):
+            if spent_s > pace.total_s:
+                break
             for i in order.sample(sorted(plans), len(plans)):
                 calls = _calls(pace, min(times[i]))
                 times[i].append(self.seconds(plans[i], calls, min(calls // 8, 8)))
+                spent_s += times[i][-1] * calls
             if turn == 0:
                 # Not before each had two turns: what else runs on the machine spoils one easily.
                 drop(pace.near)
@@ -200,7 +212,7 @@ class HostBench:
     """NumPy arrays between processes of one host, as the tuner measures them; see ``Bench``."""
 
     def __init__(self, transport: Transport) -> None:
-        self._transport, self.size = transport, transport.size
+        self._transport, self.size, self._clock = transport, transport.size, Clock(transport)
 
     def candidates(self, collective: str, nbytes: int) -> list[Candidate]:
         """The schedules that come with flagcx, with every protocol, and those of the user's own."""
@@ -214,6 +226,10 @@ class HostBench:
     def measurement(self, collective: str, nbytes: int) -> HostMeasurement:
         """Arrays and plans for one collective at one size."""
         return HostMeasurement(self._transport, collective, nbytes)
+
+    def slowest(self, seconds: float) -> float:
+        """The longest of the ranks' times."""
+        return self._clock.slowest(seconds)
 
 
 class Bench(Protocol):
@@ -230,6 +246,9 @@ class Bench(Protocol):
 
     def measurement(self, collective: str, nbytes: int) -> Measurement:
         """Arrays and plans for one collective at one size."""
+
+    def slowest(self, seconds: float) -> float:
+        """The longest of the ranks' times, on every rank."""
 
 
 def measure_point(
@@ -280,6 +299,17 @@ def hopeless(point: Point) -> list[Candidate]:
     return [c for c, time_us in point.times_us.items() if time_us > _HOPELESS * fastest]
 
 
+def unaffordable(point: Point, nbytes: int, limit_s: float) -> list[Candidate]:
+    """The candidates, the slowest at a size, that there is no time to try at a larger one of ``nbytes``."""
+    spent_s, found = 0.0, []
+    in_order = sorted(point.times_us.items(), key=lambda item: (item[1], item[0]))
+    for number, (candidate, time_us) in enumerate(in_order):
+        spent_s += 2e-6 * time_us * nbytes / point.nbytes
+        if number >= _LEAST_TRIED and spent_s > limit_s:
+            found.append(candidate)
+    return found
+
+
 def tune(
     bench: Bench,
     fit: Fit,
@@ -301,15 +331,20 @@ def tune(
     Returns:
         The table; the same on every rank.
     """
-    total = len(collectives) * len(sizes)
+    total, start = len(collectives) * len(sizes), perf_counter()
     measured: dict[str, tuple[Point, ...]] = {}
     for i, collective in enumerate(collectives):
         points: list[Point] = []
-        skip: list[Candidate] = []
+        skip: set[Candidate] = set()
         for j, nbytes in enumerate(counted(collective, sizes, bench.size)):
-            report(i * len(sizes) + j, total, f"{collective} of {sizes[j]:,} bytes")
-            point = measure_point(bench, collective, nbytes, pace, skip)
-            skip = hopeless(point)  # at the next size alone: what is slow here may win further on
+            done = i * len(sizes) + j
+            report(done, total, f"{collective} of {sizes[j]:,} bytes")
+            limit_s = (pace.total_s - bench.slowest(perf_counter() - start)) / (total - done)
+            if points:
+                skip |= {*unaffordable(points[-1], nbytes, limit_s)}
+            point = measure_point(bench, collective, nbytes, replace(pace, total_s=limit_s), skip)
+            # At the next size alone, if there is time: what is slow here may win further on.
+            skip = {*hopeless(point)} | (skip if pace.total_s < math.inf else set())
             if not points or point.nbytes > points[-1].nbytes:
                 points.append(point)
         measured[collective] = tuple(points)

@@ -244,3 +244,7 @@ class DeviceBench:
     def measurement(self, collective: str, nbytes: int) -> DeviceMeasurement:
         """Arrays and plans for one collective at one size."""
         return DeviceMeasurement(self, collective, nbytes)
+
+    def slowest(self, seconds: float) -> float:
+        """The longest of the ranks' times."""
+        return self.clock.slowest(seconds)

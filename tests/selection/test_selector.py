@@ -23,7 +23,17 @@ from flagcx.selection.candidates import Request
 from flagcx.selection.rules import HostRules, choose_on_host
 from flagcx.selection.selector import PiggybackExchange, Selector, TuningInfo, look_for_table
 from flagcx.selection.table import Fit, Point, Table, fit_here, save_table, table_path
-from flagcx.selection.tuning import QUICK, TUNED, HostBench, TimeBudget, counted, hopeless, tune, unsteady
+from flagcx.selection.tuning import (
+    QUICK,
+    TUNED,
+    HostBench,
+    TimeBudget,
+    counted,
+    hopeless,
+    tune,
+    unaffordable,
+    unsteady,
+)
 from flagcx.transport.shared_memory import SharedMemoryTransport
 from tests.ranks import run_ranks
 
@@ -316,4 +326,25 @@ def test_sizes_of_blocks_and_hopeless_candidates():
     assert hopeless(Point(1 << 20, {slow: 39.0, fast: 10.0})) == []
     assert hopeless(Point(1024, {slow: 41.0, fast: 10.0})) == []
     assert QUICK.rounds < TimeBudget().rounds
+
+
+def test_candidates_that_there_is_no_time_for():
+    times = {Candidate("ring", pieces): 1000.0 * pieces for pieces in range(1, 8)}
+    point = Point(1 << 20, times)
+    assert unaffordable(point, 4 << 20, 1.0) == []
+    # 2 calls of 4 times 1, 2, 3, ... ms: 8, 24, 48, 80, 120, 168, 224 ms in all.
+    assert unaffordable(point, 4 << 20, 0.13) == [Candidate("ring", 6), Candidate("ring", 7)]
+    assert unaffordable(point, 4 << 20, -1.0) == [Candidate("ring", pieces) for pieces in (5, 6, 7)]
+
+
+def _rounds_within(total_s):
+    comm = fc.init(tuning=False)
+    measurement = HostBench(comm._host.transport).measurement("allreduce", 64)
+    pace = TimeBudget(2e-4, 5, near=1e9, total_s=total_s)
+    return [len(times) for times in measurement.time_all([Candidate("ring"), Candidate("tree")], pace)]
+
+
+def test_without_time_each_candidate_is_timed_once():
+    assert run_ranks(_rounds_within, 2, 0.0) == [[1, 1]] * 2
+    assert run_ranks(_rounds_within, 2, 1e9) == [[5, 5]] * 2
     assert json.loads(Table(FIT, {}).to_json())["format"] == 1

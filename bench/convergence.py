@@ -2,6 +2,7 @@
 
     python bench/convergence.py --json bench/results/it.jsonl    # all tasks, 4 ranks
     python bench/convergence.py --quick                          # one seed, whose chance decides nothing
+    python bench/convergence.py --plot picture.png --stored bench/results/convergence_epyc_2_cores.jsonl
     python bench/convergence.py --tasks transformer --steps 300 --codecs int8,topk+
 
 Same seeds, same batches, same number of steps; only ``compression=`` differs. "+" after a codec is error
@@ -26,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import sys
 import time
 from collections.abc import Sequence
@@ -35,6 +37,7 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
+from convergence_plot import draw
 from harness import version_of, versions
 from report import format_table, write_json_lines
 
@@ -191,7 +194,10 @@ def measure(
 def main(given: Sequence[str] | None = None) -> int:
     """The command line; returns 1 where a promise is not kept."""
     options = _parse(given)
-    missed = 0
+    if options.stored:
+        draw([json.loads(line) for line in options.stored.read_text().splitlines()], WITHIN, options.plot)
+        return 0
+    missed, drawn = 0, list[dict[str, Any]]()
     for task in options.tasks:
         rows, steps = list[Row](), options.steps or STEPS[task]
         for codec in ("dense", *options.codecs):
@@ -201,11 +207,14 @@ def main(given: Sequence[str] | None = None) -> int:
             rows.append(row)
             missed += row.verdict not in ("", "ok") and (options.seeds > 1 or not row.equal)
             print(f"{task} {codec}: {' '.join(_cells(row)[1:])}", file=sys.stderr, flush=True)
+            facts = {**asdict(row), "ratio": row.ratio, "threads": threads, "versions": _versions()}
+            drawn.append(facts)
             if options.json:
-                facts = {**asdict(row), "ratio": row.ratio, "threads": threads, "versions": _versions()}
                 write_json_lines(options.json, [facts])
         print(f"\n{task}, {options.ranks} ranks, {steps} steps, {options.seeds} seeds")
         print(format_table(["codec", "loss", "/ dense", "from", "to", ""], map(_cells, rows)), flush=True)
+    if options.plot:
+        draw(drawn, WITHIN, options.plot)
     return int(bool(missed))
 
 
@@ -230,7 +239,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help=f"one seed, and {', '.join(QUICK)} alone")
     parser.add_argument("--threads", action="store_true", help="NumPy's ranks are threads of this process")
     parser.add_argument("--json", type=Path, metavar="PATH", help="append the results there, one a line")
+    parser.add_argument("--plot", type=Path, metavar="PATH", help="draw the ratios: .png, .svg or .pdf")
+    parser.add_argument("--stored", type=Path, metavar="PATH", help="draw these results, and train nothing")
     options = parser.parse_args(arguments)
+    if options.stored and not options.plot:
+        parser.error("--stored draws results that there are; add --plot PATH")
     if options.quick:
         options.seeds, options.codecs = 1, list(QUICK)
     return options

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json as json_format
 import platform
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flagcx.cli.bench_again import run_again
+from flagcx.cli.bench_plot import check_drawing, draw_rows
 from flagcx.cli.own_algorithms import Load, load_algorithms, with_algorithms
 from flagcx.cli.start_ranks import Report, count_ranks, launch_reporting, reporting_errors
 
@@ -29,8 +32,13 @@ def bench(
     op: Annotated[str, typer.Option("--op", "-o", help="sum, max, avg, ...")] = "sum",
     root: Annotated[int, typer.Option("--root", "-r")] = 0,
     algorithm: Annotated[
-        str | None, typer.Option("--algorithm", "-a", help="flagcx chooses if none is named.")
+        str | None,
+        typer.Option("--algorithm", "-a", help="One, or several as in ring,tree; flagcx chooses if none is."),
     ] = None,
+    compare: Annotated[
+        str,
+        typer.Option("--compare", help="Other libraries to measure beside it: mpi,gloo; nccl with --gpu."),
+    ] = "",
     symmetric: Annotated[bool, typer.Option("--symmetric", help="Use arrays of comm.empty.")] = False,
     gpu: Annotated[bool, typer.Option("--gpu", help="Use arrays on GPUs.")] = False,
     share_gpu: Annotated[
@@ -39,11 +47,17 @@ def bench(
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="For each time; the median counts.")] = 7,
     load: Load = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object for each size.")] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", help="Draw time and bus bandwidth over size: a .png, .svg or .pdf file."),
+    ] = None,
 ) -> None:
     """Time a collective over a range of sizes, verify its results, and print the table of nccl-tests.
 
     Under mpirun, srun or flagcx run the ranks that there are take part. Each time is the median of several
-    rounds, and a round counts with its slowest rank. The exit code is 1 where a result was wrong.
+    rounds, and a round counts with its slowest rank. The exit code is 1 where a result was wrong. Where
+    several algorithms or libraries are measured, they take turns at every size; with MPI among them, mpirun
+    starts the ranks.
     """
     from flagcx.cli.bench_ranks import BenchTask
     from flagcx.cli.sizes import parse_nbytes
@@ -61,11 +75,19 @@ def bench(
             symmetric,
             gpu,
             rounds,
+            tuple(filter(None, compare.split(","))),
         )
         task.check()
+        if plot is not None:
+            check_drawing(plot)
         load_algorithms(load)
         ranked = with_algorithms(load, measure)
-        wrong = _run(ranked, task, ranks, share_gpu, _as_json() if json else _as_table())
+        report = _as_json() if json else _as_table()
+        if plot is not None:
+            report = _and_drawn(report, plot)
+        if "mpi" in task.compare and not _under_mpi():
+            raise typer.Exit(run_again(ranks or count_ranks(ranks, gpu, share_gpu)))
+        wrong = _run(ranked, task, ranks, share_gpu, report)
     raise typer.Exit(int(wrong > 0))
 
 
@@ -95,6 +117,7 @@ def measure(task: BenchTask, report: Report) -> int:
 
     import flagcx
     from flagcx.cli.bench_ranks import ArraySource, rows
+    from flagcx.cli.bench_subjects import subjects
 
     with flagcx.init() as comm:
         if comm.rank:
@@ -110,11 +133,35 @@ def measure(task: BenchTask, report: Report) -> int:
         further = {"algorithm": task.algorithm, "symmetric": task.symmetric, "gpu": task.gpu}
         report("head", (title, {**further, "versions": versions}))
         found: list[BenchRow] = []
-        for row in rows(comm, task, arrays):
+        for row in rows(comm, task, arrays, subjects(comm, task)):
             found.append(row)
             report("row", row)
         report("end", found)
         return sum(timing.wrong for row in found for timing in row.timings)
+
+
+def _under_mpi() -> bool:
+    """Whether MPI's launcher started this process as a rank."""
+    from flagcx.bootstrap.environment import identify, launched_by_mpi
+    from flagcx.config import environment
+
+    environ = environment()
+    return launched_by_mpi(identify(environ), environ)
+
+
+def _and_drawn(report: Report, path: Path) -> Report:
+    """A report that draws all rows at the end, too."""
+
+    def both(kind: str, value: Any) -> None:
+        report(kind, value)
+        if kind == "head":
+            title.append(value[0])
+        elif kind == "end":
+            draw_rows(title[0], value, path)
+            typer.echo(f"# drawn to {path}", err=True)
+
+    title: list[str] = []
+    return both
 
 
 def _as_table() -> Report:

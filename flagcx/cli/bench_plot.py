@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import platform
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flagcx.figure import new_figure, save_picture
+from flagcx.figure import check_picture, new_figure, save_picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from flagcx.cli.bench_table import BenchRow
 
 _OURS = ("#c2185b", "#e57fa6", "#7b1fa2", "#b39ddb", "#ad6a00", "#e0a84c")
 _OTHERS = ("#3b6ea5", "#5f8f5f", "#8a94a0", "#4fa3a5", "#a3a33f", "#555555")
@@ -62,6 +67,51 @@ def plot_bench(title: str, lines: Sequence[BenchLine], path: str | os.PathLike[s
     if path is not None:
         save_picture(figure, path)
     return figure
+
+
+def check_drawing(path: str | os.PathLike[str]) -> None:
+    """Refuses a picture that could not be drawn, before the work of measuring.
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+        ArgumentError: The file cannot be written.
+    """
+    check_picture(path)
+    new_figure(1, 1, "a benchmark")
+
+
+def draw_rows(title: str, rows: Sequence[BenchRow], path: str | os.PathLike[str]) -> Figure:
+    """Draws the rows of ``flagcx bench``: a line for each subject, of the form that all subjects have.
+
+    Args:
+        title: Says what was measured.
+        rows: The rows of all subjects.
+        path: The file.
+    """
+    in_place = all(row.in_place is not None for row in rows)
+    by_name: dict[str, list[tuple[int, float, float]]] = {}
+    for row in rows:
+        timing = row.in_place if in_place else row.out_of_place or row.in_place
+        assert timing is not None  # every collective has one of the forms
+        point = (row.message.nbytes, timing.time_us, row.bus_gb_per_s(timing))
+        by_name.setdefault(row.name, []).append(point)
+    lines = []
+    for name, points in by_name.items():
+        nbytes, times, bandwidths = zip(*points, strict=True)
+        label = name or "flagcx"
+        lines.append(BenchLine(label, nbytes, times, bandwidths, not label.startswith("flagcx")))
+    return plot_bench(f"{title}, on {machine()}", lines, path)
+
+
+def machine() -> str:
+    """The processor and its cores, as Linux names them."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        text = ""
+    named = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    cores = len(os.sched_getaffinity(0))
+    return f"{named[1].replace('(R)', '') if named else platform.machine()}, {cores} cores"
 
 
 def plot_lines(axes: Axes, lines: Sequence[BenchLine], of: str, label: str) -> None:

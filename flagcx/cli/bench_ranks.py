@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ import numpy as np
 from flagcx.algorithms import Algorithm
 from flagcx.algorithms.candidate import Candidate
 from flagcx.cli.bench_oracle import BenchMessage, Buffers, has_place, storage_count
+from flagcx.cli.bench_subjects import BenchSubject, check_compare, subjects
 from flagcx.cli.bench_table import BenchRow, BenchTiming, sizes
 from flagcx.dtypes import OPS, dtype_of, resolve_op
 from flagcx.errors import ArgumentError, RankError
@@ -50,6 +51,12 @@ class BenchTask:
     symmetric: bool = False
     gpu: bool = False
     rounds: int = 7
+    compare: tuple[str, ...] = ()
+
+    @property
+    def algorithms(self) -> Sequence[str | None]:
+        """The algorithms that are named, or None alone for flagcx's choice."""
+        return self.algorithm.split(",") if self.algorithm else [None]
 
     def check(self) -> None:
         """Raises ArgumentError for unknown names and for sizes that are none or don't end."""
@@ -61,6 +68,7 @@ class BenchTask:
             raise ArgumentError(f"op={self.op!r} is not known; expected one of {', '.join(OPS)}")
         resolve_op(self.op, dtype_of(self.dtype))
         sizes(self.begin, self.end, self.factor)
+        check_compare(self)
 
     def check_ranks(self, size: int) -> None:
         """Checks the task for ``size`` ranks, before any is started or sends anything.
@@ -70,8 +78,9 @@ class BenchTask:
             RankError: The root is no rank.
         """
         root = self._root(size)
-        if self.algorithm is not None and not (self.gpu and self.algorithm == Algorithm.NATIVE):
-            Candidate.parse(self.algorithm).build(self.collective, size, root)
+        for name in self.algorithms:
+            if name is not None and not (self.gpu and name == Algorithm.NATIVE):
+                Candidate.parse(name).build(self.collective, size, root)
 
     def _root(self, size: int) -> int | None:
         if not COLLECTIVES[self.collective].rooted:
@@ -121,24 +130,6 @@ class ArraySource:
         return f"{kind} arrays of comm.empty" if self._symmetric else f"{kind} arrays"
 
 
-def bind(
-    comm: Any, message: BenchMessage, buffers: Buffers, in_place: bool, algorithm: str | None
-) -> Callable:
-    """One call of the collective on the given buffers, without arguments."""
-    name = message.collective
-    options: dict[str, Any] = {"algorithm": algorithm}
-    if message.op is not None:
-        options["op"] = message.op
-    if message.root is not None:
-        options["root"] = message.root
-    in_place_by_default = name == "broadcast" or (in_place and name in ("allreduce", "reduce"))
-    if not in_place_by_default:
-        options["out"] = buffers.recvbuf
-    method = getattr(comm, name)
-    first = buffers.recvbuf if name == "broadcast" else buffers.sendbuf
-    return lambda: method(first, **options)
-
-
 def time_calls(comm: Any, arrays: ArraySource, call: Callable, rounds: int) -> float:
     """The time of a call in us: the median over the rounds, where the slowest rank's time counts."""
 
@@ -162,26 +153,45 @@ def time_calls(comm: Any, arrays: ArraySource, call: Callable, rounds: int) -> f
 
 
 def measure(
-    comm: Any, arrays: ArraySource, message: BenchMessage, storage: Any, in_place: bool, task: BenchTask
-) -> BenchTiming:
-    """Verifies one call on fresh data, then times calls on zeros, which never overflow."""
+    comm: Any,
+    arrays: ArraySource,
+    message: BenchMessage,
+    storage: Any,
+    in_place: bool,
+    subject: BenchSubject,
+    rounds: int,
+) -> BenchTiming | None:
+    """Verifies one call on fresh data, then times calls on zeros, which never overflow.
+
+    Returns:
+        The timing; None where the subject has no such form.
+    """
     buffers = Buffers(message, comm.rank, storage, in_place, arrays.module)
-    call = bind(comm, message, buffers, in_place, task.algorithm)
+    call = subject.bind(message, buffers, in_place)
+    if call is None:
+        return None
     buffers.fill()
+    comm.barrier()
     call()
     arrays.settle()
     wrong = comm.allreduce(np.array([buffers.count_wrong()]))
     storage.view(np.uint8)[:] = 0
-    return BenchTiming(time_calls(comm, arrays, call, task.rounds), int(wrong[0]))
+    return BenchTiming(time_calls(comm, arrays, call, rounds), int(wrong[0]))
 
 
-def rows(comm: Communicator, task: BenchTask, arrays: ArraySource) -> Iterator[BenchRow]:
-    """Measures every size, smallest first. All ranks must call it."""
+def rows(
+    comm: Communicator,
+    task: BenchTask,
+    arrays: ArraySource,
+    compared: Sequence[BenchSubject] | None = None,
+) -> Iterator[BenchRow]:
+    """Measures every size, smallest first, all subjects in turn. All ranks must call it."""
     for nbytes in sizes(task.begin, task.end, task.factor):
         message = task.message(comm, nbytes)
         storage = arrays.storage(storage_count(message, comm.rank), message.dtype.numpy)
-        out_of_place, in_place = (
-            measure(comm, arrays, message, storage, place, task) if has else None
-            for place, has in zip((False, True), has_place(message), strict=True)
-        )
-        yield BenchRow(message, out_of_place, in_place)
+        for subject in subjects(comm, task) if compared is None else compared:
+            out_of_place, in_place = (
+                measure(comm, arrays, message, storage, place, subject, task.rounds) if has else None
+                for place, has in zip((False, True), has_place(message), strict=True)
+            )
+            yield BenchRow(message, out_of_place, in_place, subject.name)

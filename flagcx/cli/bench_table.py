@@ -39,11 +39,13 @@ class BenchRow:
         message: The collective and its message.
         out_of_place: Its timing, or None where the collective has no such form.
         in_place: The same for the form in place.
+        name: What was measured, where it is one of several.
     """
 
     message: BenchMessage
     out_of_place: BenchTiming | None
     in_place: BenchTiming | None
+    name: str = ""
 
     def algorithm_gb_per_s(self, timing: BenchTiming) -> float:
         """Algorithm bandwidth, in 10^9 bytes per second."""
@@ -67,7 +69,7 @@ class BenchRow:
                 row[f"{place}_algbw_gb_per_s"] = round(self.algorithm_gb_per_s(timing), 4)
                 row[f"{place}_busbw_gb_per_s"] = round(self.bus_gb_per_s(timing), 4)
                 row[f"{place}_wrong"] = timing.wrong
-        return row
+        return {"measured": self.name, **row} if self.name else row
 
 
 _HALF = "{:>9}{:>8}{:>8}{:>8}"
@@ -88,7 +90,8 @@ def header() -> str:
 def format_row(row: BenchRow) -> str:
     """One line of the table; a form that the collective does not have shows as dashes."""
     left = _LEFT.format(*row.message.columns().values())
-    return left + "".join(_half(row, timing) for timing in (row.out_of_place, row.in_place))
+    halves = "".join(_half(row, timing) for timing in (row.out_of_place, row.in_place))
+    return f"{left}{halves}  {row.name}".rstrip()
 
 
 def _half(row: BenchRow, timing: BenchTiming | None) -> str:
@@ -101,13 +104,12 @@ def _half(row: BenchRow, timing: BenchTiming | None) -> str:
 
 def footer(rows: Sequence[BenchRow]) -> str:
     """The lines below the rows: wrong elements, and bus bandwidth on average over all timings."""
-    timings = [(row, timing) for row in rows for timing in row.timings]
-    wrong = sum(timing.wrong for _, timing in timings)
-    average = sum(row.bus_gb_per_s(timing) for row, timing in timings) / max(1, len(timings))
-    return (
-        f"# Out of bounds values : {wrong} {'OK' if not wrong else 'FAILED'}\n"
-        f"# Avg bus bandwidth    : {average:.4g}"
-    )
+    wrong = sum(timing.wrong for row in rows for timing in row.timings)
+    lines = [f"# Out of bounds values : {wrong} {'OK' if not wrong else 'FAILED'}"]
+    for name in dict.fromkeys(row.name for row in rows):
+        found = [row.bus_gb_per_s(t) for row in rows if row.name == name for t in row.timings]
+        lines.append(f"# Avg bus bandwidth    : {sum(found) / max(1, len(found)):.4g}  {name}".rstrip())
+    return "\n".join(lines if rows else [*lines, "# Avg bus bandwidth    : 0"])
 
 
 def sizes(begin: int, end: int, factor: int) -> list[int]:

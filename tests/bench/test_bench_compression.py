@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import compression
 import convergence
@@ -57,3 +58,13 @@ def test_a_short_training_runs(tmp_path, task):
     assert [r["codec"] for r in rows] == ["dense", "int8", "int4+"]
     assert all(r["equal"] and len(r["losses"]) == 2 and max(r["losses"]) < 2.5 for r in rows)
     assert all(r["versions"]["numpy"] and "cpu" in r for r in rows)
+
+
+def test_stored_results_are_drawn(tmp_path):
+    pytest.importorskip("matplotlib", reason="drawing needs matplotlib")
+    stored = Path(convergence.__file__).parent / "results" / "convergence_epyc_2_cores.jsonl"
+    picture = tmp_path / "picture.svg"
+    assert convergence.main(["--stored", str(stored), "--plot", str(picture)]) == 0
+    assert picture.read_bytes()[:5] == b"<?xml"
+    with pytest.raises(SystemExit):
+        convergence.main(["--stored", str(stored)])

@@ -371,3 +371,62 @@ def test_a_batch_on_a_gpu_ends_when_its_work_is_done(monkeypatch):
     assert memory.describe() == "CuPy arrays"
     memory.settle()
     assert settled == [1]
+
+
+def test_several_algorithms_take_turns_and_are_drawn(tmp_path):
+    pytest.importorskip("matplotlib", reason="drawing needs matplotlib")
+    from flagcx.cli.bench_plot import draw_rows
+
+    def measured():
+        comm = fc.init()
+        task = BenchTask(begin=64, end=256, algorithm="one_shot,ring", rounds=1)
+        task.check()
+        return list(rows(comm, task, ArraySource(comm, task)))
+
+    found = fc.launch(measured, ranks=2, threads=True)[0]
+    assert [(row.name, row.message.nbytes) for row in found] == [
+        ("flagcx one_shot", 64), ("flagcx ring", 64), ("flagcx one_shot", 256), ("flagcx ring", 256)
+    ]  # fmt: skip
+    assert bench_table.format_row(found[1]).endswith("  flagcx ring")
+    assert bench_table.footer(found).splitlines()[2].endswith("  flagcx ring")
+    assert found[0].as_json()["measured"] == "flagcx one_shot"
+    times, bandwidths = draw_rows("title", found, tmp_path / "b.png").axes
+    assert [line.get_label() for line in times.lines] == ["flagcx one_shot", "flagcx ring"]
+    assert list(times.lines[0].get_ydata()) == [found[0].in_place.time_us, found[2].in_place.time_us]
+    assert "GB/s" in bandwidths.get_title("left") and (tmp_path / "b.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        (BenchTask(compare=("ucc",)), r"--compare ucc is not known; expected some of mpi,gloo,nccl"),
+        (BenchTask(compare=("nccl",)), r"--compare nccl is for CuPy arrays; add --gpu"),
+        (BenchTask("gather", compare=("mpi",)), r"--compare mpi measures allreduce, broadcast, allgather of"),
+        (BenchTask(dtype="bfloat16", compare=("gloo",)), r"got allreduce of bfloat16 by sum"),
+    ],
+)
+def test_a_comparison_that_cannot_be_made_is_refused(task, message):
+    with pytest.raises(ArgumentError, match=message):
+        task.check()
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_beside_gloo_and_mpi_in_one_run(tmp_path):
+    for package in ("torch", "mpi4py", "matplotlib"):
+        pytest.importorskip(package, reason=f"this comparison needs {package}")
+    sizes = ["-b", "1K", "-e", "8K", "-f", "8", "--rounds", "1"]
+    ran = subprocess.run(
+        [sys.executable, "-m", "flagcx.cli", "bench", "-n", "2", *sizes]
+        + ["--compare", "gloo,mpi", "--json", "--plot", "out.png"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    found = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert [row["measured"].split()[0].strip(",") for row in found] == ["flagcx", "gloo", "Open"] * 2
+    assert all(row["in_place_wrong"] == 0 for row in found) and (tmp_path / "out.png").exists()

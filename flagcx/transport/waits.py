@@ -14,6 +14,7 @@ import json
 import logging
 import math
 import re
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -31,6 +32,10 @@ _NOTES = *_KINDS, IN_MESSAGES
 """A rank may wait for a message while a collective that it has started waits too, so each has a note."""
 _NOTE = 0.8
 """The part of ``after_s`` after which a note is left, so that notes are there when they are looked for."""
+_EARLY_S = 0.5
+"""The length of a wait with NumPy arrays at which a rank looks whether others make their first call with
+arrays on GPUs; again after twice that time, and so on until it leaves a note anyway."""
+_SOON_S = 1.0
 _POLL_S = 0.25
 _RANKS = re.compile(r"\branks? (\d+(?:, \d+)*)(?!\d|, \d| of the job)")
 _MARGIN_S = 0.5
@@ -70,6 +75,7 @@ class Waits:
         self.examine: Callable[[], object] = lambda: None
         self.waiting: set[int] = set()
         self._looks: dict[str, int] = {}
+        self._early_s = _EARLY_S
         self.shown = None if whole.page is None else whole.page.add(name, self._ranks)
         self._showing: dict[str, Note] = {}
         self.offer("counts", lambda: {kind: count() for kind, count in self.calls.items()})
@@ -113,7 +119,7 @@ class Waits:
         """The length of a wait at which to look into it next, in seconds."""
         looks = self._looks.get(kind)
         if not looks:
-            return self._note_s
+            return min(self._early_s, self._note_s) if self._is_early(kind) else self._note_s
         # Every look at GPUs brings messages of all ranks; a rank that comes later looks by itself.
         return self.after_s * (1 << looks - 1 if kind == ON_GPU else looks)
 
@@ -139,16 +145,18 @@ class Waits:
             self.show(waits=dict(self._showing))
         if not late and waited_s < self.due_s(kind):
             return ""
+        early = self._is_early(kind) and not late and waited_s < self._note_s
+        if early and not self._others_join_gpus():
+            return ""
         looks = self._looks[kind] = self._looks.get(kind, 0) + 1
         try:
             self._leave(kind, call, peer, waited_s)
             if looks == 1:
                 self._notes.add(kind, 1)
             if kind != IN_MESSAGES:
-                self._compare_kinds(kind, call)
+                self._meet_other_kind(kind, call, _SOON_S if early else self._grace_s)
             chain = self._chain(self._ranks[peer]) if peer is not None and (looks == 2 or late) else ""
         except MismatchError:
-            time.sleep(self._grace_s)  # the others find it too, before this rank ends
             raise
         except FlagcxError:
             return ""  # the store is closed, or a rank died: whoever waits finds out by itself
@@ -161,6 +169,8 @@ class Waits:
 
     def end(self, kind: str) -> None:
         """Takes the note of a wait back that is over."""
+        if kind == ON_HOST:
+            self._early_s = _EARLY_S
         if self._showing.pop(kind, None):
             self.show(waits=dict(self._showing))
         if self._looks.pop(kind, 0):
@@ -186,6 +196,11 @@ class Waits:
             while not self._has_come(peer, min(_POLL_S, limit_s, self.after_s)):
                 self.examine()
                 waited_s = time.monotonic() - start
+                if not self._looks.get(ON_GPU):  # at once: others may wait in a call with NumPy arrays
+                    self._looks[ON_GPU] = 1
+                    self._leave(ON_GPU, call, peer, waited_s)
+                    self._notes.add(ON_GPU, 1)
+                self._meet_other_kind(ON_GPU, call, _SOON_S)
                 late = waited_s > limit_s
                 chain = self.look(ON_GPU, call, peer, waited_s, late)
                 if late:
@@ -217,6 +232,31 @@ class Waits:
             return None
         return note
 
+    def _is_early(self, kind: str) -> bool:
+        """Whether this rank waits with NumPy arrays while others may make the job's first call on GPUs.
+
+        Not so for work that was started: a rank may come to it later than to its next call.
+        """
+        if kind != ON_HOST or self._looks.get(kind) or self.calls[ON_GPU]():
+            return False
+        return threading.current_thread() is threading.main_thread()
+
+    def _others_join_gpus(self) -> bool:
+        """Whether a rank waits in a call with arrays on GPUs; asked ever more rarely."""
+        self._early_s *= 2
+        try:
+            return self._notes.add(ON_GPU, 0) > 0
+        except FlagcxError:
+            return False  # the store is closed, or a rank died: this rank finds out by itself
+
+    def _meet_other_kind(self, kind: str, call: str, grace_s: float) -> None:
+        """Compares the kinds of calls; before this rank ends with an error, the others find it too."""
+        try:
+            self._compare_kinds(kind, call)
+        except MismatchError:
+            time.sleep(min(grace_s, self._grace_s))
+            raise
+
     def _compare_kinds(self, kind: str, call: str) -> None:
         """Raises if another rank waits in a call of the other kind, before it has come to this rank's."""
         other = ON_GPU if kind == ON_HOST else ON_HOST
@@ -231,7 +271,8 @@ class Waits:
                 raise MismatchError(
                     f"ranks disagree: rank {self.rank} calls with {kind} ({call}), and rank {peer} with "
                     f"{other} ({note['call']}); every rank must make the same calls in the same order, with "
-                    f"arrays of the same kind",
+                    f"arrays of the same kind: cupy.asarray(x) takes a NumPy array to the GPU, x.get() a "
+                    f"CuPy array to the host",
                     peer=peer,
                 )
 

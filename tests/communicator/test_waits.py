@@ -119,9 +119,9 @@ def test_a_late_rank_is_waited_for():
     assert [error for _, error, _ in told] == ["", ""]
 
 
-def _numpy_and_gpu() -> tuple[str, str, float]:
+def _numpy_and_gpu(wait_s: float = WAIT_S) -> tuple[str, str, float]:
     """One rank's first array is on a GPU, as far as joining goes: it needs none to wait for the others."""
-    comm = fc.init(timeout_s=20.0, explain_wait_s=WAIT_S)
+    comm = fc.init(timeout_s=60.0, explain_wait_s=wait_s)
     begin = time.monotonic()
     try:
         if comm.rank == 1:
@@ -138,6 +138,13 @@ def test_numpy_on_one_rank_and_a_gpu_on_another():
         assert name in (MismatchError.__name__, "AbortedError"), text
         assert "with arrays on GPUs" in text and "with NumPy arrays" in text
         assert seconds < 5.0
+
+
+@pytest.mark.slow
+def test_a_first_array_on_a_gpu_beside_numpy_is_told_long_before_other_waits():
+    for name, text, seconds in run_ranks(_numpy_and_gpu, 2, 30.0):
+        assert name == MismatchError.__name__ and "cupy.asarray(x) takes a NumPy array to the GPU" in text
+        assert seconds < 20.0
 
 
 def test_the_setting_is_checked():

@@ -15,7 +15,9 @@ What holds for all calls:
   must be enqueued in the same order on all ranks.
 - Calls on CuPy arrays are enqueued on the current stream, or ``stream=``; nothing waits on the host.
   ``async_op=True`` runs on a stream of the communicator's own; ``comm.barrier(stream=s)`` lets streams wait
-  for each other. A call that comes again with the same arrays is replayed as a CUDA graph.
+  for each other. A call that comes again with the same arrays is replayed as a CUDA graph. A
+  graph of the program's own that is replayed on one stream while calls of the same communicator run on
+  another raises an error.
 - What a communicator keeps is bounded by bytes, whatever sizes it is called with, so a job may live for
   weeks. A split that is dropped gives it back (one that has used GPUs: when it is closed).
 - A forked child (a ``DataLoader``'s worker, a daemon) does its parent, the rank, no harm, whatever it does;

@@ -11,10 +11,9 @@ message says which call it belongs to, and is checked before its data is used. N
 A job that fails writes a flight record, which the error names: at a time-out, another error or SIGUSR2
 (``FLAGCX_RECORD`` says where; the last 20 stay). ``flagcx doctor FILE.json`` reads it: stacks, last calls
 and settings of the ranks. ``flagcx doctor`` removes what killed jobs of Open MPI left in /dev/shm. Over MPI
-a lost rank keeps nobody in ``MPI_Finalize``, unless the program imports ``mpi4py.MPI`` before
-``fc.init()``. Through a GPU's peer memory the next call says that a peer is lost, or ``comm.close()`` if
-there is none; a CUDA graph of the program's own that goes on being replayed yields NaN (integers: all bits
-set).
+a lost rank keeps nobody in ``MPI_Finalize``. Through a GPU's peer memory the next call says that a peer is
+lost, or ``comm.close()`` if there is none; a CUDA graph of the program's own that goes on being replayed
+yields NaN (integers: all bits set).
 
 ====================  ==========================================================================
 ``processes.py``      what the system knows of a process: stopped, sleeping, computing

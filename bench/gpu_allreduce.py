@@ -30,6 +30,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from needs import need_gpu
 from report import parse_size
 
 import flagcx as fc
@@ -187,6 +188,7 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=200, help="calls in a row, for small messages")
     parser.add_argument("--out", default="", help="file for JSON lines")
     arguments = parser.parse_args()
+    need_gpu()
     sizes = [parse_size(s) for s in arguments.sizes.split(",")]
     wanted = [name for name in arguments.only.split(",") if name]
     rows = []

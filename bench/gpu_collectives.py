@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from gpu_peer_memory import versions
 from gpu_timing import replayed
+from needs import need_gpu
 from report import parse_size
 
 import flagcx as fc
@@ -157,6 +158,7 @@ def main() -> None:
     parser.add_argument("--own-gpu", action="store_true", help="one rank on each GPU")
     parser.add_argument("--out", default="", help="file for JSON lines")
     arguments = parser.parse_args()
+    need_gpu()
     sizes = [parse_size(s) for s in arguments.sizes.split(",")]
     until = time.time() + arguments.seconds
     header = {"command": " ".join(sys.argv), **versions()}

@@ -12,6 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from needs import need_gpu
+
 HERE = Path(__file__).resolve().parent
 
 
@@ -29,6 +31,7 @@ def main() -> int:
     parser.add_argument("--ranks", default="2,4", help="numbers of ranks, with commas between")
     parser.add_argument("--out", help="where to append results as JSON lines")
     options = parser.parse_args()
+    need_gpu()
     import cupy
 
     gpus = cupy.cuda.runtime.getDeviceCount()

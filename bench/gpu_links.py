@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from gpu_allreduce import versions
+from needs import need_gpu
 from report import format_size, format_table, parse_size, write_json_lines
 
 from flagcx.kernels.compile import compile_kernel
@@ -226,6 +227,7 @@ def main() -> None:
     parser.add_argument("--blocks", default="16,32,64,132,264", help="numbers of blocks of threads")
     parser.add_argument("--out", type=Path, help="file that JSON lines are added to")
     given = parser.parse_args()
+    need_gpu()
     counts, blocks = ([int(n) for n in text.split(",")] for text in (given.gpus, given.blocks))
     rows = []
     for row in measured(counts, [parse_size(text) for text in given.sizes.split(",")], blocks):

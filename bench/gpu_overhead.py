@@ -23,6 +23,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from needs import need_gpu
+
 import flagcx as fc
 
 BURST, ROUNDS = 20, 100
@@ -147,6 +149,7 @@ def main() -> None:
     parser.add_argument("--own-gpu", action="store_true", help="one rank on each GPU")
     parser.add_argument("--out", default="", help="file for JSON lines")
     arguments = parser.parse_args()
+    need_gpu()
     rows = []
     for ranks in (int(n) for n in arguments.ranks.split(",")):
         job, args = (measure, (arguments.nbytes,))

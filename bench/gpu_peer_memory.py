@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from gpu_timing import replayed
+from needs import need_gpu
 from report import parse_size
 
 import flagcx as fc
@@ -192,6 +193,7 @@ def main() -> None:
     parser.add_argument("--own-gpu", action="store_true", help="one rank on each GPU")
     parser.add_argument("--out", default="", help="file for JSON lines")
     arguments = parser.parse_args()
+    need_gpu()
     numbers = [[int(n) for n in text.split(",")] for text in (arguments.blocks, arguments.chunks)]
     sizes = [parse_size(s) for s in arguments.sizes.split(",")]
     until = time.time() + arguments.seconds

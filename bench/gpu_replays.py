@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from gpu_allreduce import free_port, versions
 from nccl_symmetric import SymmetricNccl
+from needs import need_gpu
 from report import parse_size
 
 import flagcx as fc
@@ -387,6 +388,7 @@ def main() -> None:
     parser.add_argument("--label", default="", help="a word for the records, such as: tuned")
     parser.add_argument("--out", type=Path, help="file that JSON lines are added to")
     given = parser.parse_args()
+    need_gpu()
     out = str(given.out.resolve()) if given.out else ""
     run = {"command": _shown(sys.argv), "date": f"{datetime.date.today()}"}
     run |= {"label": given.label} if given.label else {}

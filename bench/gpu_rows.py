@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from gpu_allreduce import versions
+from needs import need_gpu
 
 import flagcx as fc
 
@@ -195,6 +196,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, help="file that JSON lines are added to")
     given = parser.parse_args()
+    need_gpu()
     out = str(given.out.resolve()) if given.out else ""
     run = {"command": " ".join(sys.argv).partition(" --out")[0], "date": f"{datetime.date.today()}"}
     shapes = [(int(r), int(c)) for c in given.columns.split(",") for r in given.rows.split(",")]

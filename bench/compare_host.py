@@ -1,8 +1,9 @@
-"""Compares flagcx with gloo, Open MPI and MPICH on this machine: allreduce, float32, sum, in place.
+"""Compares flagcx with gloo, Open MPI and MPICH on this machine: float32, sum, in place.
 
     python bench/compare_host.py                 # 2 and 4 ranks, six sizes, a few minutes
     python bench/compare_host.py --quick         # the same with fewer rounds
     python bench/compare_host.py --ranks 2 --sizes 1K,4M --json bench/results/laptop.jsonl
+    python bench/compare_host.py --collective broadcast --sizes 1K,16K,256K,4M   # beside Open MPI and MPICH
 
 All libraries are alive at once and take turns, round by round, so that a machine that speeds up or
 slows down does so for all of them. A round is one batch of calls between ranks that have just met in
@@ -29,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from environments import PeerMissing
-from groups import IMPLEMENTATIONS, Group, GroupFailed
+from groups import IMPLEMENTATIONS, OURS_SYMMETRIC, Group, GroupFailed
 from report import (
     Result,
     describe_machine,
@@ -39,8 +40,9 @@ from report import (
     result_row,
     write_json_lines,
 )
-from targets import OUR_NAMES, SIZES, judge
+from targets import OUR_NAMES, SIZES, TARGETS, Target, judge
 
+COLLECTIVES = ("allreduce", "broadcast", "allgather", "reduce_scatter", "alltoall")
 SAMPLE_S = 0.03
 """How long a batch should take, in seconds: long enough for ranks that share a core to take turns."""
 
@@ -101,7 +103,9 @@ class Samples:
         ]
 
 
-def measure(names: Sequence[str], ranks: int, sizes: Sequence[int], pace: TimeBudget) -> Samples:
+def measure(
+    names: Sequence[str], ranks: int, sizes: Sequence[int], pace: TimeBudget, collective: str = "allreduce"
+) -> Samples:
     """Measures implementations against each other.
 
     Args:
@@ -109,6 +113,7 @@ def measure(names: Sequence[str], ranks: int, sizes: Sequence[int], pace: TimeBu
         ranks: How many ranks each has.
         sizes: Messages, in bytes.
         pace: How much is measured.
+        collective: What is called; of blocks of so many bytes, where ranks have one for each.
 
     Returns:
         All samples.
@@ -118,8 +123,9 @@ def measure(names: Sequence[str], ranks: int, sizes: Sequence[int], pace: TimeBu
         with launched(names, ranks, samples) as groups:
             for size in sizes:
                 _say(f"{ranks} ranks, start {launch + 1} of {pace.launches}, {format_size(size)}")
-                if _fits(len(groups) * ranks * size):
-                    _measure_size(groups, size, pace.rounds_for(size), samples)
+                blocks = 1 if collective in ("allreduce", "broadcast") else 3 * ranks
+                if _fits(len(groups) * ranks * blocks * size):
+                    _measure_size(groups, collective, size, pace.rounds_for(size), samples)
                 else:
                     samples.troubles[format_size(size)] = "left out: not enough memory is available"
     return samples
@@ -150,12 +156,12 @@ def _close(group: Group, samples: Samples) -> None:
         samples.troubles[group.name] = f"left {len(left)} file(s) in /dev/shm, now removed: {left[0]}"
 
 
-def _measure_size(groups: list[Group], size: int, rounds: int, samples: Samples) -> None:
+def _measure_size(groups: list[Group], collective: str, size: int, rounds: int, samples: Samples) -> None:
     """Lets the groups take turns at one size; one that fails leaves ``groups`` for good."""
     calls: dict[str, int] = {}
     for group in list(groups):
         with _without_the_failed(group, groups, samples):
-            group.order("prepare", count=size // 4)
+            group.order("prepare", count=size // 4, collective=collective)
             calls[group.name] = _calls_for_a_batch(group)
     for turn in range(rounds):
         for group in random.Random(turn).sample(groups, len(groups)):
@@ -194,9 +200,9 @@ def _fits(nbytes: int) -> bool:
     return 2 * nbytes < available
 
 
-def format_results(results: Sequence[Result]) -> str:
+def format_results(results: Sequence[Result], targets: Sequence[Target] = TARGETS) -> str:
     """The results as a table: times in us, and for each peer how many times ours its median is."""
-    verdicts = {(v.peer, v.ours.implementation): v for v in judge(results)}
+    verdicts = {(v.peer, v.ours.implementation): v for v in judge(results, targets)}
     header = ["size", "implementation", "median us", "p25", "p75", "min", "rounds", "wrong"]
     for name in OUR_NAMES:
         header += [f"/ {name}", "target", ""]
@@ -235,17 +241,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     start = time.monotonic()
     machine = describe_machine()
-    print("allreduce float32 sum in place, on {cpu}, {cores} cores, {system}".format(**machine))
+    print(
+        "{collective} float32, on {cpu}, {cores} cores, {system}".format(
+            **machine, collective=options.collective
+        )
+    )
     results: list[Result] = []
+    targets = TARGETS if options.collective == "allreduce" else ()
     for ranks in options.ranks:
-        samples = measure(options.implementations, ranks, options.sizes, QUICK if options.quick else FULL)
+        samples = measure(
+            options.implementations,
+            ranks,
+            options.sizes,
+            QUICK if options.quick else FULL,
+            options.collective,
+        )
         new = samples.results(ranks)
-        print(f"\n{ranks} ranks\n{format_results(new)}\n\n{format_summary(samples)}", flush=True)
+        print(f"\n{ranks} ranks\n{format_results(new, targets)}\n\n{format_summary(samples)}", flush=True)
         if options.json:
-            rows = (result_row(result, samples.versions[result.implementation]) for result in new)
+            versions = samples.versions
+            rows = (result_row(one, versions[one.implementation], options.collective) for one in new)
             write_json_lines(options.json, rows)
         results += new
-    verdicts = [verdict for verdict in judge(results) if verdict.least is not None]
+    verdicts = [verdict for verdict in judge(results, targets) if verdict.least is not None]
     missed = sum(not verdict.passed for verdict in verdicts)
     wrong = sum(result.wrong for result in results)
     print(
@@ -261,6 +279,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--ranks", type=_list_of(int), default=[2, 4], help="numbers of ranks; default 2,4")
     parser.add_argument("--sizes", type=_list_of(parse_size), default=list(SIZES), help="such as 1K,16K,64M")
+    parser.add_argument("--collective", choices=COLLECTIVES, default="allreduce", help="default allreduce")
     parser.add_argument(
         "--implementations",
         type=_list_of(str),
@@ -270,6 +289,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="start once, with fewer rounds")
     parser.add_argument("--json", type=Path, metavar="PATH", help="append the results there, one a line")
     options = parser.parse_args(arguments)
+    if options.collective != "allreduce":  # what gloo and comm.empty are compared by
+        options.implementations = [n for n in options.implementations if n not in ("gloo", OURS_SYMMETRIC)]
     unknown = [name for name in options.implementations if name not in IMPLEMENTATIONS]
     if unknown:
         parser.error(f"no implementation {unknown[0]!r}: choose from {', '.join(IMPLEMENTATIONS)}")

@@ -43,6 +43,8 @@ class Subject:
         barrier: The library's own barrier.
         allocate: (count) -> what ``allreduce`` takes, and the same float32 elements as a NumPy array.
         versions: What is measured, for the record.
+        calls: Other collectives, by name: (sendbuf, recvbuf) -> anything, with root 0 where there is one;
+            a broadcast gets one array twice.
     """
 
     rank: int
@@ -51,6 +53,7 @@ class Subject:
     barrier: Callable[[], Any]
     allocate: Callable[[int], tuple[Any, np.ndarray]]
     versions: Mapping[str, str] = field(default_factory=dict)
+    calls: Mapping[str, Callable[[np.ndarray, np.ndarray], Any]] = field(default_factory=dict)
 
 
 def pattern(rank: int) -> np.ndarray:
@@ -100,6 +103,44 @@ def time_batch(call: Callable[[], Any], barrier: Callable[[], Any], calls: int, 
     return (time.perf_counter() - start) / calls
 
 
+class Exchange:
+    """One collective other than all-reduce, with its arrays and what must come out.
+
+    Args:
+        subject: This rank of the library that is measured.
+        collective: Its name in ``subject.calls``.
+        count: Elements of a message, or of each block.
+    """
+
+    def __init__(self, subject: Subject, collective: str, count: int) -> None:
+        size, mine = subject.size, slice(subject.rank * count, (subject.rank + 1) * count)
+        blocks = size if collective in ("alltoall", "reduce_scatter") else 1
+        all_sent = np.empty((size, blocks * count), np.float32)
+        for rank in range(size):
+            fill(all_sent[rank], pattern(rank))
+        self._data = all_sent[subject.rank]
+        self._expected = {
+            "broadcast": lambda: all_sent[0],
+            "allgather": lambda: all_sent.reshape(-1),
+            "alltoall": lambda: all_sent[:, mine].reshape(-1),
+            "reduce_scatter": lambda: all_sent[:, mine].sum(axis=0),
+        }[collective]().copy()
+        self._sendbuf = np.empty_like(self._data)
+        self._recvbuf = self._sendbuf if collective == "broadcast" else np.empty_like(self._expected)
+        self._call = subject.calls[collective]
+
+    def __call__(self) -> None:
+        """Makes the call."""
+        self._call(self._sendbuf, self._recvbuf)
+
+    def count_wrong(self) -> int:
+        """Runs one call on fresh data and counts the wrong elements."""
+        self._recvbuf[...] = 0
+        self._sendbuf[...] = self._data
+        self()
+        return int(np.count_nonzero(self._recvbuf != self._expected))
+
+
 class Measurement:
     """The orders that a rank carries out; each is a method that returns what goes to the controller."""
 
@@ -108,11 +149,21 @@ class Measurement:
         self._mine = pattern(subject.rank)
         self._sum = expected_pattern(subject.size)
         self._handle: Any = None
+        self._exchange: Exchange | None = None
         self._array = np.empty(0, np.float32)
 
-    def prepare(self, count: int) -> dict[str, Any]:
-        """Allocates a message of ``count`` float32 elements and runs a verified call on it."""
-        self._handle, self._array = self._subject.allocate(count)
+    def prepare(self, count: int, collective: str = "allreduce") -> dict[str, Any]:
+        """Allocates a message of ``count`` float32 elements and runs a verified call on it.
+
+        Args:
+            count: Elements of a message; of each block, where a rank has one for each.
+            collective: What is measured from now on.
+        """
+        self._exchange = None
+        if collective == "allreduce":
+            self._handle, self._array = self._subject.allocate(count)
+        else:
+            self._exchange = Exchange(self._subject, collective, count)
         return self.verify()
 
     def verify(self) -> dict[str, Any]:
@@ -120,6 +171,8 @@ class Measurement:
 
         Zeros stay zeros however often they are added up, so timed calls never overflow.
         """
+        if self._exchange is not None:
+            return {"wrong": self._exchange.count_wrong()}
         fill(self._array, self._mine)
         self._subject.allreduce(self._handle)
         wrong = count_wrong(self._array, self._sum)
@@ -132,12 +185,12 @@ class Measurement:
         Returns:
             ``seconds`` a call on this rank.
         """
-        call = partial(self._subject.allreduce, self._handle)
+        call = self._exchange or partial(self._subject.allreduce, self._handle)
         return {"seconds": time_batch(call, self._subject.barrier, calls, warmup)}
 
     def release(self) -> dict[str, Any]:
         """Lets go of the message."""
-        self._handle, self._array = None, np.empty(0, np.float32)
+        self._handle, self._array, self._exchange = None, np.empty(0, np.float32), None
         return {}
 
 

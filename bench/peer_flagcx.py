@@ -30,6 +30,12 @@ def main(address: str, memory: str) -> None:
             allreduce=comm.allreduce,
             barrier=comm.barrier,
             allocate=allocate,
+            calls={
+                "broadcast": lambda x, out: comm.broadcast(x, 0),
+                "allgather": lambda x, out: comm.allgather(x, out=out),
+                "reduce_scatter": lambda x, out: comm.reduce_scatter(x, out=out),
+                "alltoall": lambda x, out: comm.alltoall(x, out=out),
+            },
             versions=harness.versions(flagcx=harness.version_of("flagcx")),
         )
         harness.serve(address, subject)

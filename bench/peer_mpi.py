@@ -27,6 +27,12 @@ def main(address: str) -> None:
         allreduce=partial(comm.Allreduce, MPI.IN_PLACE),
         barrier=comm.Barrier,
         allocate=allocate,
+        calls={
+            "broadcast": lambda x, out: comm.Bcast(x, 0),
+            "allgather": comm.Allgather,
+            "reduce_scatter": comm.Reduce_scatter_block,
+            "alltoall": comm.Alltoall,
+        },
         versions=harness.versions(mpi4py=mpi4py.__version__, mpi=" ".join(library.split())),
     )
     harness.serve(address, subject)

@@ -131,7 +131,7 @@ def _plain(value: Any) -> Any:
     return None if value != value else value
 
 
-def result_row(result: Result, versions: Mapping[str, str]) -> dict[str, Any]:
+def result_row(result: Result, versions: Mapping[str, str], collective: str = "allreduce") -> dict[str, Any]:
     """A result as a JSON object, with times rounded to nanoseconds."""
     row = {key: round(value, 3) if key.endswith("_us") else value for key, value in asdict(result).items()}
-    return {"collective": "allreduce", "dtype": "float32", "op": "sum", **row, "versions": dict(versions)}
+    return {"collective": collective, "dtype": "float32", "op": "sum", **row, "versions": dict(versions)}

@@ -29,7 +29,7 @@ class ScriptedGroup:
 def measured(*scripted, rounds=3):
     """Measures scripted groups at 1 KiB; returns the samples, and the groups that are left."""
     samples, alive = Samples(), list(scripted)
-    compare_host._measure_size(alive, 1024, rounds, samples)
+    compare_host._measure_size(alive, "allreduce", 1024, rounds, samples)
     return samples, [group.name for group in alive]
 
 
@@ -96,7 +96,7 @@ def test_unknown_implementation_is_refused(capsys):
 def run_main(monkeypatch, flagcx_us, wrong=0, arguments=()):
     """Runs the command line at 1 KiB on made-up times: Open MPI takes 20 us."""
 
-    def measure(names, ranks, sizes, pace):
+    def measure(names, ranks, sizes, pace, collective):
         samples = Samples()
         for name, time_us in (("flagcx", flagcx_us), ("openmpi", 20)):
             samples.seconds[name, 1024] = [time_us * US]

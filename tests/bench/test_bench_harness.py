@@ -93,3 +93,29 @@ def test_sample_counts_calls_after_warmup_and_barrier():
     events.clear()
     assert subject.sample(calls=3, warmup=2)["seconds"] > 0
     assert events == ["call"] * 2 + ["barrier"] + ["call"] * 3
+
+
+def exchanged(collective: str, count: int, spoil: int = 0) -> int:
+    """The wrong elements of a collective of two ranks that this process makes up, of rank 1."""
+    sent = np.empty((2, 2 * count), np.float32)
+    for rank in range(2):
+        harness.fill(sent[rank], harness.pattern(rank))
+
+    def call(sendbuf: np.ndarray, recvbuf: np.ndarray) -> None:
+        blocks = sent[:, count:] if collective in ("alltoall", "reduce_scatter") else sent[:, :count]
+        out = {"broadcast": blocks[0], "reduce_scatter": blocks.sum(axis=0)}.get(
+            collective, blocks.reshape(-1)
+        )
+        recvbuf[...] = np.roll(out, spoil)
+
+    subject = harness.Subject(1, 2, int, int, lambda count: (0, np.empty(0)), calls={collective: call})
+    measured = harness.Measurement(subject)
+    wrong = measured.prepare(count, collective)["wrong"]
+    assert measured.sample(2, 1)["seconds"] > 0
+    return wrong
+
+
+@pytest.mark.parametrize("collective", ["broadcast", "allgather", "reduce_scatter", "alltoall"])
+def test_other_collectives_are_verified(collective):
+    assert exchanged(collective, 1000) == 0
+    assert exchanged(collective, 1000, spoil=1) > 900

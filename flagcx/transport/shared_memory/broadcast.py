@@ -11,7 +11,15 @@ import numpy as np
 from flagcx.transport.base import Call
 from flagcx.transport.shared_memory.areas import BROADCAST_HEAD_NBYTES, BROADCASTS, ONE_SHOT_NBYTES
 from flagcx.transport.shared_memory.arena import Arena
-from flagcx.transport.shared_memory.words import BROADCAST, BROADCAST_READ, CALL_LOG_MASK, SHARED_BIT
+from flagcx.transport.shared_memory.words import (
+    BROADCAST,
+    BROADCAST_READ,
+    CALL_LOG_MASK,
+    SEQUENCE_MASK,
+    SHARED_BIT,
+)
+
+_NUMBER = SEQUENCE_MASK << 1
 
 
 class Broadcast:
@@ -61,8 +69,9 @@ class Broadcast:
             head, before = words[self._heads[turn]], (sequence - 1) & CALL_LOG_MASK
             if head != value:
                 signals.log.refuse_call(self._root, head, sequence)
-            if sequence and (words[before] ^ signals.own[before]) > SHARED_BIT:
-                signals.log.compare(sequence + 1)  # the root may only be far ahead
+            differs = words[before] ^ signals.own[before]
+            if differs > SHARED_BIT and not differs & _NUMBER and sequence:  # else the root is far ahead
+                signals.log.compare(sequence + 1)
             recvbuf.reshape(-1)[...] = self._slots[turn]
             if signals.fence:
                 signals.fence()

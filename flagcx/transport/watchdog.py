@@ -31,7 +31,7 @@ from flagcx.errors import (
 )
 from flagcx.transport.at_exit import call_at_exit
 from flagcx.transport.compared import compare_marks
-from flagcx.transport.questions import Questions, compare, unpacked
+from flagcx.transport.questions import Questions, Told, compare, unpacked
 from flagcx.transport.stream_order import StreamOrder
 from flagcx.transport.waits import ON_GPU, Waits
 
@@ -164,19 +164,32 @@ class Watchdog:
         """
         if not isinstance(error, PeerTimeoutError):
             return error
-        try:
-            if self._questions.look():
-                return self._reason()
-            answers = self._questions.ask()
-        except FlagcxError:
-            return error  # the job is ending
+        answers = None if self._has_given_up() else self._answers()
+        if self._has_given_up():  # a rank that did meanwhile may be the one that did not come
+            return self._reason()
+        if answers is None or error.peer not in answers:
+            return error
         silent = [rank for rank in range(self._store.size) if rank not in answers]
-        if not silent or error.peer not in answers:
+        if not silent:
             return error
         names = ", ".join(f"rank {rank}" for rank in silent)
         return PeerTimeoutError(
             f"{names} did not answer, while rank {error.peer} did: {error}", peer=silent[0]
         )
+
+    def _has_given_up(self) -> bool:
+        """Whether a rank has told that it gave up."""
+        try:
+            return self._questions.look()
+        except FlagcxError:
+            return False  # the job is ending
+
+    def _answers(self) -> dict[int, Told] | None:
+        """What the ranks tell of their calls; None where the job is ending."""
+        try:
+            return self._questions.ask()
+        except FlagcxError:
+            return None
 
     def difference(self) -> MismatchError | None:
         """The error of ranks that call different things; None if they do not, or do not answer."""

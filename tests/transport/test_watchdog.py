@@ -192,6 +192,22 @@ def test_a_rank_that_waits_itself_for_a_stopped_one_is_not_blamed():
             each.close()
 
 
+def test_a_rank_that_gives_up_while_it_is_asked_is_believed(stores, monkeypatch):
+    """It has said whom it missed, and has gone: asking it ends with an error."""
+    late, other = Fake("allreduce", 5), Fake("allreduce", 5)
+    dogs = watch(stores, late, other, timeout_s=5.0)
+
+    def ask():
+        dogs[1].publish(PeerTimeoutError("rank 2 did not come", peer=2))
+        raise PeerDiedError("rank 1 has left", peer=1)
+
+    monkeypatch.setattr(dogs[0]._questions, "ask", ask)
+    told = dogs[0].blamed(PeerTimeoutError("rank 1 did not come", peer=1))
+    assert isinstance(told, AbortedError) and "another rank gave up: rank 2 did not come" in str(told)
+    for dog in dogs:
+        dog.close()
+
+
 def test_calls_that_differ_are_told_on_every_rank_though_one_alone_waits(stores):
     waiting = calling("allreduce of 100 float32", "barrier", waits=True)
     other = calling("allreduce of 101 float32")

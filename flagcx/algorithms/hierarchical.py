@@ -127,25 +127,37 @@ def _to_group(
             yield recv(now, owner, start, stop)
 
 
-def _there_and_back(lanes: Lanes, rank: int) -> Iterator[ChunkTransfer]:
+def _there_and_back(lanes: Lanes, pieces: int, rank: int) -> Iterator[ChunkTransfer]:
     rounds, spread = lanes.between + lanes.inside, list(_spread(lanes, rank))
-    return chain(backwards(spread, rounds, RecvReduce), later(spread, rounds))
+    whole = [*backwards(spread, rounds, RecvReduce), *later(spread, rounds)]
+    width = lanes.count * len(lanes.groups)
+    for piece in range(pieces):
+        for kind, now, peer, start, stop in whole:
+            yield ChunkTransfer(kind, now + piece, peer, start + piece * width, stop + piece * width)
 
 
-def hierarchical_allreduce(size: int, groups: Sequence[Sequence[int]] | None = None) -> Schedule:
+def hierarchical_allreduce(
+    size: int, groups: Sequence[Sequence[int]] | None = None, pieces: int = 1
+) -> Schedule:
     """Reduce_scatter in the group, allreduce between the groups on every lane, allgather in the group.
+
+    Pieces follow each other a round apart: while one is between the groups, others are inside, so that the
+    slower links never rest.
 
     Args:
         size: Number of ranks.
         groups: The ranks of each group; see ``even_groups`` for the default.
+        pieces: Pieces that the message is cut into.
 
     Returns:
-        Steps: 2 ceil(log2 m) + 2, with m groups of g ranks. Sent by each rank: 2(g-1)/g of the message
-        inside its group and 2(m-1)/(mg) between groups. Any number of ranks; groups of any sizes.
+        Steps: 2 ceil(log2 m) + 1 + pieces, with m groups of g ranks. Sent by each rank: 2(g-1)/g of the
+        message inside its group and 2(m-1)/(mg) between groups. Any number of ranks; groups of any sizes.
     """
     lanes = lanes_of(size, groups)
     chunks, rounds = lanes.count * len(lanes.groups), 2 * (lanes.between + lanes.inside)
-    return schedule_of("allreduce", "hierarchical", size, chunks, rounds, partial(_there_and_back, lanes))
+    transfers = partial(_there_and_back, lanes, pieces)
+    rounds += pieces - 1 if rounds else 0
+    return schedule_of("allreduce", "hierarchical", size, chunks * pieces, rounds, transfers)
 
 
 def _broadcast(lanes: Lanes, root: int, rank: int) -> Iterator[ChunkTransfer]:

@@ -71,6 +71,26 @@ def test_each_lane_carries_its_share_between_groups():
         assert crossing * 4 * 4 == 2 * 3 * schedule.chunks
 
 
+@pytest.mark.parametrize("groups", [((0, 1), (2, 3)), ((0,), (1, 2, 3)), ((0, 1), (2, 3, 4), (5,))], ids=str)
+def test_pieces_follow_each_other_a_step_apart(groups):
+    """Where one piece is between the groups, the next one is inside them, and nothing is sent twice."""
+    size = sum(map(len, groups))
+    one = build("allreduce", "hierarchical", size, groups=groups)
+    cut = build("allreduce", "hierarchical", size, pieces=5, groups=groups)
+    verify(cut, uneven=True)
+    assert_right(remembered(cut), 2 * size + 1, False)
+    group_of = {rank: number for number, group in enumerate(groups) for rank in group}
+    both = 0
+    for whole, program in zip(one.programs(), cut.programs(), strict=True):
+        assert len(program.steps) == len(whole.steps) + 4
+        sent = [[t for t in step.transfers if isinstance(t, Send)] for step in program.steps]
+        once = [t for step in whole.steps for t in step.transfers if isinstance(t, Send)]
+        assert sum(len(t.src) for t in chain(*sent)) == 5 * sum(len(t.src) for t in once)
+        kinds = [{group_of[t.peer] == group_of[program.rank] for t in step} for step in sent]
+        both += kinds.count({True, False})
+    assert both > 0
+
+
 def test_even_groups():
     assert even_groups(10, 3) == ((0, 1, 2, 3), (4, 5, 6), (7, 8, 9))
     assert [len(group) for group in even_groups(17)] == [5, 4, 4, 4]

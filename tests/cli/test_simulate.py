@@ -35,7 +35,8 @@ def test_a_ring_as_json_and_text(call):
 
 def test_a_cluster_a_file_and_pieces(call, tmp_path):
     values = json.loads(call("-t", "dgx-h100", "-n", 20, "-a", "hierarchical", "-b", "1M", "--json").stdout)
-    assert values["topology"] == "dgx-h100 x 3" and values["candidate"] == "hierarchical in 3 groups"
+    assert values["topology"] == "dgx-h100 x 3"
+    assert values["candidate"] == "hierarchical in 2 pieces in 3 groups"
     file = tmp_path / "machine.xml"
     file.write_text(nccl_xml_write.format_xml(preset("dgx-1v")))
     arguments = ("-t", file, "-c", "broadcast", "-a", "chain", "-b", "16M", "--json")

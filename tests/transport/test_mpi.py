@@ -9,6 +9,7 @@ import tempfile
 
 import pytest
 
+from flagcx.algorithms.candidate import MOST_PIECES
 from flagcx.errors import PeerTimeoutError
 from flagcx.executor.open import groups_of
 from flagcx.selection.candidates import Request
@@ -166,3 +167,15 @@ def test_the_rule(collective, nbytes, groups, chosen):
     choice = MultiHostRules(groups).choose(Request(collective, nbytes, sum(map(len, groups))))
     assert str(choice.algorithm) == chosen
     assert choice.reason
+
+
+def test_a_long_message_is_cut_so_that_each_lane_sends_a_mebibyte_at_a_time():
+    for groups, nbytes, pieces in (
+        (((0, 1), (2, 3)), 64 << 20, 16),
+        (((0,), (1, 2, 3)), 64 << 20, 32),
+        (((0, 1), (2, 3)), 4 << 20, 1),
+        (((0, 1), (2, 3)), 1 << 30, MOST_PIECES),
+    ):
+        rules, request = MultiHostRules(groups), Request("allreduce", nbytes, 4)
+        assert rules.choose(request).pieces == pieces
+        assert rules.choose_named("hierarchical", request).pieces == pieces

@@ -10,6 +10,7 @@ import typer
 
 from flagcx.cli.machines import GpuModel, NetworkSpeed, Sm, capability
 from flagcx.cli.own_algorithms import Load, load_algorithms, with_algorithms
+from flagcx.cli.progress import progress_bar
 from flagcx.cli.start_ranks import count_ranks, launch_quietly, reporting_errors
 from flagcx.errors import ArgumentError
 
@@ -72,7 +73,8 @@ def explain(
         else:
             machine = machine_for(topology, ranks, sm=chip, network_gb_per_s=network_gb_per_s)
             size = len(machine.gpus) if ranks is None else ranks
-            found = explain_over(collective, count, size, machine)
+            with progress_bar(transient=True) as report:
+                found = explain_over(collective, count, size, machine, report=report)
     if json:
         typer.echo(found.to_json())
     elif sys.stdout.isatty():

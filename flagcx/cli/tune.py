@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flagcx.cli.own_algorithms import Load, load_algorithms, with_algorithms
+from flagcx.cli.progress import progress_bar
 from flagcx.cli.start_ranks import count_ranks, launch_reporting, reporting_errors
 from flagcx.errors import ArgumentError
 
@@ -105,12 +105,12 @@ def _tune(
         if name not in TUNED:
             raise ArgumentError(f"--collective {name} cannot be tuned; use some of {', '.join(TUNED)}")
     if identify(environment()).size > 1:
-        with _bar() as report:
+        with progress_bar() as report:
             return measure(task, report)
     count = count_ranks(ranks, task.gpu, share_gpu)
     if task.total_s < math.inf:
         typer.echo(f"measuring for about {task.total_s:g} s; --budget 0: as long as it takes", err=True)
-    with _bar() as report:
+    with progress_bar() as report:
         return launch_reporting(ranked, count, task, report, share_gpu)
 
 
@@ -170,19 +170,3 @@ def _gpu_bench(comm: Communicator) -> tuple[Bench, Fit]:
     assert executor is not None
     bench = DeviceBench(executor.transport, cupy, Clock(comm._host.transport), executor.selector.order)
     return bench, fit_on_device(executor.transport)
-
-
-@contextlib.contextmanager
-def _bar() -> Iterator[Report]:
-    """A progress bar on stderr, which appears with the first report."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description:<32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("starting", total=None)
-
-        def report(done: int, total: int, what: str) -> None:
-            progress.update(task, completed=done, total=total, description=what)
-
-        yield report

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from flagcx.algorithms import Algorithm, entries, entry
@@ -78,6 +78,7 @@ def explain(
     root: int | None = None,
     costs: Costs = DEVICE_COSTS,
     measured: Mapping[str, float] | None = None,
+    report: Callable[[int, int, str], object] = lambda done, total, what: None,
 ) -> Explanation:
     """Compares all candidates of a call on a machine, and says why the best is chosen.
 
@@ -91,6 +92,7 @@ def explain(
         costs: What a call costs at its ranks.
         measured: Times in us that were measured, by the candidates' names. A candidate that was measured
             goes before all that were not.
+        report: ``report(done, total, what)`` hears how far it is.
 
     Raises:
         ArgumentError: There is no such collective, or ``size`` or ``nbytes`` is out of range.
@@ -108,7 +110,7 @@ def explain(
     request, known = Request(collective, nbytes, size), measured or {}
     model = model_of(topology, size, gpus, costs)
     load_packages()
-    found = [(one, "") for one in compare(model, collective, nbytes, root)]
+    found = [(one, "") for one in compare(model, collective, nbytes, root, report)]
     found += unscheduled(request, topology, model.gpus)
     own = {str(one.algorithm) for one in entries(collective) if not one.trusted}
     rows = in_order(

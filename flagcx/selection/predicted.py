@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from itertools import combinations
@@ -101,7 +101,13 @@ def in_pieces(
     return min(one, cut, key=lambda prediction: prediction.time_us)
 
 
-def compare(model: Model, collective: str, nbytes: float, root: int | None = None) -> tuple[Prediction, ...]:
+def compare(
+    model: Model,
+    collective: str,
+    nbytes: float,
+    root: int | None = None,
+    report: Callable[[int, int, str], object] = lambda done, total, what: None,
+) -> tuple[Prediction, ...]:
     """All candidates, two at once included where they gain, the fastest first.
 
     Ties keep the order of the catalogue, so that all ranks find the same.
@@ -110,13 +116,18 @@ def compare(model: Model, collective: str, nbytes: float, root: int | None = Non
         collective: Name of the collective.
         nbytes: Bytes of the message; of one block, where the collective has one a rank.
         root: The root of a rooted collective; 0 by default.
+        report: ``report(done, total, what)`` is called before each candidate, and at the end.
 
     Raises:
         ArgumentError: There is no such collective.
     """
     found = candidates(collective, model.size, model.topology, model.gpus)
     nbytes = 0 if collective == "barrier" else nbytes
-    simple = [in_pieces(model, collective, candidate, nbytes, root) for candidate in found]
+    simple = []
+    for number, candidate in enumerate(found):
+        report(number, len(found), candidate.name)
+        simple.append(in_pieces(model, collective, candidate, nbytes, root))
+    report(len(found), len(found), "pairs")
     ranked = sorted(simple, key=lambda prediction: prediction.time_us)
     paired = [one for one in ranked if entry(collective, one.candidate.algorithm).trusted]
     pairs = list(_pairs(model, collective, paired, nbytes, root)) if 2 < model.size <= MOST_PLANNED else []

@@ -206,7 +206,7 @@ def _continues(words: Sequence[str]) -> bool:
 
 def _width(lines: Sequence[str], start: int) -> int:
     """The width at which a terminal has wrapped a table, if one has: that of its longest line."""
-    legend = (position for position in range(start, len(lines)) if "Legend:" in lines[position])
+    legend = (position for position in range(start + 1, len(lines)) if "Legend:" in lines[position])
     return max(map(len, lines[start : min(next(legend, len(lines)), start + _MOST_LINES)]))
 
 

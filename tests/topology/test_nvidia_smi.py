@@ -263,3 +263,10 @@ def test_a_model_other_than_the_text_names_is_noted():
     other, same = (nvidia_smi.parse(text, sm=sm).notes for sm in (103, 90))
     assert any("the one that was given, 103, is taken" in note for note in other)
     assert not any("is taken" in note for note in same)
+
+
+def test_a_header_in_a_line_that_begins_as_a_legend_does():
+    matrix = smi_matrix.parse_matrix("Legend: GPU0 GPU1\nGPU0 X NV4\nGPU1 NV4 X\n")
+    assert matrix.cells["GPU0", "GPU1"] == "NV4"
+    with pytest.raises(TopologyError, match="no row for GPU0"):
+        smi_matrix.parse_matrix("Legend: GPU0")

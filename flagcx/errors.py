@@ -80,6 +80,14 @@ class BootstrapError(FlagcxError):
         self.rank = rank
 
 
+def text_of(error: BaseException) -> str:
+    """An exception's text, also where its own ``__str__`` fails."""
+    try:
+        return str(error)
+    except Exception:
+        return "<its text cannot be made>"
+
+
 class LaunchError(FlagcxError):
     """A launched rank failed.
 

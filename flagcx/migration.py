@@ -236,4 +236,4 @@ def table() -> str:
     return "\n".join([*lines[1:], "", f"Operations: {words}."])
 
 
-__doc__ += table()
+__doc__ = f"{__doc__ or ''}{table()}"  # which python -OO has taken away

@@ -29,6 +29,7 @@ from flagcx.errors import (
     PeerDiedError,
     PeerTimeoutError,
     ResourceError,
+    text_of,
 )
 from flagcx.forks import abandon_in_children
 
@@ -212,7 +213,7 @@ def _tell_of_uncaught(before: Callable[..., object], kind: type, error: BaseExce
     comm, main = _WORLD.current(), threading.main_thread()
     live = [thread for thread in threading.enumerate() if thread is not main and not thread.daemon]
     if comm is not None and not comm.closed and live:
-        comm.abort(f"{kind.__name__}: {error}")
+        comm.abort(f"{kind.__name__}: {text_of(error)}")
         if _WORLD.store is not None:
             from flagcx.bootstrap.rendezvous import leave
 
@@ -280,7 +281,7 @@ def _join(config: Config, environ: Mapping[str, str]) -> Communicator:
         except _LostWhileJoining as lost:
             if time.monotonic() >= deadline:
                 raise lost.error from None
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, ImportError, MemoryError) as error:
             if not isinstance(error, FlagcxError) and _is_exhausted(error):
                 raise ResourceError(
                     f"fc.init() has no room left in this process ({error}); allow it more descriptors "
@@ -291,6 +292,10 @@ def _join(config: Config, environ: Mapping[str, str]) -> Communicator:
 
 def _is_exhausted(error: Exception) -> bool:
     """Whether an error of the system's means that a limit of the process was met."""
+    if isinstance(error, ImportError):  # of a library for which no memory is left
+        return "failed to map segment" in str(error) or "cannot allocate memory" in str(error).lower()
+    if isinstance(error, MemoryError):
+        return True
     if isinstance(error, OSError):
         return error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
     return "start new thread" in str(error)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 
+from flagcx.daemon import Daemon
 from flagcx.errors import ResourceError
 
 _POLL_S = 0.05
@@ -33,7 +33,7 @@ def bounded(function: Callable[[], object], limit_s: float, check: Callable[[], 
         except BaseException as error:
             errors.append(error)
 
-    thread = threading.Thread(target=run, name="flagcx-bounded", daemon=True)
+    thread = Daemon(run, "flagcx-bounded")
     try:
         thread.start()
     except RuntimeError as error:

@@ -54,7 +54,7 @@ from flagcx.bootstrap.remote_store import RefusedError, RemoteStore
 from flagcx.bootstrap.sockets import distance_from, own_addresses
 from flagcx.bootstrap.store import LocalStore, Store, StoreServer
 from flagcx.config import Config
-from flagcx.errors import BootstrapError, MissingDependencyError
+from flagcx.errors import BootstrapError, MissingDependencyError, text_of
 
 _ADDRESS = "FLAGCX_STORE_ADDRESS"
 _KEY = "FLAGCX_STORE_KEY"
@@ -291,7 +291,7 @@ def leave(store: Store, lives_on: bool = False) -> None:
     if error is None:
         store.close()
     else:
-        store.abort(f"it raised {type(error).__name__}: {str(error)[:500]}", lives_on)
+        store.abort(f"it raised {type(error).__name__}: {text_of(error)[:500]}", lives_on)
 
 
 # One host: a file.

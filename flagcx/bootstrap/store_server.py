@@ -39,6 +39,7 @@ from flagcx.bootstrap.membership import Membership
 from flagcx.bootstrap.peer import Peer
 from flagcx.bootstrap.sockets import format_address, is_own_user, listen, tune
 from flagcx.bootstrap.store_state import NOTES, OBSERVER, Answers, StoreAnswer
+from flagcx.daemon import Daemon
 from flagcx.forks import abandon_in_children
 
 logger = logging.getLogger("flagcx")
@@ -108,7 +109,7 @@ class StoreServer:
             self._woken.setblocking(False)
             self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
             self._selector.register(self._woken, selectors.EVENT_READ, lambda _: self._woken.recv(4096))
-            self._thread = threading.Thread(target=self._serve, name="flagcx-store", daemon=True)
+            self._thread = Daemon(self._serve, "flagcx-store")
             self._thread.start()
         return self
 
@@ -185,8 +186,7 @@ class StoreServer:
         self.close()
 
     def __repr__(self) -> str:
-        connected = len(self._members.connected)
-        state = "closed" if self._ended else f"{connected} of {self.size} ranks connected"
+        state = "closed" if self._ended else f"{len(self.connected())} of {self.size} ranks connected"
         return f"<StoreServer at {self.address}, {state}>"
 
     def _call(self, function: Callable[[], object]) -> None:

@@ -17,11 +17,11 @@ from __future__ import annotations
 import contextlib
 import select
 import socket
-import threading
 from collections.abc import Mapping, Sequence
 
 from flagcx.bootstrap.sockets import parse_address
 from flagcx.bootstrap.store_server import StoreServer
+from flagcx.daemon import Daemon
 
 _LOOK_S = 0.05
 _CONNECT_S = 5.0
@@ -61,7 +61,7 @@ class Standby:
             self.server.rank_ended(rank, how)
         self.server.start()
         others = [rank for rank in range(len(self.addresses)) if rank != self.rank and rank not in gone]
-        threading.Thread(target=self._look_after, args=(others,), name="flagcx-standby", daemon=True).start()
+        Daemon(self._look_after, "flagcx-standby", (others,)).start()
 
     def _look_after(self, ranks: list[int]) -> None:
         """Tells the store which ranks are gone, until the others have come, whom it looks after itself."""

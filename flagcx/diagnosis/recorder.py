@@ -27,11 +27,12 @@ from typing import Any
 from flagcx.bootstrap.observe import observe
 from flagcx.bootstrap.rank_page import CommunicatorEntry, PeerStacks, RankPage, read_page
 from flagcx.config import Config
+from flagcx.daemon import Daemon
 from flagcx.diagnosis import flight_record
 from flagcx.diagnosis.processes import doing
 from flagcx.diagnosis.stacks import stacks
 from flagcx.diagnosis.state import noted_state, state_of
-from flagcx.errors import AbortedError, BootstrapError
+from flagcx.errors import AbortedError, BootstrapError, text_of
 from flagcx.forks import abandon_in_children
 
 logger = logging.getLogger("flagcx")
@@ -90,7 +91,7 @@ class FlightRecorder:
             with contextlib.suppress(OSError, ValueError):
                 peer = self._peers[after[0]]
                 self._neighbour = after[0], PeerStacks(f"/proc/{peer[2]}/fd/{peer[3]}")
-        self._thread = threading.Thread(target=self._serve, name="flagcx-recorder", daemon=True)
+        self._thread = Daemon(self._serve, "flagcx-recorder")
         try:
             self._thread.start()
         except RuntimeError:
@@ -117,7 +118,7 @@ class FlightRecorder:
             return ""
         least_s = _CONSEQUENCE_S if isinstance(error, AbortedError) else _AGAIN_S
         with self._lock:
-            if self._hint() in str(error) or time.monotonic() - self._recorded_at < least_s:
+            if self._hint() in text_of(error) or time.monotonic() - self._recorded_at < least_s:
                 return self._hint()
             self._ask()
             return self._add(type(error).__name__, error)
@@ -154,7 +155,8 @@ class FlightRecorder:
     def _close_pipe(self) -> None:
         for descriptor in (self._reading, self._writing):
             if descriptor >= 0:
-                os.close(descriptor)
+                with contextlib.suppress(OSError):  # the program has closed it
+                    os.close(descriptor)
         self._reading = self._writing = -1
 
     # -- the thread -------------------------------------------------------------------------------
@@ -222,7 +224,7 @@ class FlightRecorder:
         described: dict[str, Any] = {
             "rank": page["rank"],
             "reason": reason,
-            "error": str(error)[:_MOST_TEXT] if error is not None else "",
+            "error": text_of(error)[:_MOST_TEXT] if error is not None else "",
             "at": time.time(),
             "clock_ns": time.monotonic_ns(),
             "state": state_of(page, os.getpid(), doing(os.getpid())).to_dict(),

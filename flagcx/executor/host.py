@@ -15,7 +15,7 @@ import numpy as np
 from flagcx.algorithms import entries
 from flagcx.algorithms.candidate import Candidate
 from flagcx.dtypes import OPS, DType, ReduceOp, dtype_of, flushes_subnormals, resolve_op
-from flagcx.errors import AbortedError, ArgumentError, CommunicationError, CommunicatorError
+from flagcx.errors import AbortedError, ArgumentError, CommunicationError, CommunicatorError, text_of
 from flagcx.executor.float_errors import SAME_MODE, FloatErrors
 from flagcx.executor.plan_cache import PlanCache, plan_nbytes
 from flagcx.executor.point_to_point import TWO_THREADS, PointToPoint
@@ -348,10 +348,11 @@ class Executor:
         """Ends the communicator after an error that left ranks in different places, and tells the peers."""
         if self.over or isinstance(error, ArgumentError):
             return
-        text, self.broken_by = str(error) or type(error).__name__, type(error)
+        text, self.broken_by = text_of(error) or type(error).__name__, type(error)
         if isinstance(error, CommunicationError):
             self.record(error)  # while the others still wait where they are
-        self.end(f"this communicator cannot be used after {type(error).__name__}: {error}; make a new one")
+        cause = f"{type(error).__name__}: {text_of(error)}"
+        self.end(f"this communicator cannot be used after {cause}; make a new one")
         self.transport.abort(text, getattr(error, "peer", None))
         if self.partner is not None:
             self.partner.broke(error)

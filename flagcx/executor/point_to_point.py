@@ -15,6 +15,7 @@ from time import monotonic
 from time import perf_counter_ns as now
 from typing import Any, Protocol
 
+from flagcx.daemon import Daemon
 from flagcx.errors import CommunicationError, CommunicatorError, PeerTimeoutError
 from flagcx.executor.progress_thread import no_thread
 from flagcx.executor.transfer import After, Transfer
@@ -121,7 +122,7 @@ class PointToPoint:
 
     def _start_thread(self) -> RuntimeError | None:
         """Starts the thread that moves what was started; what Python says where it cannot."""
-        self._thread = threading.Thread(target=self._work, name="flagcx-messages", daemon=True)
+        self._thread = Daemon(self._work, "flagcx-messages")
         try:
             self._thread.start()
         except RuntimeError as error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from flagcx.daemon import Daemon
 from flagcx.errors import ResourceError
 from flagcx.transport.slices import ask_for_short_slices
 
@@ -25,6 +26,7 @@ def progress_thread(broke: Callable[[BaseException], object]) -> ThreadPoolExecu
     """
     pool = ThreadPoolExecutor(1, thread_name_prefix="flagcx", initializer=ask_for_short_slices)
     try:
+        Daemon(int, "flagcx-first").start()  # which does not wait without end where none can be started
         pool.submit(int)  # with which the thread starts
     except RuntimeError as error:
         raise no_thread("calls", error, broke) from None

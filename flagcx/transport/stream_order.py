@@ -14,6 +14,7 @@ import time
 from collections import deque
 from typing import Any
 
+from flagcx.daemon import Daemon
 from flagcx.errors import CommunicationError, CommunicatorError, FlagcxError, PeerTimeoutError
 from flagcx.kernels.cuda import PER_THREAD, THREAD_LOCAL, capture_mode, is_capturing
 
@@ -236,7 +237,7 @@ class StreamOrder:
 
     def all_done(self) -> bool:
         """Whether no operation is unfinished by now, outside the order either."""
-        looker = threading.Thread(target=self.look, name="flagcx-look", daemon=True)
+        looker = Daemon(self.look, "flagcx-look")
         looker.start()
         looker.join(2 * _KEPT_S)
         return self.pending_since() is None and not self.apart

@@ -21,6 +21,7 @@ from dataclasses import astuple
 from typing import Protocol
 
 from flagcx.bootstrap.store import Store
+from flagcx.daemon import Daemon
 from flagcx.errors import (
     AbortedError,
     CommunicationError,
@@ -90,8 +91,8 @@ class Watchdog:
         self._questions = Questions(order, store, self._tick_s)
         self._stop = threading.Event()
         self._published = (0.0, -1)
-        self._thread = threading.Thread(target=self._run, name="flagcx-watchdog", daemon=True)
-        self._looker = threading.Thread(target=self._keep_looking, name="flagcx-looker", daemon=True)
+        self._thread = Daemon(self._run, "flagcx-watchdog")
+        self._looker = Daemon(self._keep_looking, "flagcx-looker")
         self._at_exit = call_at_exit(self.tell_closed)
         self._thread.start()
         self._looker.start()
@@ -340,7 +341,7 @@ class Watchdog:
         logger.error("%s", error)
         if not isinstance(error, AbortedError):
             self.publish(error)
-        aborter = threading.Thread(target=self._watched.abort_enqueued, name="flagcx-abort", daemon=True)
+        aborter = Daemon(self._watched.abort_enqueued, "flagcx-abort")
         aborter.start()
         aborter.join(_ABORT_LIMIT_S)
         time.sleep(self._tick_s)

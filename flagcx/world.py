@@ -311,7 +311,6 @@ class _LostWhileJoining(Exception):
 
 def _join_once(config: Config, environ: Mapping[str, str]) -> Communicator:
     from flagcx.bootstrap.environment import identify, launched_by_mpi, located
-    from flagcx.bootstrap.mpi_process import MPI_PROCESS
     from flagcx.bootstrap.rendezvous import connect, leave
     from flagcx.diagnosis.own_page import OwnPage
     from flagcx.transport.device import bind_local_device

@@ -348,12 +348,11 @@ class Executor:
         """Ends the communicator after an error that left ranks in different places, and tells the peers."""
         if self.over or isinstance(error, ArgumentError):
             return
-        text, self.broken_by = text_of(error) or type(error).__name__, type(error)
+        text, self.broken_by = text_of(error), type(error)
         if isinstance(error, CommunicationError):
             self.record(error)  # while the others still wait where they are
-        cause = f"{type(error).__name__}: {text_of(error)}"
-        self.end(f"this communicator cannot be used after {cause}; make a new one")
-        self.transport.abort(text, getattr(error, "peer", None))
+        self.end(f"this communicator cannot be used after {type(error).__name__}: {text}; make a new one")
+        self.transport.abort(text or type(error).__name__, getattr(error, "peer", None))
         if self.partner is not None:
             self.partner.broke(error)
 

@@ -251,8 +251,9 @@ class Arena:
         signals = self.signals
         if signals.fence:
             signals.fence()
-        value, index = signals.enter(signature) ^ signals.before, EXCHANGE + (turn & 1)
-        signals.own[index] = value
+        before, index = signals.before, EXCHANGE + (turn & 1)
+        signals.own[index] = value = signals.enter(signature) ^ before
+        signals.before = before  # in this call a rank waits for all others
         for words in signals.others:
             if words[index] != value:
                 signals.wait_call(words, index, value)

@@ -63,10 +63,10 @@ FLAGCX_DEVICE Cut cut_of(const Args& a, i64 nbytes) {
   return cut;
 }
 
-// By one warp. The first orders no reads of data, as none follow where a place is to be written again; a look
-// at the word has given ``seen`` before.
-FLAGCX_DEVICE bool await_place(const Args& a, const u32* word, u32 seen, u32 want, int peer) {
-  return all_of_warp((int)(seen - want) >= 0 || await(a, word, want, peer));
+// By one warp. The first orders no reads of data, as none follow where a place is to be written again.
+FLAGCX_DEVICE bool await_place(const Args& a, const u32* word, u32 want, int peer) {
+  const bool free = (int)(peek_flag(word) - want) >= 0;
+  return all_of_warp(free || await(a, word, want, peer));
 }
 FLAGCX_DEVICE bool await_word(const Args& a, const u32* word, u32 want, int peer) {
   return all_of_warp(await(a, word, want, peer));

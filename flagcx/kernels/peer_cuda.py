@@ -270,9 +270,9 @@ FLAGCX_DEVICE void store_elements(const Run& run, i64 pack, uint4 v) {
     if (pack * N + e < run.count) run.at[pack * N + e] = x.at()[e];
 }
 FLAGCX_DEVICE Run block_run(u64 array, int block, i64 count) { return Run{(T*)array + block * count, count}; }
-// Whether the root of a broadcast or reduction in chunks has no part: it has the whole message to send, or to
-// take. With two ranks it has half of it, since its peer would have more to do than it.
-#define ROOT_APART (!PACKETS_ONLY && (FORM == BROADCAST || FORM == REDUCE) && RANKS > 2)
+// Whether the root of a broadcast or reduction in chunks has no part: its links carry the message anyway. Of
+// two ranks it has half, and where ranks share a GPU it has one too, which is faster there (H200).
+#define ROOT_APART (!PACKETS_ONLY && !PULLS && (FORM == BROADCAST || FORM == REDUCE) && RANKS > 2)
 FLAGCX_DEVICE bool has_part(const Args& a, int rank) { return !ROOT_APART || rank != a.root; }
 // The part of a message that a rank processes: whole packs, except the last. The root's, after all others, is
 // empty where it has none.

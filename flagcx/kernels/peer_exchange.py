@@ -7,8 +7,8 @@ Block b of threads communicates only with block b of every peer, chunk after chu
 2. combine: once the peers' first flags have arrived, the chunks of ranks 0 to n - 1 are combined in that
    order and put into recvbuf, and for two-shot into outboxes; then the second flag is sent.
 3. collect (two-shot, broadcast, and the root of a reduction): once the peers' second flags have arrived,
-   their parts are copied from the outbox into recvbuf. Of more than two ranks, the root of a broadcast or
-   reduction has no part itself, so that it sends, or takes, the message once. The outbox needs no flag of its
+   their parts are copied from the outbox into recvbuf. Of more than two GPUs, the root of a broadcast or
+   reduction has no part itself, so that its links carry the message once. The outbox needs no flag of its
    own: a peer's first flag of chunk g + SLOTS follows its third stage of chunk g.
 
 Stage 2 lags LAG chunks behind stage 1, and stage 3 as many behind stage 2, so that other chunks hide the

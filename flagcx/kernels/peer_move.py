@@ -153,7 +153,6 @@ struct Way {
   Cut out, in;
   Bytes from, to;
   Pair gone, come;  // before this call
-  u32 taken;        // calls of this channel that the target had taken by then
 };
 FLAGCX_DEVICE i64 first_of(const Cut& cut, int channel, u32 step) {
   return ((i64)step * cut.channels + channel) * cut.each;
@@ -170,7 +169,7 @@ FLAGCX_DEVICE void work(const Args& a, const Job& job, const Way& w, Progress* p
   if (w.sends && out == 0) {
     const i64 first = first_of(w.out, c, 0);
     const int length = length_of(w.out, first);
-    ok = await_place(a, word_of(a, a.rank, AT_CALLS_TAKEN, c, job.target), w.taken, gone - 2, job.target);
+    ok = await_place(a, word_of(a, a.rank, AT_CALLS_TAKEN, c, job.target), gone - 2, job.target);
     uint4* const slot = packets_of(a, job.target, c, gone, a.rank);
     for (int i = t; ok && i < length; i += WORK) {
       if (i != t) ahead = load_pack(w.from, first + i);
@@ -180,7 +179,7 @@ FLAGCX_DEVICE void work(const Args& a, const Job& job, const Way& w, Progress* p
   for (u32 i = 0; i < out || (in && i < in + lag); i++) {
     if (i < out) {
       const u32* const emptied = word_of(a, a.rank, AT_BOXES_TAKEN, c, job.target);
-      ok = ok && await_place(a, emptied, peek_flag(emptied), w.gone.sent + i + 1 - BOXES, job.target);
+      ok = ok && await_place(a, emptied, w.gone.sent + i + 1 - BOXES, job.target);
       const i64 first = first_of(w.out, c, i);
       uint4* const box = box_of(a, job.target, c, w.gone.sent + i, a.rank);
       if (ok) fill_box(w.from, first, length_of(w.out, first), box, t);
@@ -222,7 +221,7 @@ FLAGCX_DEVICE void guide(const Args& a, const Job& job, const Way& w, Progress* 
   if (w.sends) {
     const u32* const taken = word_of(a, a.rank, AT_CALLS_TAKEN, c, job.target);
     const u32 flag = flag_of(gone);
-    if (await_place(a, taken, w.taken, gone - 2, job.target) && lane == 0) {
+    if (await_place(a, taken, gone - 2, job.target) && lane == 0) {
       const u64 n = (u64)job.sends;
       store_packet(size_of(a, job.target, c, gone, a.rank), uint4{(u32)n, flag, (u32)(n >> 32), flag});
     }
@@ -298,15 +297,6 @@ FLAGCX_DEVICE Pair read_pair(const Pair* pair) {
   const uint4 v = load_shared_pack((const uint4*)pair);
   return Pair{v.x, v.y, v.z, v.w};
 }
-// What the channel of an item has counted, as far as that depends on no size.
-struct Count { Pair gone, come; u32 taken; };
-FLAGCX_DEVICE Count count_of(const Args& a, int item) {
-  if (item >= a.jobs * a.channels) return Count{};
-  const int c = item / a.jobs;
-  const Job& job = a.job[item - c * a.jobs];
-  return Count{read_pair(pair_of(a, c, job.target)), read_pair(pair_of(a, c, job.source)),
-               peek_flag(word_of(a, a.rank, AT_CALLS_TAKEN, c, job.target))};
-}
 // Tells the peer of a message that this rank is ready for it; by one thread.
 FLAGCX_KERNEL(WARP, 1) flagcx_post(FLAGCX_PARAMETER Args a) {
   if (thread_index() != 0 || a.jobs == 0) return;
@@ -321,13 +311,11 @@ FLAGCX_KERNEL(WORK + WARP, RESIDENT) flagcx_move(FLAGCX_PARAMETER Args a) {
   FLAGCX_SHARED(Job, counted, RANKS);
   FLAGCX_SHARED(u32, fits, RANKS);
   const int t = thread_index(), lane = t % WARP, items = a.jobs * a.channels;
-  // Under way while other numbers are read: there is one look at it, when the first item begins. So are the
-  // counts of the first channel, which depend on no size.
+  // Under way while other numbers are read: there is one look at it, when the first item begins.
   const bool counts = t == 0 && a.first == 0;  // messages of pairs have an order of their own
   const u32 busy = counts ? begin_launch(state_of(a)) : 0;
   const u32 dead = peek_flag(&((State*)(memory_of(a, a.rank) + AT_STATE))->dead);
   const Job* jobs = a.job;
-  Count now = count_of(a, block_index());
   if (a.sent_counts) {
     for (int i = t; i < a.jobs + a.own; i += WORK + WARP) {
       counted[i] = a.job[i];
@@ -343,14 +331,10 @@ FLAGCX_KERNEL(WORK + WARP, RESIDENT) flagcx_move(FLAGCX_PARAMETER Args a) {
     jobs = counted;
   }
   for (int item = block_index(); item < items; item += grid_size()) {
-    if (item != block_index()) now = count_of(a, item);
     const int c = item / a.jobs;
     const Job job = jobs[item - c * a.jobs];
     Way w;
     w.channel = c;
-    w.gone = now.gone;
-    w.come = now.come;
-    w.taken = now.taken;
     w.out = cut_of(a, job.sends);
     w.in = cut_of(a, job.takes);
     w.sends = c < w.out.channels;
@@ -358,8 +342,10 @@ FLAGCX_KERNEL(WORK + WARP, RESIDENT) flagcx_move(FLAGCX_PARAMETER Args a) {
     if (!w.sends && !w.takes) continue;
     w.from = Bytes{(u8*)a.sendbuf + job.from, job.sends};
     w.to = Bytes{(u8*)a.recvbuf + job.to, job.takes};
-    Pair* const gone = pair_of(a, c, job.target);
-    Pair* const come = pair_of(a, c, job.source);
+    Pair* const gone = pair_of(a, c, w.sends ? job.target : a.rank);
+    Pair* const come = pair_of(a, c, w.takes ? job.source : a.rank);
+    w.gone = read_pair(gone);
+    w.come = read_pair(come);
     uint4 ahead = uint4{0, 0, 0, 0};
     if (w.sends && w.out.steps == 0) {
       const i64 first = first_of(w.out, c, 0);

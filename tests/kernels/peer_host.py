@@ -388,7 +388,7 @@ class Host:
         args.starts[: self.ranks + 1] = [0, *accumulate(blocks)]
         args.count = blocks[rank]
         some = next(a for a in (*call.given, *call.result) if a is not None)
-        args.part = parts_of(call.form, call.count, some.itemsize, self.ranks, call.packets)
+        args.part = parts_of(call.form, call.count, some.itemsize, self.layout, call.packets)
         args.chunk, args.pull = call.chunk, call.pull
         args.steps = -(-args.part // (call.grid * call.chunk))
         args.finish, args.factor = (2, float(self.ranks)) if call.op == "avg" else (0, 1.0)

@@ -161,7 +161,7 @@ class Wanted:
         return view
 
     def _grid(self, form: str, packets: bool, count: int, itemsize: int) -> tuple[int, int]:
-        packs = parts_of(form, count, itemsize, self.size, packets)
+        packs = parts_of(form, count, itemsize, self.host.layout, packets)
         if not packets:
             return int(self.random.integers(1, BLOCKS + 1)), int(self.random.integers(1, 4)) * WORK
         chunk = -(-packs // min(int(self.random.integers(1, BLOCKS + 1)), packs))

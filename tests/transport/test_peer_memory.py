@@ -46,7 +46,7 @@ def test_a_launch_covers_the_message_within_its_memory(form, ranks, one_gpu):
     layout = PeerLayout(ranks, 12, one_gpu)
     for count in COUNTS:
         for itemsize in (1, 4, 16):
-            part = parts_of(form, count, itemsize, ranks, packets=False)
+            part = parts_of(form, count, itemsize, layout, packets=False)
             grid = chunk_grid(form, count, itemsize, layout)
             assert 1 <= grid.blocks <= layout.blocks and grid.chunk <= layout.most_chunk
             assert grid.blocks * grid.chunk * grid.steps >= part == grid.part
@@ -54,7 +54,7 @@ def test_a_launch_covers_the_message_within_its_memory(form, ranks, one_gpu):
             for bare in (False, True):
                 most = most_packets(form, layout, bare)
                 packets = packet_grid(form, count, itemsize, layout, bare)
-                all_of_it = parts_of(form, count, itemsize, ranks, packets=True)
+                all_of_it = parts_of(form, count, itemsize, layout, packets=True)
                 if packets is None:
                     assert all_of_it > layout.blocks * most
                     continue

@@ -96,14 +96,15 @@ def started_work(layout: PeerLayout) -> int:
     return 2 * WARP if layout.one_gpu else layout.shape.work
 
 
-def parts_of(form: str, count: int, itemsize: int, ranks: int, packets: bool) -> int:
+def parts_of(form: str, count: int, itemsize: int, layout: PeerLayout, packets: bool) -> int:
     """Packs that one rank processes: a part of the message, or the whole message or block."""
     packs = 1 if form == "barrier" else -(-count // (_PACK_NBYTES // itemsize))
     if form == "two_shot":
-        return -(-packs // ranks)
+        return -(-packs // layout.ranks)
     if packets or form not in ("broadcast", "reduce"):
         return packs
-    return -(-packs // (ranks - 1 if ranks > 2 else ranks))  # the root of some has no part
+    root_apart = layout.ranks > 2 and not layout.one_gpu  # the root has no part
+    return -(-packs // (layout.ranks - root_apart))
 
 
 def packet_grid(
@@ -113,7 +114,7 @@ def packet_grid(
 
     ``count`` is in elements of the message, or of a block; ``blocks`` overrides the rule if not 0.
     """
-    part = parts_of(form, count, itemsize, layout.ranks, packets=True)
+    part = parts_of(form, count, itemsize, layout, packets=True)
     wanted = blocks or _packet_blocks(form, part)
     chunk = -(-part // max(1, min(wanted, layout.blocks)))
     if part == 0:
@@ -144,7 +145,7 @@ def chunk_grid(
     form: str, count: int, itemsize: int, layout: PeerLayout, blocks: int = 0, chunk: int = 0
 ) -> Grid:
     """The grid of ``flagcx_exchange``; ``blocks`` and ``chunk`` override the rule if not 0."""
-    part = parts_of(form, count, itemsize, layout.ranks, packets=False)
+    part = parts_of(form, count, itemsize, layout, packets=False)
     if part == 0:
         return EMPTY
     most = min(blocks or layout.blocks, layout.blocks)

@@ -99,6 +99,9 @@ class MetRank(ThreadRank):
     def fail(self, reason: str) -> None:
         """Ends the rank after an error, of which the others learn."""
         if self._begin_to_end():
+            comm = None if self.world is None else self.world.current()
+            if comm is not None and not comm.closed:
+                comm.abort(reason)  # so that the others get the reason, and not only that this rank has left
             super().fail(reason)
             self._leave()
 

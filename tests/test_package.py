@@ -76,7 +76,7 @@ LAYERS = [
     ["communicator"],
     ["world", "gradients"],
     ["interop"],
-    ["cli"],
+    ["cli", "__main__"],
 ]
 SIBLINGS = [{"algorithms", "topology"}, {"topology", "bootstrap"}, {"algorithms", "bootstrap"}]
 OPTIONAL = {

@@ -2,8 +2,8 @@
 
 The first line of standard input is the card: the command, the directory and the environment. Every byte after
 it is the number of a signal for the rank and the processes that it started, or with ``ALONE`` for the rank
-alone. When the input ends, the launcher
-is gone, and so is the rank. Its exit code is that of the rank; 128 + n where signal n ended it.
+alone. When the input ends, the launcher is gone, and so is the rank. The exit code is that of the rank;
+128 + n where signal n ended it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from flagcx._launch.process_groups import end_with_launcher, sweep
+from flagcx.config import environment
 
 ALONE = 128
 _NO_START = 127
@@ -52,7 +53,7 @@ def main() -> int:
         process = subprocess.Popen(
             card.command,
             cwd=card.directory,
-            env=dict(os.environ) | card.environ,
+            env=environment() | card.environ,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
             pass_fds=[own],

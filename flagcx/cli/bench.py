@@ -16,8 +16,8 @@ from flagcx.cli.own_algorithms import Load, load_algorithms, with_algorithms
 from flagcx.cli.start_ranks import Report, count_ranks, launch_reporting, reporting_errors
 
 if TYPE_CHECKING:
-    from flagcx.cli.bench_ranks import BenchTask
     from flagcx.cli.bench_table import BenchRow
+    from flagcx.cli.bench_task import BenchTask
 
 
 def bench(
@@ -59,7 +59,8 @@ def bench(
     several algorithms or libraries are measured, they take turns at every size; with MPI among them, mpirun
     starts the ranks.
     """
-    from flagcx.cli.bench_ranks import BenchTask
+    from flagcx.cli.bench_subjects import check_compare
+    from flagcx.cli.bench_task import BenchTask
     from flagcx.cli.sizes import parse_nbytes
 
     with reporting_errors("bench"):
@@ -78,6 +79,7 @@ def bench(
             tuple(filter(None, compare.split(","))),
         )
         task.check()
+        check_compare(task)
         if plot is not None:
             check_drawing(plot)
         load_algorithms(load)

@@ -13,7 +13,7 @@ from flagcx.cli.bench_oracle import BenchMessage, Buffers
 from flagcx.errors import ArgumentError, MissingDependencyError
 
 if TYPE_CHECKING:
-    from flagcx.cli.bench_ranks import BenchTask
+    from flagcx.cli.bench_task import BenchTask
     from flagcx.communicator import Communicator
 
 PEERS = ("mpi", "gloo", "nccl")

@@ -18,8 +18,10 @@ from typer.testing import CliRunner
 import flagcx as fc
 from flagcx.cli import bench, bench_table
 from flagcx.cli import bench_oracle as oracle
-from flagcx.cli.bench_ranks import ArraySource, BenchTask, rows
+from flagcx.cli.bench_ranks import ArraySource, rows
+from flagcx.cli.bench_subjects import check_compare
 from flagcx.cli.bench_table import BenchRow, BenchTiming
+from flagcx.cli.bench_task import BenchTask
 from flagcx.dtypes import OPS, dtype_of, resolve_op
 from flagcx.errors import ArgumentError
 from flagcx.schedule.collectives import COLLECTIVES, bus_share
@@ -407,7 +409,7 @@ def test_several_algorithms_take_turns_and_are_drawn(tmp_path):
 )
 def test_a_comparison_that_cannot_be_made_is_refused(task, message):
     with pytest.raises(ArgumentError, match=message):
-        task.check()
+        check_compare(task)
 
 
 @pytest.mark.slow

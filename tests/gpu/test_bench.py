@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import flagcx as fc
-from flagcx.cli.bench_ranks import NAMES, ArraySource, BenchTask, rows
+from flagcx.cli.bench_ranks import ArraySource, rows
+from flagcx.cli.bench_task import NAMES, BenchTask
 
 TASKS = [(name, "float32") for name in NAMES] + [("allreduce", "bfloat16"), ("allgather", "int8")]
 

@@ -1,8 +1,9 @@
 """A communicator for processes that ``torch.distributed`` has joined already.
 
 The ranks find each other through the store of torch's process group: there the group's rank 0 writes the
-address of flagcx's own store, which serves the communicator. At the end the ranks exchange whether they
-succeeded; if one of them did not, none uses flagcx.
+address of flagcx's own store, which serves the communicator, and its key. At the end the ranks exchange
+whether they succeeded; if one of them did not, such as for want of a transport between hosts, none uses
+flagcx.
 """
 
 from __future__ import annotations
@@ -17,17 +18,19 @@ from typing import Any
 
 from torch.distributed import PrefixStore
 
-from flagcx.bootstrap.environment import host_name
-from flagcx.bootstrap.remote_store import RemoteStore
-from flagcx.bootstrap.rendezvous import leave
+from flagcx.bootstrap.environment import Identity, host_name
+from flagcx.bootstrap.meeting import open_meeting
+from flagcx.bootstrap.rendezvous import join_told, leave
 from flagcx.bootstrap.store import LocalStore, Store, StoreServer
 from flagcx.communicator import Communicator
 from flagcx.config import Config
 from flagcx.errors import BootstrapError, FlagcxError
+from flagcx.transport.registry import MissingTransport
 
 logger = logging.getLogger("flagcx")
 
 _LINGER_S = 1.0
+_JOB = "a process group of torch's"
 
 
 class GroupCommunicator:
@@ -90,9 +93,6 @@ def join(store: Any, rank: int, size: int, config: Config) -> GroupCommunicator 
     """
     values = _Values(store, rank, size, config.init_timeout_s)
     hosts = values.exchange("host", host_name())
-    if len(set(hosts)) > 1:
-        logger.debug("torch's own backend serves this group: its ranks are on %d hosts", len(set(hosts)))
-        return None
     group, problem = None, ""
     try:
         group = _join(values, hosts, config)
@@ -112,7 +112,7 @@ def _join(values: _Values, hosts: list[str], config: Config) -> GroupCommunicato
     with ExitStack() as undo:
         server = None
         if rank == 0 and size > 1:
-            server = _serve(values)
+            server = _serve(values, len(set(hosts)) == 1)
             undo.callback(server.close)
         own = _connect(values, limit)
         undo.push(lambda kind, error, trace: own.abort(f"joining failed: {error}"))
@@ -121,17 +121,21 @@ def _join(values: _Values, hosts: list[str], config: Config) -> GroupCommunicato
             return own.exchange("communicator", value, limit)
 
         comm = Communicator(rank, size, exchange, hosts, config, own.scoped("group/"), "process group")
+        undo.callback(comm.close)
+        transport = comm._host.transport
+        if isinstance(transport, MissingTransport):
+            raise transport.why
         undo.pop_all()
     return GroupCommunicator(comm, own, server)
 
 
-def _serve(values: _Values) -> StoreServer:
+def _serve(values: _Values, one_host: bool) -> StoreServer:
     try:
-        server = StoreServer(values.size, host="rank 0", host_rank=0).start()
+        meeting, server = open_meeting(values.size, one_host, _JOB)
     except BaseException as error:
         values.set("store", json.dumps({"error": str(error)}))
         raise
-    values.set("store", json.dumps({"address": server.address, "key": server.authkey.hex()}))
+    values.set("store", json.dumps({"addresses": meeting.addresses, "key": meeting.key.hex()}))
     return server
 
 
@@ -141,4 +145,5 @@ def _connect(values: _Values, timeout_s: float) -> Store:
     where = json.loads(values.get("store"))
     if "error" in where:
         raise BootstrapError(f"rank 0 could not serve the store: {where['error']}", rank=0)
-    return RemoteStore(where["address"], bytes.fromhex(where["key"]), values.rank, values.size, timeout_s)
+    me = Identity(values.rank, values.size, -1, 0, host_name(), _JOB, "torch")
+    return join_told(me, where["addresses"], bytes.fromhex(where["key"]), timeout_s)

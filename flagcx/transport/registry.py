@@ -62,10 +62,10 @@ class MissingTransport(Transport):
     name, kind = "missing", HOST
 
     def __init__(self, context: TransportContext, why: FlagcxError) -> None:
-        self.rank, self.size, self._why = context.rank, context.size, why
+        self.rank, self.size, self.why = context.rank, context.size, why
 
     def _refuse(self, *_: Any) -> NoReturn:
-        raise type(self._why)(str(self._why))
+        raise type(self.why)(str(self.why))
 
     compile = transfer = take = result = empty = _refuse  # type: ignore[assignment]
 

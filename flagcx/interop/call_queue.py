@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ import torch
 from flagcx.communicator import Communicator
 from flagcx.errors import CommunicationError
 from flagcx.interop.tensors import DeviceViews, HostViews
-from flagcx.interop.work import CallWork, EventWork, StreamWork, ThreadWork
+from flagcx.interop.work import CallWork, StreamWork, ThreadWork
 from flagcx.kernels.cuda import RELAXED, capture_mode
 
 Task = Callable[[], object]
@@ -102,7 +101,7 @@ class DeviceQueue:
     def __init__(self, comm: Communicator, cupy: Any, device: int) -> None:
         self.comm, self.device, self.views = comm, device, DeviceViews(cupy, device)
         self._cupy = cupy
-        self._side, self._begun = torch.cuda.Stream(device), None
+        self._side = torch.cuda.Stream(device)
         self._streams: dict[int, Any] = {}
         self._turn = threading.RLock()
         self._get_device, self._ended = cupy.cuda.runtime.getDevice, CallWork([])
@@ -113,41 +112,26 @@ class DeviceQueue:
         While a graph is captured every task goes onto the stream that is captured.
         """
         with self._turn:
-            if torch.cuda.is_current_stream_capturing():
-                current = torch.cuda.current_stream(self.device)
-                # A plan may need scratch memory, which torch's rule for captures forbids to allocate.
-                with capture_mode(RELAXED):
-                    self._enqueue(task, current.cuda_stream)
-                return StreamWork(current, tensors if value is None else value)
-            if waits:
+            if waits and not torch.cuda.is_current_stream_capturing():
                 self._enqueue(task, _raw_stream(self.device))
                 return self._ended  # on the very stream that the caller goes on with
             value = tensors if value is None else value
-            if self._get_device() == self.device:
-                return self._start(task, tensors, value)
-            with self._cupy.cuda.Device(self.device):
-                return self._start(task, tensors, value)
+            current = torch.cuda.current_stream(self.device)
+            if torch.cuda.is_current_stream_capturing():
+                # A plan may need scratch memory, which torch's rule for captures forbids to allocate.
+                with capture_mode(RELAXED):
+                    self._enqueue(task, current.cuda_stream)
+                return StreamWork(current, value)
+            return self._start(task, tensors, value, current)
 
-    def _start(self, task: Task, tensors: Sequence[Any], value: Any) -> EventWork:
-        """Enqueues a task on the queue's own stream, by CuPy's events: torch's cost several times as much."""
-        side, ours = self._side, self._as_cupys(self._side.cuda_stream)
-        self._begun = begun = self._begun or self._event()
-        begun.record(self._as_cupys(_raw_stream(self.device)))
-        ours.wait_event(begun)
-        with _current_stream(side), ours:
-            task()
+    def _start(self, task: Task, tensors: Sequence[Any], value: Any, current: Any) -> StreamWork:
+        side = self._side
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            self._enqueue(task, side.cuda_stream)
         for tensor in tensors:
             tensor.record_stream(side)
-        end = self._event()
-        end.record(ours)
-        return EventWork(side, value, end, self._follow)
-
-    def _event(self) -> Any:
-        return self._cupy.cuda.Event(disable_timing=True)
-
-    def _follow(self, event: Any) -> None:
-        """Makes the current stream wait for an event."""
-        self._as_cupys(_raw_stream(self.device)).wait_event(event)
+        return StreamWork(side, value, side.record_event())
 
     def probe(self) -> None:
         """Makes a first call, in which all ranks connect, and checks its result.
@@ -191,37 +175,9 @@ class DeviceQueue:
 CallQueue = HostQueue | DeviceQueue
 
 
-@contextmanager
-def _current_stream(stream: Any) -> Iterator[None]:
-    """``torch.cuda.stream`` for a stream of the current device, in a fifth of the time."""
-    before = _get_stream(stream.device_index)
-    _set_stream(*_identity(stream))
-    try:
-        yield
-    finally:
-        _set_stream(*before)
-
-
-def _identity(stream: Any) -> tuple[int, int, int]:
-    return stream.stream_id, stream.device_index, stream.device_type
-
-
-def _current_identity(device: int) -> tuple[int, int, int]:
-    return _identity(torch.cuda.current_stream(device))
-
-
-def _make_current(stream_id: int, device_index: int, device_type: int) -> None:
-    names = {"stream_id": stream_id, "device_index": device_index, "device_type": device_type}
-    torch._C._cuda_setStream(**names)
-
-
 def _stream_handle(device: int) -> int:
     return int(torch.cuda.current_stream(device).cuda_stream)
 
 
 # torch makes an object for each look at the current stream, which takes longer than a small all-reduce.
-_get_stream: Callable[[int], tuple[int, int, int]] = getattr(
-    torch._C, "_cuda_getCurrentStream", _current_identity
-)
-_set_stream: Callable[[int, int, int], None] = _make_current
 _raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _stream_handle)

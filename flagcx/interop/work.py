@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
@@ -112,12 +112,11 @@ class ThreadWork(CallWork):
 
 @no_dynamo
 class StreamWork(CallWork):
-    """A call on tensors of a GPU, enqueued on the torch stream that is captured."""
+    """A call on tensors of a GPU, enqueued on a torch stream; with an event if later calls must wait."""
 
-    def __init__(self, stream: Any, value: Any) -> None:
+    def __init__(self, stream: Any, value: Any, event: Any = None) -> None:
         super().__init__(value)
-        self._stream = stream
-        self._event: Any = None
+        self._stream, self._event = stream, event
 
     def is_completed(self) -> bool:
         return self._end().query()
@@ -143,32 +142,6 @@ class StreamWork(CallWork):
         if self._event is None:
             self._event = self._stream.record_event()
         return self._event
-
-
-@no_dynamo
-class EventWork(StreamWork):
-    """A call on tensors of a GPU, under way on a torch stream of its own.
-
-    Args:
-        stream: The stream.
-        value: The value of the work's future.
-        event: The event after the call, of CuPy's.
-        follow: Makes the current stream wait for an event.
-    """
-
-    def __init__(self, stream: Any, value: Any, event: Any, follow: Callable[[Any], None]) -> None:
-        super().__init__(stream, value)
-        self._event, self._follow = event, follow
-
-    def is_completed(self) -> bool:
-        return bool(self._event.done)
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Makes the current stream wait for the call; the host goes on, unless a ``timeout`` is given."""
-        self._follow(self._event)
-        if timeout:
-            self._event.synchronize()
-        return True
 
 
 @no_dynamo

@@ -28,6 +28,7 @@ from flagcx.transport.shared_memory.words import (
     MESSAGE_SINCE,
     SEQUENCE_MASK,
     SHARED_BIT,
+    SIGNATURE_SHIFT,
     WAITING_FOR,
     WAITING_SINCE,
 )
@@ -35,6 +36,7 @@ from flagcx.transport.slices import ask_for_short_slices
 from flagcx.transport.waits import IN_MESSAGES, ON_HOST, Waits
 
 _WORD = (1 << 64) - 1
+_SIGNATURE = _WORD ^ (1 << SIGNATURE_SHIFT) - 1
 _SPINS = 50
 _LOOK_NS = 40  # about; reading the clock would take longer than most of the short waits
 _SPINS_CROWDED = 20
@@ -141,7 +143,7 @@ class Signals:
         self.sequence = sequence + 1
         value = signature | (sequence & SEQUENCE_MASK) << 1
         self.own[sequence & CALL_LOG_MASK] = value
-        self.before = (3 * self.before + signature) & _WORD
+        self.before = (3 * self.before + (signature & _SIGNATURE)) & _WORD  # SHARED_BIT differs between ranks
         return value
 
     # -- waiting ----------------------------------------------------------------------------------

@@ -178,3 +178,22 @@ def test_a_call_that_differed_longer_ago_than_the_log_goes_is_told():
         log.compare(41)
     words[1][EXCHANGE] = words[0][EXCHANGE]
     log.compare(41)
+
+
+def reached_by_some() -> bool:
+    """All-reduces of arrays of ``comm.empty`` on some ranks and private ones on others."""
+    comm, good = fc.init(timeout_s=20), True
+    random = np.random.default_rng(5)
+    for number in range(60):
+        count = int(random.choice([1, 13, 8192, 65536, 262144]))
+        reached = random.integers(2, size=comm.size)
+        x = comm.empty(count, np.float32) if reached[comm.rank] else np.empty(count, np.float32)
+        x[...] = comm.rank + number
+        comm.allreduce(x)
+        good &= bool((x == comm.size * number + comm.size * (comm.size - 1) // 2).all())
+    return good
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_arrays_of_both_kinds_in_one_call(ranks):
+    assert run_ranks(reached_by_some, ranks) == [True] * ranks

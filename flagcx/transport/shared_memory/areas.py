@@ -10,7 +10,7 @@ ONE_SHOT_NBYTES = 64 << 10
 EXCHANGE_NBYTES = 1 << 20
 """What each rank reads of every peer in one exchange at most, and what it leaves for all of them."""
 _LONG_NBYTES = 32 << 10
-BROADCAST_HEAD_NBYTES, BROADCASTS = 64, 32
+BROADCAST_HEAD_NBYTES, BROADCASTS = 64, 8
 _BROADCAST_NBYTES = ONE_SHOT_NBYTES + 4096
 STAGES = 4
 PIECE_NBYTES = 64 << 10

@@ -1,7 +1,9 @@
 """Short broadcasts: the root leaves its message once, and all others read it there.
 
 The root waits for nobody, unless it is so many broadcasts ahead of a peer that it would write the slot that
-the peer has yet to read. A slot begins with the word of the call, which each reader compares with its own.
+the peer has yet to read. A slot begins with the word of the call and a hash of the calls before it, which
+each reader compares with its own. The root is never so far ahead that its call log does not show a call that
+differs.
 """
 
 from __future__ import annotations
@@ -11,15 +13,7 @@ import numpy as np
 from flagcx.transport.base import Call
 from flagcx.transport.shared_memory.areas import BROADCAST_HEAD_NBYTES, BROADCASTS, ONE_SHOT_NBYTES
 from flagcx.transport.shared_memory.arena import Arena
-from flagcx.transport.shared_memory.words import (
-    BROADCAST,
-    BROADCAST_READ,
-    CALL_LOG_MASK,
-    SEQUENCE_MASK,
-    SHARED_BIT,
-)
-
-_NUMBER = SEQUENCE_MASK << 1
+from flagcx.transport.shared_memory.words import BROADCAST, BROADCAST_READ
 
 
 class Broadcast:
@@ -48,7 +42,7 @@ class Broadcast:
         number = arena.broadcasts
         arena.broadcasts = number + 1
         turn = number % BROADCASTS
-        sequence = signals.sequence
+        sequence, before = signals.sequence, signals.before
         value = signals.enter(self._signature)
         if self._sends:
             if number - arena.broadcasts_read >= BROADCASTS:
@@ -56,7 +50,7 @@ class Broadcast:
             self._slots[turn][...] = sendbuf.reshape(-1)
             if recvbuf is not sendbuf:
                 recvbuf[...] = sendbuf
-            signals.own[self._heads[turn]] = value
+            signals.own[self._heads[turn]], signals.own[self._heads[turn] + 1] = value, before
             if signals.fence:
                 signals.fence()
             signals.own[BROADCAST] = number + 1
@@ -66,12 +60,11 @@ class Broadcast:
                 signals.wait_count(words, BROADCAST, number + 1)
             if signals.fence:
                 signals.fence()
-            head, before = words[self._heads[turn]], (sequence - 1) & CALL_LOG_MASK
-            if head != value:
-                signals.log.refuse_call(self._root, head, sequence)
-            differs = words[before] ^ signals.own[before]
-            if differs > SHARED_BIT and not differs & _NUMBER and sequence:  # else the root is far ahead
-                signals.log.compare(sequence + 1)
+            head = self._heads[turn]
+            if words[head] != value:
+                signals.log.refuse_call(self._root, words[head], sequence)
+            if words[head + 1] != before:
+                signals.log.refuse_calls_before(self._root, sequence)
             recvbuf.reshape(-1)[...] = self._slots[turn]
             if signals.fence:
                 signals.fence()

@@ -174,11 +174,19 @@ class CallLog:
                 theirs = words[index]
                 same_number = theirs >> 1 & SEQUENCE_MASK == number == mine >> 1 & SEQUENCE_MASK
                 if same_number and (theirs ^ mine) > SHARED_BIT and theirs:
-                    raise MismatchError(
-                        f"ranks {self._rank} and {q} came to call {sequence - 1} by different calls, longer "
-                        f"ago than the last {CALL_LOG_DEPTH}; every rank must make the same calls",
-                        peer=q,
-                    )
+                    raise self._long_ago(q, sequence - 1)
+
+    def _long_ago(self, peer: int, number: int) -> MismatchError:
+        return MismatchError(
+            f"ranks {self._rank} and {peer} came to call {number} by different calls, longer ago than the "
+            f"last {CALL_LOG_DEPTH}; every rank must make the same calls",
+            peer=peer,
+        )
+
+    def refuse_calls_before(self, peer: int, number: int) -> NoReturn:
+        """Raises MismatchError for calls before call ``number`` that were not the same on a peer."""
+        self.compare(number + 1)
+        raise self._long_ago(peer, number)
 
     def refuse_call(self, peer: int, word: int, number: int) -> NoReturn:
         """Raises MismatchError for a call of a peer, whose log need not show it any more.

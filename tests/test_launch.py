@@ -160,10 +160,8 @@ def test_a_function_that_exits_badly_is_named_with_its_code():
 
 def test_a_launch_that_takes_too_long_is_ended():
     start = time.monotonic()
-    with pytest.raises(
-        LaunchError, match=r"rank 1 was ended: not done within 0.5 s; allow more by timeout_s"
-    ):
-        launch(lambda: environment()["FLAGCX_RANK"] == "1" and time.sleep(60), 2, timeout_s=0.5)
+    with pytest.raises(LaunchError, match=r"rank 1 was ended: not done within 4 s; allow more by timeout_s"):
+        launch(lambda: environment()["FLAGCX_RANK"] == "1" and time.sleep(60), 2, timeout_s=4)
     assert time.monotonic() - start < 20
 
 

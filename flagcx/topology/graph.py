@@ -263,6 +263,22 @@ class Graph:
         """The link between two devices, or None."""
         return self._adjacency[a].get(b)
 
+    def connected(self, a: str, b: str) -> bool:
+        """Whether links lead from one device to the other, over whatever devices."""
+        return self._part_of[a] == self._part_of[b]
+
+    @cached_property
+    def _part_of(self) -> dict[str, str]:
+        """For each device the first of those that links join it to."""
+        part: dict[str, str] = {}
+        for first in self._devices:
+            found = [] if first in part else [first]
+            while found:
+                here = found.pop()
+                part[here] = first
+                found += [there for there in self._adjacency[here] if there not in part]
+        return part
+
     @cached_property
     def graph(self) -> networkx.Graph:
         """The same as a frozen networkx graph: nodes carry ``device``, edges ``link`` and its fields."""

@@ -73,7 +73,7 @@ def path_class(topology: Graph, a: str, b: str, *, through_gpus: bool = False) -
     if through_gpus and _common_gpu(topology, a, b):
         return "NVB"
     if first.host != second.host or DeviceKind.NETWORK_SWITCH in (first.kind, second.kind):
-        return "NET" if _search(topology, a, b, _latency, lambda device: True) else "DIS"
+        return "NET" if topology.connected(a, b) else "DIS"
     path = pcie_path(topology, a, b)
     return "DIS" if path is None else _pcie_class(topology, path)
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import ast
 import builtins
 import importlib
 import re
 import shutil
 import subprocess
-from functools import lru_cache
-from pathlib import Path
 
 import pytest
 
 import flagcx as fc
+from tests.sources import modules
 
-PACKAGE = Path(fc.__file__).parent
 REFERENCE = re.compile(r"``((?:flagcx|fc|comm)(?:\.\w+)+)(\(.*?\))?``|See ``(\w+(?:\.\w+)*)``")
 PAGES = (
     "flagcx",
@@ -27,20 +24,9 @@ PAGES = (
 )
 
 
-@lru_cache(maxsize=1)
 def _docstrings():
-    """Module, place and text of every docstring of the package; an empty text where a module has none."""
-    return tuple(_read())
-
-
-def _read():
-    for path in sorted(PACKAGE.rglob("*.py")):
-        name = ".".join(("flagcx", *path.relative_to(PACKAGE).with_suffix("").parts))
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and (
-                text := ast.get_docstring(node)
-            ):
-                yield name.removesuffix(".__init__"), getattr(node, "name", ""), text
+    """Module, place and text of every docstring of the package; the place of a module's own is ""."""
+    return ((one.name, place, text) for one in modules() for place, text in one.docstrings)
 
 
 def _found(path: str, module: str, place: str) -> bool:
@@ -102,7 +88,8 @@ def test_a_broken_reference_is_found():
 
 
 def test_every_module_says_what_it_is():
-    assert not [module for module, place, text in _docstrings() if not (place or text)]
+    silent = [one.name for one in modules() if one.lines and not dict(one.docstrings).get("")]
+    assert not silent, silent
 
 
 @pytest.mark.slow

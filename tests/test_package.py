@@ -5,14 +5,14 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import networkx as nx
 import pytest
 
 import flagcx as fc
-
-PACKAGE = Path(fc.__file__).parent
+from tests.sources import Module, modules, parsed
 
 PUBLIC = [
     "AbortedError",
@@ -123,13 +123,8 @@ print(took, *sorted(heavy))
     assert min(times) < 0.150
 
 
-def _modules():
-    for path in sorted(PACKAGE.rglob("*.py")):
-        yield path.relative_to(PACKAGE), ast.parse(path.read_text())
-
-
-def _imports(tree: ast.Module):
-    for node in ast.walk(tree):
+def _imports(nodes):
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -144,10 +139,10 @@ def _level(part: str) -> int:
     return next(i for i, layer in enumerate(LAYERS) if part in layer)
 
 
-def _upward(path: Path, tree: ast.Module) -> list[str]:
+def _upward(path: Path, nodes) -> list[str]:
     part = _part(path)
     faults = []
-    for name in _imports(tree):
+    for name in _imports(nodes):
         if not name.startswith("flagcx."):
             continue
         other = name.split(".")[1]
@@ -159,78 +154,65 @@ def _upward(path: Path, tree: ast.Module) -> list[str]:
 
 
 def test_imports_go_down():
-    faults = [
-        fault for path, tree in _modules() if str(path) != "__init__.py" for fault in _upward(path, tree)
-    ]
+    faults = [fault for one in modules() if str(one.path) != "__init__.py" for fault in _upward(*one[:2])]
     assert not faults, "\n".join(faults)
 
 
 def test_an_import_that_goes_up_is_found():
-    tree = ast.parse("from flagcx.communicator import Communicator")
-    assert _upward(Path("schedule/verify.py"), tree)
-    assert _upward(Path("algorithms/ring.py"), ast.parse("import flagcx.topology.plan"))
-    assert not _upward(Path("cli/run.py"), tree)
+    nodes = parsed("from flagcx.communicator import Communicator").imports
+    assert _upward(Path("schedule/verify.py"), nodes)
+    assert _upward(Path("algorithms/ring.py"), parsed("import flagcx.topology.plan").imports)
+    assert not _upward(Path("cli/run.py"), nodes)
 
 
-def _module(path: Path) -> str:
-    return ".".join(("flagcx", *path.with_suffix("").parts)).removesuffix(".__init__")
-
-
-def _import_graph(modules) -> nx.DiGraph:
+def _import_graph(found: Iterable[Module]) -> nx.DiGraph:
     """Which module imports which, when it is loaded, later in a function, or for types alone."""
-    trees = {_module(path): tree for path, tree in modules}
+    imports = {one.name: one.imports for one in found}
     graph = nx.DiGraph()
-    for name, tree in trees.items():
-        for node in ast.walk(tree):
+    for name, nodes in imports.items():
+        for node in nodes:
             if isinstance(node, ast.ImportFrom) and node.module:
-                found = {f"{node.module}.{alias.name}" for alias in node.names}
-                graph.add_edges_from((name, one if one in trees else node.module) for one in found)
+                named = {f"{node.module}.{alias.name}" for alias in node.names}
+                graph.add_edges_from((name, one if one in imports else node.module) for one in named)
             elif isinstance(node, ast.Import):
                 graph.add_edges_from((name, alias.name) for alias in node.names)
-    graph.remove_nodes_from([name for name in [*graph] if name not in trees or name == "flagcx"])
+    graph.remove_nodes_from([name for name in [*graph] if name not in imports or name == "flagcx"])
     graph.remove_edges_from([*nx.selfloop_edges(graph)])
     return graph
 
 
 def test_no_module_imports_itself_by_way_of_others():
-    cycles = [
-        found for found in nx.strongly_connected_components(_import_graph(_modules())) if len(found) > 1
-    ]
+    cycles = [found for found in nx.strongly_connected_components(_import_graph(modules())) if len(found) > 1]
     assert not cycles, cycles
 
 
 def test_a_cycle_of_lazy_imports_is_found():
-    one = ast.parse("def f():\n    from flagcx.dtypes import DType")
-    other = ast.parse("if TYPE_CHECKING:\n    from flagcx.errors import FlagcxError")
-    graph = _import_graph([(Path("errors.py"), one), (Path("dtypes.py"), other)])
-    assert not nx.is_directed_acyclic_graph(graph)
+    one = parsed("def f():\n    from flagcx.dtypes import DType", "errors.py")
+    other = parsed("if TYPE_CHECKING:\n    from flagcx.errors import FlagcxError", "dtypes.py")
+    assert not nx.is_directed_acyclic_graph(_import_graph([one, other]))
 
 
 def test_files_have_one_idea():
-    long = [
-        f"{path} has {lines} lines"
-        for path, _ in _modules()
-        if (lines := len((PACKAGE / path).read_text().splitlines())) > 400
-    ]
+    long = [f"{one.path} has {one.lines} lines" for one in modules() if one.lines > 400]
     assert not long, long
 
 
 def test_every_module_has_a_layer():
-    for path, _ in _modules():
-        if str(path) != "__init__.py":
-            _level(_part(path))
+    for one in modules():
+        if str(one.path) != "__init__.py":
+            _level(_part(one.path))
 
 
 def test_optional_packages_are_imported_where_they_belong():
-    for path, tree in _modules():
-        for name in _imports(tree):
+    for path, nodes, *_ in modules():
+        for name in _imports(nodes):
             allowed = OPTIONAL.get(name.split(".")[0])
             assert allowed is None or _part(path) in allowed, f"{path} imports {name}"
 
 
 def test_algorithms_import_no_arrays_and_transports_no_algorithm():
-    for path, tree in _modules():
-        names = set(_imports(tree))
+    for path, nodes, *_ in modules():
+        names = set(_imports(nodes))
         if _part(path) == "algorithms":
             assert not {n for n in names if n.split(".")[0] in ("numpy", "cupy")}, path
         if _part(path) == "transport":
@@ -238,10 +220,12 @@ def test_algorithms_import_no_arrays_and_transports_no_algorithm():
 
 
 def test_one_module_reads_the_environment():
-    for path, tree in _modules():
-        if str(path) == "config.py":
-            continue
-        for node in ast.walk(tree):
-            reads = isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")
-            if reads and isinstance(node.value, ast.Name) and node.value.id == "os":
-                raise AssertionError(f"{path}:{node.lineno} reads os.{node.attr}; take it from flagcx.config")
+    for one in modules():
+        if str(one.path) != "config.py":
+            for line, name in one.environment:
+                raise AssertionError(f"{one.path}:{line} reads os.{name}; take it from flagcx.config")
+
+
+def test_a_module_that_reads_the_environment_is_found():
+    assert parsed("import os\nx = os.environ['HOME']").environment == [(2, "environ")]
+    assert not parsed("import os\nx = os.path").environment

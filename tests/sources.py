@@ -41,16 +41,11 @@ def parsed(text: str, path: str | Path = "module.py") -> Module:
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             one.imports.append(node)
-        elif isinstance(node, ast.Attribute):
-            if (
-                node.attr in ("environ", "getenv")
-                and isinstance(node.value, ast.Name)
-                and node.value.id == "os"
-            ):
+        elif isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv"):
+            if isinstance(node.value, ast.Name) and node.value.id == "os":
                 one.environment.append((node.lineno, node.attr))
-        elif isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
-            if (said := ast.get_docstring(node)) is not None:
-                one.docstrings.append((getattr(node, "name", ""), said))
+        elif isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
+            one.docstrings.append((getattr(node, "name", ""), ast.get_docstring(node) or ""))
     return one
 
 

@@ -33,12 +33,12 @@ from flagcx.cost.peer_memory import NATIVE, GpuLinks
 from flagcx.cost.simulate import message_nbytes
 from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.topology import Device, DeviceKind, LinkKind, Topology, best_order
+from flagcx.topology.bounds import nvls_bound
 from flagcx.topology.loads import add_loads, bottleneck, ring_hops
 from flagcx.topology.nccl_bandwidth import nccl_bandwidth
 from flagcx.topology.orders import hop_factor
 from flagcx.topology.routes import Edge, Routes
 
-_NVLS_FROM_SM = 90
 _NVLS_STEPS = 4
 _NVLS_FROM_RANKS = 5
 #: GPUs by compute capability (times ten) most of which do not reach each other's memory over PCIe (GeForce).
@@ -80,7 +80,7 @@ def nccl_algorithms(
     first, count = hosts[0], len(hosts)
     limited, hop = _network(topology, first, fabric)
     kind = _kind(topology, first, peers) if len(first) > 1 else hop
-    port = _port(topology, first) if nvls else 0.0
+    port = (nvls_bound(topology, first) or 0.0) if nvls else 0.0
     limit = "nvls" if _sm(topology, first) < 100 else "nvls_100"
     inside = 2.0 * (size - 1 if count == 1 else size - count)
     over = ((kind, inside), *(((hop, 2.0 * count),) if count > 1 else ()))
@@ -168,11 +168,7 @@ def _sent_loads(
         leaving = (size - len(hosts[0])) / size
         for gpu in hosts[0] if leaving else ():
             path = routes.to_nic(gpu)
-            outside = [
-                (path[-1], id)
-                for id, link in topology.links_of(path[-1]).items()
-                if link.kind is LinkKind.NETWORK
-            ]
+            outside = [(path[-1], id) for id in topology.network_links_of(path[-1])]
             for edge, part in [
                 *((edge, 1.0) for edge in pairwise(path)),
                 *((e, 1 / len(outside)) for e in outside),
@@ -251,11 +247,6 @@ def _hosts(topology: Topology, gpus: Sequence[int]) -> list[list[int]]:
     return list(hosts.values())
 
 
-def _switches(topology: Topology, gpu: int) -> frozenset[str]:
-    around = topology.links_of(topology.gpu(gpu).id)
-    return frozenset(id for id in around if topology.device(id).kind is DeviceKind.NVSWITCH)
-
-
 def _kind(topology: Topology, gpus: Sequence[int], peers: bool | None) -> str:
     """What the slowest hop between neighbours of the planned order goes over."""
     if _port_of(topology, gpus):
@@ -306,22 +297,12 @@ def _sm(topology: Topology, gpus: Sequence[int]) -> int:
     return int(topology.gpu(gpus[0]).attribute("gpu.sm", "0") or 0)
 
 
-def _port(topology: Topology, gpus: Sequence[int]) -> float:
-    """GB/s between a GPU and its NVSwitches where these can add up; 0 where they cannot."""
-    return _port_of(topology, gpus) if _sm(topology, gpus) >= _NVLS_FROM_SM else 0.0
-
-
 def _port_of(topology: Topology, gpus: Sequence[int]) -> float:
     """GB/s between each of the GPUs and the NVSwitches that join them all; 0 where there are none."""
-    if len({_switches(topology, gpu) for gpu in gpus}) > 1 or not _switches(topology, gpus[0]):
+    links = [topology.nvswitches_of(topology.gpu(gpu).id) for gpu in gpus]
+    if any(own.keys() != links[0].keys() for own in links):
         return 0.0
-    speeds = []
-    for gpu in gpus:
-        around = topology.links_of(topology.gpu(gpu).id)
-        speeds.append(
-            sum(link.bandwidth_gb_per_s for id, link in around.items() if id in _switches(topology, gpu))
-        )
-    return min(speeds)
+    return min(sum(link.bandwidth_gb_per_s for link in own.values()) for own in links)
 
 
 def _nics_gb_per_s(topology: Topology, gpus: Sequence[int]) -> float:
@@ -331,10 +312,6 @@ def _nics_gb_per_s(topology: Topology, gpus: Sequence[int]) -> float:
     for gpu in gpus:
         path = routes.to_nic(gpu)
         inside = [topology.links_of(a)[b].bandwidth_gb_per_s for a, b in pairwise(path)]
-        outside = [
-            link.bandwidth_gb_per_s
-            for link in topology.links_of(path[-1]).values()
-            if link.kind is LinkKind.NETWORK
-        ]
+        outside = [link.bandwidth_gb_per_s for link in topology.network_links_of(path[-1]).values()]
         speeds[path[-1]] = min([*inside, sum(outside)])
     return sum(speeds.values())

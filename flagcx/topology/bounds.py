@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from itertools import combinations, pairwise, permutations
 from types import MappingProxyType
 
-from flagcx.topology.graph import DeviceKind, Graph, LinkKind
+from flagcx.topology.graph import DeviceKind, Graph
 from flagcx.topology.routes import Routes
 from flagcx.topology.speeds import whole
 
@@ -110,7 +110,7 @@ def nvls_bound(topology: Graph, gpus: Sequence[int]) -> float | None:
         device = topology.gpu(gpu)
         if (whole(device.attribute("gpu.sm")) or 0) < _NVLS_FROM_SM:
             return None
-        own = {id for id in topology.links_of(device.id) if topology.device(id).kind is DeviceKind.NVSWITCH}
+        own = set(topology.nvswitches_of(device.id))
         shared = own if shared is None else shared & own
     if not shared or len(gpus) < 2:
         return None
@@ -301,9 +301,8 @@ def _outside_links(topology: Graph, members: Sequence[int], routes: Routes) -> d
         if routes.nic(gpu) is not None:
             for a, b in pairwise(path):
                 links[frozenset((a, b))] = topology.links_of(a)[b].bandwidth_gb_per_s
-            around = topology.links_of(path[-1]).values()
-            network = [link.bandwidth_gb_per_s for link in around if link.kind is LinkKind.NETWORK]
-            links[frozenset((path[-1], "outside"))] = sum(network)
+            network = topology.network_links_of(path[-1]).values()
+            links[frozenset((path[-1], "outside"))] = sum(link.bandwidth_gb_per_s for link in network)
     return links
 
 

@@ -14,33 +14,34 @@ from flagcx.topology.topology import Topology
 _MOST_NOTES = 40
 
 
-class Notes(Counter[str]):
+class Notes:
     """What a source lacks or gets wrong and what is assumed in its place, each with its number."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self._counts: Counter[str] = Counter()
         self._first: dict[str, str] = {}
 
-    def add(self, note: str, example: str = "") -> None:
+    def add(self, note: str, example: str = "", count: int = 1) -> None:
         """Counts a note.
 
         Args:
             note: What is wrong and what is assumed; the same words for everything of one kind.
             example: Where and what it was; that of the first is shown.
+            count: How many things of that kind there are.
         """
-        self[note] += 1
+        self._counts[note] += count
         self._first.setdefault(note, example)
 
     def lines(self) -> list[str]:
         """The notes as text, each with its number and its first example."""
         shown = []
-        for note, count in list(self.items())[:_MOST_NOTES]:
+        for note, count in list(self._counts.items())[:_MOST_NOTES]:
             facts = [f"{count} times"] if count > 1 else []
-            if example := self._first.get(note):
+            if example := self._first[note]:
                 facts.append(f"first {example}" if count > 1 else example)
             shown.append(f"{note} ({', '.join(facts)})" if facts else note)
-        if len(self) > _MOST_NOTES:
-            shown.append(f"{len(self) - _MOST_NOTES} more kinds of notes are left out")
+        if len(self._counts) > _MOST_NOTES:
+            shown.append(f"{len(self._counts) - _MOST_NOTES} more kinds of notes are left out")
         return shown
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from flagcx.topology import nvml as driver
 from flagcx.topology import speeds, sysfs
 from flagcx.topology.builder import Builder
+from flagcx.topology.cpu_sets import cpu_mask
 from flagcx.topology.graph import DeviceKind, LinkKind
 from flagcx.topology.nccl_links import HIDDEN_SWITCH
 from flagcx.topology.nvml import DriverGpu
@@ -42,7 +43,7 @@ def detect(*, sys: str | Path = "/sys", proc: str | Path = "/proc", nvml: Any = 
     machine.cpus()
     nvml = driver.load() if nvml is None else nvml
     if nvml is None:
-        machine.notes["pynvml is not installed, so NVLinks are not known; pip install nvidia-ml-py"] += 1
+        machine.notes.add("pynvml is not installed, so NVLinks are not known; pip install nvidia-ml-py")
     known = driver.read_gpus(nvml, machine.notes) if nvml is not None else None
     machine.gpus(known)
     machine.nics()
@@ -63,16 +64,16 @@ class _Machine(Builder):
         model = sysfs.cpu_model(self.proc)
         nodes = sysfs.numa_nodes(self.sys)
         for node in nodes:
-            facts = {"affinity": speeds.cpu_mask(node.cpus), "arch": platform.machine(), **model}
+            facts = {"affinity": cpu_mask(node.cpus), "arch": platform.machine(), **model}
             if node.package >= 0:
                 facts["package"] = str(node.package)
             self.add(DeviceKind.CPU, f"cpu{node.number}", node.number, attributes=tuple(facts.items()))
         speed = speeds.socket_speed({"arch": platform.machine(), **model})
         if speed is None and len(nodes) > 1:
-            self.notes[
+            self.notes.add(
                 f"the CPU is not in the table; {speeds.DEFAULT_SOCKET_GB_PER_S:g} GB/s assumed "
                 "between NUMA nodes"
-            ] += 1
+            )
         self.join_cpus(speed or speeds.DEFAULT_SOCKET_GB_PER_S, assumed=speed is None)
 
     # -- GPUs
@@ -104,9 +105,9 @@ class _Machine(Builder):
             or (function.vendor == _AMD and function.pci_class.startswith(("0x0380", "0x1200")))
         ]
         if found:
-            self.notes[
+            self.notes.add(
                 "GPUs were found on PCIe alone, so links between them other than PCIe are not known"
-            ] += 1
+            )
         return [DriverGpu(index, "", address, None, ()) for index, address in enumerate(found)]
 
     def nvlinks(self, gpus: list[DriverGpu]) -> None:
@@ -123,9 +124,7 @@ class _Machine(Builder):
                         switches[address] = self.add(DeviceKind.NVSWITCH, id, pci_bus_id=address)
                     id = switches[address]
                 elif end not in by_bus:
-                    self.notes[
-                        "an NVLink goes to a GPU that is hidden from this process; it is left out"
-                    ] += 1
+                    self.notes.add("an NVLink goes to a GPU that is hidden from this process; it is left out")
                     continue
                 elif by_bus[end].index <= gpu.index:
                     continue
@@ -140,7 +139,7 @@ class _Machine(Builder):
         for number, (address, ports) in enumerate(sorted(sysfs.network_ports(self.sys).items())):
             name = "+".join(dict.fromkeys(port.name for port in ports))
             if any(port.speed_gb_per_s == 0 for port in ports):
-                self.notes["a network port's speed is not known: it is down, or virtual"] += 1
+                self.notes.add("a network port's speed is not known: it is down, or virtual")
             id = self.add(DeviceKind.NIC, f"nic{number}", name=name, pci_bus_id=address, ports=tuple(ports))
             self.hang(id, self.functions.get(address))
 
@@ -149,11 +148,11 @@ class _Machine(Builder):
     def hang(self, id: str, function: PciFunction | None) -> None:
         """Links a device to the switch above it, and that to the root; ports of a switch are one device."""
         if function is None:
-            self.notes[
+            self.notes.add(
                 "a device's place in the PCIe tree cannot be read; it is put below the first NUMA node"
-            ] += 1
-            speed = speeds.pcie_gb_per_s(speeds.DEFAULT_PCIE_GT, speeds.DEFAULT_PCIE_WIDTH)
-            self.link(id, self.of(DeviceKind.CPU)[0].id, LinkKind.PCIE, speed, assumed=True)
+            )
+            first = self.of(DeviceKind.CPU)[0].id
+            self.link(id, first, LinkKind.PCIE, speeds.pcie_gb_per_s(), assumed=True)
             return
         above = self.root(function)
         # Bridges alternate: root port, then for each switch its upstream port and one downstream port.
@@ -170,7 +169,7 @@ class _Machine(Builder):
         numa = function.numa
         if numa not in numbers:
             if len(numbers) > 1:
-                self.notes["a PCI device's NUMA node is not known; the first is assumed"] += 1
+                self.notes.add("a PCI device's NUMA node is not known; the first is assumed")
             numa = numbers[0]
         root = f"{function.root or 'pci'}@{numa}"
         if root not in self.devices:
@@ -182,9 +181,8 @@ class _Machine(Builder):
         gt, width = (function.gt, function.width) if function else (None, 0)
         known = gt is not None and width > 0
         if not known:
-            self.notes[
+            self.notes.add(
                 f"a PCIe link's speed or width is not known; assumed {speeds.DEFAULT_PCIE_GT:g} GT/s and "
                 f"{speeds.DEFAULT_PCIE_WIDTH} lanes for what is missing"
-            ] += 1
-        speed = speeds.pcie_gb_per_s(gt or speeds.DEFAULT_PCIE_GT, width or speeds.DEFAULT_PCIE_WIDTH)
-        self.link(id, above, LinkKind.PCIE, speed, assumed=not known)
+            )
+        self.link(id, above, LinkKind.PCIE, speeds.pcie_gb_per_s(gt, width), assumed=not known)

@@ -259,6 +259,10 @@ class Graph:
             self._switches_of[id] = found
         return found
 
+    def network_links_of(self, id: str) -> dict[str, Link]:
+        """The links of a NIC or switch to the network between hosts, by the id at their other end."""
+        return {end: link for end, link in self._adjacency[id].items() if link.kind is LinkKind.NETWORK}
+
     def link(self, a: str, b: str) -> Link | None:
         """The link between two devices, or None."""
         return self._adjacency[a].get(b)

@@ -10,9 +10,6 @@ from flagcx.topology import speeds
 from flagcx.topology.graph import Device, DeviceKind, Link, LinkKind
 from flagcx.topology.topology import Topology
 
-#: Assumed for a NIC whose speed is not known, as NCCL does: 10 Gbit/s.
-_DEFAULT_NIC_GB_PER_S = 1.25
-
 
 def join(machines: Sequence[Topology]) -> Topology:
     """Puts the topologies of several hosts together, one host each, joined by one switch.
@@ -52,7 +49,7 @@ def join(machines: Sequence[Topology]) -> Topology:
         notes += [note for note in machine.notes if note not in notes]
         for nic in _outward(machine):
             speed = nic_speed(nic)
-            rate, latency = speed or _DEFAULT_NIC_GB_PER_S, speeds.LATENCY_US["network"]
+            rate, latency = speed or speeds.DEFAULT_NIC_GB_PER_S, speeds.LATENCY_US["network"]
             links.append(Link(names[nic.id], "network", LinkKind.NETWORK, rate, latency, 1, speed == 0))
     devices.append(Device("network", DeviceKind.NETWORK_SWITCH, 0, -1))
     notes.append("the network between the hosts cannot be seen; one switch that never blocks is assumed")

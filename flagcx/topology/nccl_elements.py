@@ -10,6 +10,12 @@ from flagcx.topology.builder import Notes
 from flagcx.topology.graph import DeviceKind, Port
 from flagcx.topology.markup import Element
 
+#: The PCI class that is written for a device of each kind.
+CLASS = MappingProxyType(
+    {DeviceKind.GPU: "0x030200", DeviceKind.NIC: "0x020000", DeviceKind.PCIE_SWITCH: "0x060400"}
+)
+#: The PCI class of NVSwitches, by which the end of an NVLink is told.
+NVSWITCH_CLASS = "0x068000"
 _IDLE_GT = (2.5, 5.0)
 #: Faster than any port; a larger number is in another unit.
 _MOST_MBIT = 10_000_000
@@ -90,16 +96,16 @@ def pcie_gb_per_s(element: Element, kind: DeviceKind, notes: Notes) -> tuple[flo
     own, gt, known = _own_pcie(element)
     widest = _widest_below(element) if gt in _IDLE_GT or not known else 0.0
     if kind is DeviceKind.PCIE_SWITCH and own < widest:
-        notes[
+        notes.add(
             "a bridge reports a slower link (2.5 or 5 GT/s, or none) than a device below it, as an "
             "idle or virtual one does; it is taken to be as fast as that device"
-        ] += 1
+        )
         return widest, True
     if not known:
-        notes[
+        notes.add(
             f"a PCIe link's speed or width is not in the file; assumed {speeds.DEFAULT_PCIE_GT:g} "
             f"GT/s and {speeds.DEFAULT_PCIE_WIDTH} lanes for what is missing, as NCCL does"
-        ] += 1
+        )
     return own, not known
 
 
@@ -107,8 +113,7 @@ def _own_pcie(element: Element) -> tuple[float, float | None, bool]:
     """The link above an element by its own attributes: GB/s, GT/s, and whether both parts are known."""
     gt = speeds.parse_pcie_gt(element.attributes.get("link_speed", ""))
     width = element.number("link_width", 1, 32) or 0
-    own = speeds.pcie_gb_per_s(gt or speeds.DEFAULT_PCIE_GT, width or speeds.DEFAULT_PCIE_WIDTH)
-    return own, gt, gt is not None and width > 0
+    return speeds.pcie_gb_per_s(gt, width), gt, gt is not None and width > 0
 
 
 def _widest_below(element: Element) -> float:

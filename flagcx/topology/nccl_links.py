@@ -10,10 +10,10 @@ from flagcx.topology import speeds
 from flagcx.topology.builder import Builder, Notes
 from flagcx.topology.graph import Device, DeviceKind, LinkKind
 from flagcx.topology.markup import Element
+from flagcx.topology.nccl_elements import NVSWITCH_CLASS
 
 #: The target that NCCL writes for a switch it cannot see, as in a virtual machine.
 HIDDEN_SWITCH = "fffffff:ff:ff.0"
-_SWITCH_CLASS = "0x068000"
 _MAX_LINKS = 1024
 #: PCI device ids of GPUs that come in boards of eight with NVSwitches: compute capability, NVLinks.
 _NVSWITCH_BOARDS = {
@@ -52,7 +52,7 @@ def read(
             if child.tag == "c2c":
                 continue
             if child.tag not in ("nvlink", "xgmi"):
-                notes[f"element <{child.tag[:40]}> is not understood here and is left out"] += 1
+                notes.add(f"element <{child.tag[:40]}> is not understood here and is left out")
                 continue
             count = child.number("count", 1, _MAX_LINKS)
             if count is None:
@@ -101,7 +101,7 @@ class _Ends:
         there = self.at.get((host, address))
         if there:
             return self._one_of(there, (host, address), id)
-        if link.attributes.get("tclass", _SWITCH_CLASS) == _SWITCH_CLASS:
+        if link.attributes.get("tclass", NVSWITCH_CLASS) == NVSWITCH_CLASS:
             return address
         self.notes.add(
             "a link goes to a device that is not in the file; it is left out", link.shown("target")
@@ -149,15 +149,15 @@ def assume_nvswitch(gpus: Sequence[Device], notes: Notes) -> tuple[Counts, int |
     kinds = {gpu.attribute("device").lower() for gpu in gpus}
     if len(gpus) == 8 and len(kinds) == 1 and (board := _NVSWITCH_BOARDS.get(next(iter(kinds)))):
         sm, count = board
-        notes[
+        notes.add(
             f"no NVLinks are in the file; eight GPUs of PCI device {next(iter(kinds))} are taken to be on "
             f"a board with NVSwitches, {count} NVLinks each"
-        ] += 1
+        )
         return {(gpu.id, HIDDEN_SWITCH, LinkKind.NVLINK): count for gpu in gpus}, sm
     if gpus:
-        notes[
+        notes.add(
             "no NVLinks are in the file; NCCL adds them on the running machine. Planned over PCIe alone"
-        ] += 1
+        )
     return {}, None
 
 
@@ -167,19 +167,19 @@ def _symmetric(counts: Counts, loops: dict[str, int], notes: Notes) -> Counts:
     for (a, b, kind), count in counts.items():
         back = counts.get((b, a, kind))
         if back is not None and back != count:
-            notes["two ends of an NVLink disagree on its count; the larger is taken"] += 1
+            notes.add("two ends of an NVLink disagree on its count; the larger is taken")
         if (b, a, kind) not in joined:
             joined[a, b, kind] = max(count, back or 0)
     looped = list(loops)
     if looped and len(looped) % 2 == 0 and not counts and len(set(loops.values())) == 1:
-        notes[
+        notes.add(
             "every NVLink leads back to its own GPU, as a hypervisor that hides the peer reports it; "
             "neighbours in the file are taken to be bridged in pairs"
-        ] += 1
+        )
         for a, b in zip(looped[::2], looped[1::2], strict=True):
             joined[a, b, LinkKind.NVLINK] = loops[a]
     elif looped:
-        notes["an NVLink leads back to its own GPU; it is left out"] += len(looped)
+        notes.add("an NVLink leads back to its own GPU; it is left out", count=len(looped))
     return joined
 
 
@@ -214,9 +214,9 @@ def add_fabric(machine: Builder, counts: Counts, sm: int | None) -> None:
         rate = min((known for known in rates if known is not None), default=None)
         if rate is None:
             rate = speeds.DEFAULT_NVLINK_GB_PER_S if kind is LinkKind.NVLINK else speeds.DEFAULT_XGMI_GB_PER_S
-            machine.notes[
+            machine.notes.add(
                 f"a GPU's model is not in the file; {rate:g} GB/s assumed for each of its {kind.value} links"
-            ] += 1
+            )
         machine.link(a, end, kind, rate * count, count, assumed=not any(rates))
     for host in sorted({key[0] for key in switches}):
         own = [switch for key, switch in sorted(switches.items()) if key[0] == host]

@@ -14,7 +14,6 @@ from collections import Counter
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
-from types import MappingProxyType
 
 from flagcx.errors import TopologyError
 from flagcx.topology import markup, nccl_links, speeds
@@ -25,8 +24,6 @@ from flagcx.topology.markup import Element
 from flagcx.topology.topology import Topology
 
 _WHAT = "NCCL's topology XML"
-_DEFAULT_PCIE = (speeds.DEFAULT_PCIE_GT, speeds.DEFAULT_PCIE_WIDTH)
-_CLASS = MappingProxyType({DeviceKind.GPU: "0x030200", DeviceKind.NIC: "0x020000"})
 #: NUMA nodes of one file; every two of a host are joined, so their number is bounded.
 _MOST_CPUS = 512
 
@@ -119,7 +116,7 @@ class _Reader(Builder):
         if id in self.devices and self.devices[id].index != index:
             id += "b"  # node 0, and one whose number is not known
         if id in self.devices:
-            self.notes[f"NUMA node {index} is listed more than once; its parts are put together"] += 1
+            self.notes.add(f"NUMA node {index} is listed more than once; its parts are put together")
         else:
             if len(self.of(DeviceKind.CPU)) >= _MOST_CPUS:
                 raise element.error(f"over {_MOST_CPUS} NUMA nodes; refused")
@@ -154,7 +151,7 @@ class _Reader(Builder):
                     "two PCI devices have the same address; they are kept apart", element.shown("busid")
                 )
             id = f"{_prefix(host)}pci:{address}"
-            facts = {"class": _CLASS[kind]} if kind in _CLASS else {}
+            facts = {"class": elements.CLASS[kind]} if kind in (DeviceKind.GPU, DeviceKind.NIC) else {}
             facts |= {key: value for key, value in element.attributes.items() if key != "busid"}
             attributes = tuple(facts.items())
             self.add(kind, id, 0, host=host, pci_bus_id=address, attributes=attributes)
@@ -166,9 +163,9 @@ class _Reader(Builder):
             self.static_gpus.append(id)
         self.ends(element, id, kind, cpu, same)
         if kind is DeviceKind.PCI_DEVICE:
-            self.notes[
+            self.notes.add(
                 "a PCI device's class is not in the file or is no GPU's or NIC's, so it is not used in plans"
-            ] += 1
+            )
 
     def ends(self, element: Element, id: str, kind: DeviceKind, cpu: str, same: list[str]) -> None:
         """The children of a PCI device: devices below it, and what it is itself."""
@@ -200,9 +197,9 @@ class _Reader(Builder):
         )
         host, address = self.devices[cpu].host, self.own_address()
         id = f"{_prefix(host)}pci:{address}"
-        self.add(kind, id, 0, host=host, pci_bus_id=address, attributes=(("class", _CLASS[kind]),))
+        self.add(kind, id, 0, host=host, pci_bus_id=address, attributes=(("class", elements.CLASS[kind]),))
         self.above[id] = cpu, parent
-        self.link(parent, id, LinkKind.PCIE, speeds.pcie_gb_per_s(*_DEFAULT_PCIE), assumed=True)
+        self.link(parent, id, LinkKind.PCIE, speeds.pcie_gb_per_s(), assumed=True)
         return id
 
     def own_address(self) -> str:
@@ -226,10 +223,10 @@ class _Reader(Builder):
             if key not in self.shared_nics:
                 id = f"{_prefix(host)}net:{len(self.shared_nics)}"
                 self.shared_nics[key] = self.add(DeviceKind.NIC, id, 0, host=host, ports=(port,))
-                self.notes[
+                self.notes.add(
                     "a network interface has no PCI place; it is taken as near every NUMA node it is under"
-                ] += 1
-            bandwidth = port.speed_gb_per_s or speeds.nic_gb_per_s(10_000)
+                )
+            bandwidth = port.speed_gb_per_s or speeds.DEFAULT_NIC_GB_PER_S
             self.link(cpu, self.shared_nics[key], LinkKind.PCIE, bandwidth, assumed=True)
 
     # -- the whole
@@ -271,10 +268,10 @@ class _Reader(Builder):
                 self.link(a.id, b.id, LinkKind.SOCKET, rate, assumed=not known)
                 unnamed |= not known
         if unnamed:
-            self.notes[
+            self.notes.add(
                 f"the CPU is not named; {speeds.DEFAULT_SOCKET_GB_PER_S:g} GB/s assumed between its NUMA "
                 "nodes"
-            ] += 1
+            )
 
     def final_devices(self) -> dict[str, Device]:
         """Final ids and indices by first id: GPUs by ``dev`` or bus order, NICs in file order."""
@@ -306,7 +303,7 @@ class _Reader(Builder):
             return {id: numbers[id] if id in numbers else next(free) for id in gpus}
         if gpus:
             reason = "are not unique" if numbers else "are not in the file"
-            self.notes[f"GPU numbers {reason}; the GPUs are numbered by host, number and PCI address"] += 1
+            self.notes.add(f"GPU numbers {reason}; the GPUs are numbered by host, number and PCI address")
         gpus.sort(key=lambda id: (self.devices[id].host, numbers.get(id, 0), self.devices[id].pci_bus_id))
         return {id: index for index, id in enumerate(gpus)}
 

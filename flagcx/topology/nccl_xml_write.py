@@ -12,14 +12,8 @@ from xml.sax.saxutils import quoteattr
 from flagcx.errors import TopologyError
 from flagcx.topology import speeds
 from flagcx.topology.graph import Device, DeviceKind, Graph, Link, LinkKind
+from flagcx.topology.nccl_elements import CLASS, NVSWITCH_CLASS
 from flagcx.topology.nccl_links import HIDDEN_SWITCH
-
-_CLASS = {
-    DeviceKind.GPU: "0x030200",
-    DeviceKind.NIC: "0x020000",
-    DeviceKind.PCIE_SWITCH: "0x060400",
-}
-_SWITCH_CLASS = "0x068000"
 
 
 def write(topology: Graph, path: str | Path) -> None:
@@ -127,7 +121,7 @@ class _Writer:
         if given or device.kind is DeviceKind.PCI_DEVICE:
             return given
         gt, width = speeds.pcie_form(link.bandwidth_gb_per_s)
-        return {"class": _CLASS[device.kind], "link_speed": f"{gt:.1f} GT/s PCIe", "link_width": str(width)}
+        return {"class": CLASS[device.kind], "link_speed": f"{gt:.1f} GT/s PCIe", "link_width": str(width)}
 
     def gpu(self, device: Device, indent: str) -> Iterator[str]:
         given = {key[4:]: value for key, value in device.attributes if key.startswith("gpu.")}
@@ -150,11 +144,11 @@ class _Writer:
         given = {
             "target": other.pci_bus_id or HIDDEN_SWITCH,
             "count": str(link.count),
-            "tclass": _SWITCH_CLASS,
+            "tclass": NVSWITCH_CLASS,
         }
         if other.kind is DeviceKind.GPU:
             given["target"] = self.bus_id(other)
-            given["tclass"] = other.attribute("class", _CLASS[DeviceKind.GPU])
+            given["tclass"] = other.attribute("class", CLASS[DeviceKind.GPU])
         return f"<{link.kind.value}{_attributes(given)}/>"
 
     def nets(self, nic: Device, indent: str) -> Iterator[str]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
+
+from flagcx.topology.builder import Notes
 
 _TO_SWITCH = 2
 _HIDDEN_DOMAIN = "ffffffff"
@@ -34,7 +35,7 @@ def load() -> Any | None:
     return pynvml
 
 
-def read_gpus(nvml: Any, notes: Counter[str]) -> list[DriverGpu] | None:
+def read_gpus(nvml: Any, notes: Notes) -> list[DriverGpu] | None:
     """The GPUs that the driver knows.
 
     Args:
@@ -47,25 +48,25 @@ def read_gpus(nvml: Any, notes: Counter[str]) -> list[DriverGpu] | None:
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
-        notes[f"the NVIDIA driver cannot be asked ({error})"] += 1
+        notes.add(f"the NVIDIA driver cannot be asked ({error})")
         return None
     try:
         return _read(nvml, notes)
     except nvml.NVMLError as error:
-        notes[f"the NVIDIA driver does not list its GPUs ({error})"] += 1
+        notes.add(f"the NVIDIA driver does not list its GPUs ({error})")
         return None
     finally:
         nvml.nvmlShutdown()
 
 
-def _read(nvml: Any, notes: Counter[str]) -> list[DriverGpu]:
+def _read(nvml: Any, notes: Notes) -> list[DriverGpu]:
     gpus = []
     for index in range(nvml.nvmlDeviceGetCount()):
         try:
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
             bus_id = _bus_id(nvml.nvmlDeviceGetPciInfo(handle).busId)
         except nvml.NVMLError as error:
-            notes[f"GPU {index} is left out: the driver says {error}"] += 1
+            notes.add(f"GPU {index} is left out: the driver says {error}")
             continue
         name = _ask(nvml, nvml.nvmlDeviceGetName, handle)
         capability = _ask(nvml, nvml.nvmlDeviceGetCudaComputeCapability, handle)
@@ -74,7 +75,7 @@ def _read(nvml: Any, notes: Counter[str]) -> list[DriverGpu]:
     return gpus
 
 
-def _links(nvml: Any, handle: Any, notes: Counter[str]) -> tuple[str, ...]:
+def _links(nvml: Any, handle: Any, notes: Notes) -> tuple[str, ...]:
     ends = []
     # NVML refuses the first number that a GPU does not have.
     for link in range(getattr(nvml, "NVML_NVLINK_MAX_LINKS", 18)):
@@ -82,7 +83,7 @@ def _links(nvml: Any, handle: Any, notes: Counter[str]) -> tuple[str, ...]:
         if state is None:
             break
         if state != 1:
-            notes["an NVLink of a GPU is down"] += 1
+            notes.add("an NVLink of a GPU is down")
             continue
         remote = _ask(nvml, nvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, link)
         kind = _ask(nvml, nvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, link)
@@ -91,7 +92,7 @@ def _links(nvml: Any, handle: Any, notes: Counter[str]) -> tuple[str, ...]:
         if kind == _TO_SWITCH or (hidden and kind is None):
             ends.append("switch:" if hidden else f"switch:{address}")
         elif hidden:
-            notes["an NVLink's remote end cannot be read, and it is left out"] += 1
+            notes.add("an NVLink's remote end cannot be read, and it is left out")
         else:
             ends.append(address)
     return tuple(ends)

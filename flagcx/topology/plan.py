@@ -184,7 +184,7 @@ def _pcie_range(topology: Graph, rings: Sequence[Ring], limit: float) -> tuple[P
         return None
     cases = []
     for generation, gt in ((3, 8.0), (5, 32.0)):
-        speed = speeds.pcie_gb_per_s(gt, speeds.DEFAULT_PCIE_WIDTH)
+        speed = speeds.pcie_gb_per_s(gt)
         links = [
             replace(link, bandwidth_gb_per_s=speed)
             if link.kind is LinkKind.PCIE and link.bandwidth_gb_per_s < speeds.UNBOUND_GB_PER_S

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import html
 import math
-import re
 from dataclasses import asdict
 from itertools import zip_longest
 from types import MappingProxyType
 from typing import Any
 
 from flagcx.topology import paths, speeds
+from flagcx.topology.cpu_sets import cpu_ranges
 from flagcx.topology.graph import Device, DeviceKind, Graph, LinkKind
 from flagcx.topology.plan import Plan
 
@@ -73,7 +73,7 @@ def text_report(topology: Graph, plan: Plan | None, *, legend: bool = True) -> s
     return "\n\n".join(parts)
 
 
-def fabric_of(topology: Graph, gpu: Device) -> tuple[str, int, float, float | None]:
+def _fabric(topology: Graph, gpu: Device) -> tuple[str, int, float, float | None]:
     """A GPU's NVLinks or xGMI links: name, number, GB/s each way together, and that by the data sheet."""
     links = [link for link in topology.links_of(gpu.id).values() if link.kind.is_gpu_fabric]
     count = sum(link.count for link in links)
@@ -86,7 +86,7 @@ def fabric_text(topology: Graph) -> str:
     """A line for each kind of GPU's links; "" where there are none."""
     gpus: dict[tuple, list[int]] = {}
     for gpu in topology.gpus:
-        gpus.setdefault(fabric_of(topology, gpu), []).append(gpu.index)
+        gpus.setdefault(_fabric(topology, gpu), []).append(gpu.index)
     lines = []
     for (name, count, speed, spec), members in gpus.items():
         if count:
@@ -160,28 +160,6 @@ def format_matrix(topology: Graph, *, legend: bool = True) -> str:
     return text + "\n\n" + LEGEND + (f"\n\nNIC Legend:\n{names}" if names else "")
 
 
-def cpu_ranges(mask: str) -> str:
-    """CPU numbers as ranges, from NCCL's mask in hexadecimal words; "" where it is no mask.
-
-    Example:
-        >>> cpu_ranges("00000001,0000000f")
-        '0-3,32'
-    """
-    words = mask.split(",")
-    if len(words) > 256 or not all(re.fullmatch(r"[0-9a-fA-F]{1,8}", word) for word in words):
-        return ""
-    bits = 0
-    for word in words:
-        bits = bits << 32 | int(word, 16)
-    spans: list[list[int]] = []
-    for number in (number for number in range(bits.bit_length()) if bits >> number & 1):
-        if spans and spans[-1][1] == number - 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    return ",".join(f"{a}-{b}" if b > a else f"{a}" for a, b in spans)
-
-
 def _aligned(rows: list[list[str]]) -> str:
     widths = [max(map(len, column)) + 2 for column in zip_longest(*rows, fillvalue="")]
     lines = []
@@ -206,7 +184,7 @@ def as_dict(topology: Graph, plan: Plan | None) -> dict[str, Any]:
                 "numa_node": node.index if node else None,
                 "nearest_nic": nic.name or nic.id if nic else None,
             }
-            | dict(zip(_LINK_KEYS, fabric_of(topology, gpu), strict=True))
+            | dict(zip(_LINK_KEYS, _fabric(topology, gpu), strict=True))
         )
     return {
         "name": topology.name,

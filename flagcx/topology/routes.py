@@ -102,7 +102,7 @@ class Routes:
 
     def leaves(self, domain: int) -> tuple[str, ...]:
         """Ids of the switches that the NICs of a domain's GPUs hang on."""
-        return tuple(sorted({id for nic in self.nics(domain) for id in self._switches(nic)}))
+        return tuple(sorted({id for nic in self.nics(domain) for id in self.topology.network_links_of(nic)}))
 
     def nics(self, domain: int) -> tuple[str, ...]:
         """Ids of the NICs that the GPUs of a domain use."""
@@ -146,20 +146,16 @@ class Routes:
 
     def _over_network(self, a: str, b: str) -> list[str] | None:
         """The path between two NICs; the part between two switches is found once."""
-        shared = [id for id in self._switches(a) if id in self.topology.links_of(b)]
+        shared = [id for id in self.topology.network_links_of(a) if id in self.topology.links_of(b)]
         if shared:
             return [a, shared[0], b]
-        for first in self._switches(a):
-            for second in self._switches(b):
+        for first in self.topology.network_links_of(a):
+            for second in self.topology.network_links_of(b):
                 if (first, second) not in self._network:
                     self._network[first, second] = paths.network_path(self.topology, first, second)
                 if (path := self._network[first, second]) is not None:
                     return [a, *path, b]
         return None
-
-    def _switches(self, nic: str) -> list[str]:
-        links = self.topology.links_of(nic)
-        return [id for id, link in links.items() if link.kind is LinkKind.NETWORK]
 
 
 class _Shape:
@@ -191,7 +187,7 @@ class _Shape:
             joined = [
                 nic
                 for nic in paths.nearest(topology, here.id, DeviceKind.NIC)
-                if any(link.kind is LinkKind.NETWORK for link in topology.links_of(nic.id).values())
+                if topology.network_links_of(nic.id)
             ]
             nic = paths.shared_out(topology, here, joined).id if joined else None
             self._nics[gpu] = None if nic is None else self._position[nic]

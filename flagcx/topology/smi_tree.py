@@ -15,6 +15,7 @@ from itertools import combinations
 
 from flagcx.topology import gpu_models, speeds
 from flagcx.topology.builder import Builder
+from flagcx.topology.cpu_sets import cpu_mask
 from flagcx.topology.graph import DeviceKind, LinkKind, Port
 from flagcx.topology.smi_matrix import Matrix
 from flagcx.topology.topology import Topology
@@ -58,10 +59,10 @@ class _Tree(Builder):
                 self.root(root, cpu, parts)
         self.join_cpus(speeds.DEFAULT_SOCKET_GB_PER_S)
         self.fabric(counts)
-        self.notes[
+        self.notes.add(
             f"the text has no bandwidths; assumed {self.gt:g} GT/s PCIe with {speeds.DEFAULT_PCIE_WIDTH} "
             f"lanes and {speeds.DEFAULT_SOCKET_GB_PER_S:g} GB/s between NUMA nodes"
-        ] += 1
+        )
         for note in self.matrix.notes:
             self.notes.add(note)
         order = sorted(self.devices.values(), key=lambda device: device.kind is not DeviceKind.GPU)
@@ -113,15 +114,16 @@ class _Tree(Builder):
             inside = {pair: count for pair, count in counts.items() if pair[0] in group}
             total = max(_total(inside, gpu) for gpu in group)
             complete = len(inside) == len(group) * (len(group) - 1) // 2
-            if total > _MOST_LINKS and complete and len(set(inside.values())) == 1:
-                count = next(iter(inside.values()))
+            own = {gpu: max((n for pair, n in inside.items() if gpu in pair), default=0) for gpu in group}
+            alike = all(count == min(own[a], own[b]) for (a, b), count in inside.items())
+            if total > _MOST_LINKS and complete and alike:
                 switch = self.fresh(DeviceKind.NVSWITCH, "nvswitch")
-                for gpu in group:
+                for gpu, count in own.items():
                     self.link(self.ids[gpu], switch, self.fabric_kind, rate * count, count)
-                self.notes[
-                    f"{count} NVLinks to each of {len(group) - 1} GPUs are more than a GPU has; taken "
-                    "for NVSwitches"
-                ] += 1
+                self.notes.add(
+                    f"{max(own.values())} NVLinks to each of {len(group) - 1} GPUs are more than a GPU has; "
+                    "taken for NVSwitches"
+                )
             else:
                 for (a, b), count in inside.items():
                     self.link(self.ids[a], self.ids[b], self.fabric_kind, rate * count, count)
@@ -143,10 +145,10 @@ class _Tree(Builder):
             for a, b in combinations(self.matrix.gpus, 2)
         )
         if hidden:
-            self.notes[
+            self.notes.add(
                 f"NVLink hides the PCIe tree between GPUs ({hidden} pairs); those are given PCIe "
                 "roots of their own"
-            ] += 1
+            )
         return parts
 
     def same_numa(self, parts: list[list[str]]) -> list[list[str]]:
@@ -212,7 +214,7 @@ class _Tree(Builder):
         number = int(first[0]) if first and int(first[0]) not in used else position
         while number in used:
             number += 1
-        mask = speeds.cpu_mask(affinity)
+        mask = cpu_mask(affinity)
         attributes = (("affinity", mask),) if mask else ()
         return self.add(DeviceKind.CPU, f"cpu{number}", number, attributes=attributes)
 
@@ -246,7 +248,7 @@ class _Tree(Builder):
         return self.add(kind, f"{word}{len(self.of(kind))}")
 
     def pcie(self, a: str, b: str) -> None:
-        self.link(a, b, LinkKind.PCIE, speeds.pcie_gb_per_s(self.gt, speeds.DEFAULT_PCIE_WIDTH))
+        self.link(a, b, LinkKind.PCIE, speeds.pcie_gb_per_s(self.gt))
 
 
 def _total(counts: dict[tuple[str, str], int], gpu: str) -> int:

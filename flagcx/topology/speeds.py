@@ -22,6 +22,7 @@ _NVLINK_SPEC_BY_SM = ((100, 50.0), (90, 25.0), (86, 14.0625), (70, 25.0), (60, 2
 _XGMI_SPEC_BY_GCN = ((0x940, 64.0), (0x90A, 50.0), (0x900, 46.0))
 #: GB/s of a GPU's memory, of the least of its generation, by the least compute capability (times ten).
 _MEMORY_BY_SM = (
+    (121, 273.0),
     (120, 1300.0),
     (100, 8000.0),
     (90, 3350.0),
@@ -41,6 +42,8 @@ DEFAULT_PCIE_WIDTH = 16
 UNBOUND_GB_PER_S = 1000.0
 #: Assumed for a link between sockets of an unnamed CPU.
 DEFAULT_SOCKET_GB_PER_S = 10.0
+#: Assumed for a NIC whose speed is not known, as NCCL does: 10 Gbit/s.
+DEFAULT_NIC_GB_PER_S = 1.25
 #: Assumed for an NVLink of an unnamed GPU.
 DEFAULT_NVLINK_GB_PER_S = 20.0
 DEFAULT_XGMI_GB_PER_S = 24.0
@@ -61,9 +64,7 @@ def nvlink_gb_per_s(sm: int | None) -> float | None:
     Returns:
         GB/s, or None where ``sm`` is unknown or has no NVLink in the table.
     """
-    if sm is None:
-        return None
-    return next((speed for least, speed in _NVLINK_BY_SM if sm >= least), None)
+    return _by_least(sm, _NVLINK_BY_SM)
 
 
 def spec_gb_per_s(sm: int | None, gcn: str) -> float | None:
@@ -77,7 +78,7 @@ def spec_gb_per_s(sm: int | None, gcn: str) -> float | None:
     """
     if gcn:
         return _by_gcn(gcn, _XGMI_SPEC_BY_GCN)
-    return next((speed for least, speed in _NVLINK_SPEC_BY_SM if sm is not None and sm >= least), None)
+    return _by_least(sm, _NVLINK_SPEC_BY_SM)
 
 
 def pcie_gt_of(sm: int) -> float:
@@ -92,9 +93,7 @@ def may_have_nvlink(sm: int) -> bool:
 
 def memory_gb_per_s(sm: int | None) -> float:
     """Bandwidth of a GPU's memory, GB/s, by its compute capability times ten; a V100's where unknown."""
-    if sm is None:
-        return DEFAULT_MEMORY_GB_PER_S
-    return next((speed for least, speed in _MEMORY_BY_SM if sm >= least), DEFAULT_MEMORY_GB_PER_S)
+    return _by_least(sm, _MEMORY_BY_SM) or DEFAULT_MEMORY_GB_PER_S
 
 
 def xgmi_gb_per_s(gcn: str) -> float | None:
@@ -110,7 +109,12 @@ def _by_gcn(gcn: str, table: tuple[tuple[int, float], ...]) -> float | None:
     digits = gcn.lower().removeprefix("gfx")
     if not re.fullmatch(r"[0-9a-f]{3}", digits):
         return None
-    return next((speed for least, speed in table if int(digits, 16) >= least), None)
+    return _by_least(int(digits, 16), table)
+
+
+def _by_least(value: int | None, table: tuple[tuple[int, float], ...]) -> float | None:
+    """The first speed of a table whose least value is reached; None where none is, or nothing is known."""
+    return next((speed for least, speed in table if value is not None and value >= least), None)
 
 
 def parse_pcie_gt(text: str) -> float | None:
@@ -126,18 +130,18 @@ def parse_pcie_gt(text: str) -> float | None:
     return speed if speed in _PCIE_UNITS_BY_GT else None
 
 
-def pcie_gb_per_s(gt: float, width: int) -> float:
+def pcie_gb_per_s(gt: float | None = None, width: int = 0) -> float:
     """Bandwidth of a PCIe link in one direction, GB/s.
 
     Args:
-        gt: GT/s for each lane, one of 2.5, 5, 8, 16, 32, 64.
-        width: Lanes.
+        gt: GT/s for each lane, one of 2.5, 5, 8, 16, 32, 64; None where it is not known.
+        width: Lanes; 0 where they are not known. For what is not known the default is taken.
 
     Example:
         >>> pcie_gb_per_s(16.0, 16)
         24.0
     """
-    return width * _PCIE_UNITS_BY_GT[gt] / 80
+    return (width or DEFAULT_PCIE_WIDTH) * _PCIE_UNITS_BY_GT[gt or DEFAULT_PCIE_GT] / 80
 
 
 def pcie_form(bandwidth_gb_per_s: float) -> tuple[float, int]:
@@ -178,21 +182,3 @@ def whole(text: str) -> int | None:
 def nic_gb_per_s(speed_mbit_per_s: float) -> float:
     """Bandwidth of a network port in one direction, GB/s, from Mbit/s."""
     return speed_mbit_per_s / 8000
-
-
-def cpu_mask(ranges: str) -> str:
-    """CPU numbers as NCCL's mask in hexadecimal words, from ranges; "" where they are none.
-
-    Example:
-        >>> cpu_mask("0-3,32")
-        '00000001,0000000f'
-    """
-    bits = 0
-    for part in ranges.split(","):
-        match = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", part)
-        if match is None:
-            return ""
-        first, last = int(match.group(1)), int(match.group(2) or match.group(1))
-        bits |= (1 << last + 1) - (1 << first) if last >= first else 0
-    words = [f"{bits >> 32 * word & 0xFFFFFFFF:08x}" for word in range((bits.bit_length() + 31) // 32 or 1)]
-    return ",".join(reversed(words))

@@ -35,6 +35,7 @@ MODELS = MappingProxyType(
         "B300": 103,
         "GB300": 103,
         "RTX 5090": 120,
+        "GB10": 121,
         "RTX PRO 6000": 120,
     }
 )

@@ -16,7 +16,8 @@ MAX_NBYTES = 8 << 20
 MAX_DEPTH = 64
 MAX_ELEMENTS = 100_000
 BUS_ID = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f]")
-_WHOLE = re.compile(r"-?[0-9]{1,18}", re.ASCII)
+#: As C's strtol reads them in any base, which NCCL does.
+_WHOLE = re.compile(r"-?(?:0x[0-9a-f]{1,15}|[0-9]{1,18})", re.ASCII | re.IGNORECASE)
 
 
 @dataclass(slots=True)
@@ -38,7 +39,7 @@ class Element:
         text = self.attributes.get(name, "")
         if not _WHOLE.fullmatch(text):
             return None
-        value = int(text)
+        value = int(text, 16 if "x" in text.lower() else 10)
         return value if least <= value <= most else None
 
     def address(self, name: str) -> str:

@@ -11,6 +11,8 @@ from flagcx.topology import gpu_models, smi_text
 from flagcx.topology.smi_text import CELL, CUT, GPU, Row, Table
 
 _MAX_DEVICES = 128
+#: A column of the matrix is so wide; a first word further away stands in a later column than the next.
+_TAB = 8
 _COLUMNS = re.compile(
     r"(?P<cpu>CPU\s*Affinity)|(?P<gpu>GPU\s*NUMA\s*ID)|(?P<numa>NUMA(\s*(Affinity|Nodes?))?)", re.I
 )
@@ -44,6 +46,11 @@ def parse_matrix(text: str, source: str = "<text>") -> Matrix:
     found: Matrix | None = None
     wrong: TopologyError | None = None
     others, p2p = 0, False
+    if "ROCm System Management" in text or re.search(r"Link Type between two GPUs", text):
+        raise TopologyError(
+            f"{source}: this is the output of rocm-smi, which does not say how many links join two GPUs; "
+            "expected RCCL's topology XML (NCCL_TOPO_DUMP_FILE) or the output of 'nvidia-smi topo -m'"
+        )
     for table in smi_text.tables(lines):
         if table.is_p2p:
             p2p = True
@@ -59,6 +66,8 @@ def parse_matrix(text: str, source: str = "<text>") -> Matrix:
         raise wrong or _no_table(source, p2p)
     found.legend = dict(re.findall(r"(?:^|[\s\]>:+-])(NIC\d+):\s*(\S+)\s*$", "\n".join(lines), re.MULTILINE))
     found.model = gpu_models.named_in("\n".join(lines))
+    if re.search(r"\btopo\s+-mp\b", text):
+        found.notes.append("the text is that of 'nvidia-smi topo -mp', which leaves NVLinks out")
     if others:
         found.notes.append(f"the text has {others + 1} matrices; the first is read")
     return found
@@ -118,8 +127,12 @@ def _row(matrix: Matrix, row: Row, columns: list[str], place: str) -> None:
         matrix.cells[name, column] = "SYS" if cell == "SOC" else cell
     if len(cells) < len(names):
         raise TopologyError(f"{place}: {len(cells)} cells for {name}; expected {len(names)}, one a column")
+    words = re.sub(r",\s+(?=\d)", ",", further).split()
+    space = len(further) - len(further.lstrip())
+    if len(words) == len(columns) - 1 and len(cells[-1]) + space > _TAB:
+        columns = columns[1:]  # no CPU of that node is left to this process
     by_column = {"cpu": matrix.affinity, "numa": matrix.numa}
-    for column, text in zip(columns, re.sub(r",\s+(?=\d)", ",", further).split(), strict=False):
+    for column, text in zip(columns, words, strict=False):
         if column in by_column and re.fullmatch(r"[\d,-]+|N/A", text):
             by_column[column][name] = text
 

@@ -23,7 +23,11 @@ CUT = "\0"
 _MOST_LINES = 1000  # of one table
 _MOST_IN_ALL = 50_000  # lines of a text that are looked at
 _MOST_BEFORE = 400  # characters of a line in which its name and first cell are looked for
-_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b[@-_]")
+_ESCAPES = re.compile(
+    r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b[@-_]"
+    # A colour whose first character was lost on the way, or is written out.
+    r"|(?:\^\[|\\(?:u001b|x1b|033|e))?\[[0-9]{1,3}(?:;[0-9]{1,3}){0,4}m"
+)
 _QUOTE = re.compile(r"(?:\s*>)+ ?")
 _CELL_END = re.compile(r"</t[dh]>", re.I)
 #: The name and the first cell of a row, with what a log, a list or a shell's prompt put before them.
@@ -70,9 +74,8 @@ def clean(text: str) -> list[str]:
         text = text.replace("\\r", "").replace("\\n", "\n").replace("\\t", "\t")
     text = _CELL_END.sub(" ", text).translate(_CHARACTERS)
     text = re.sub(r"(?<=Affinity)(?=NUMA|GPU)", " ", text)
-    return [
-        _bare(line) for line in _unnumbered(re.split(r"\r*\n|\r", text, maxsplit=_MOST_IN_ALL)[:_MOST_IN_ALL])
-    ]
+    lines = re.split(r"\r*\n|\r", text, maxsplit=_MOST_IN_ALL)[:_MOST_IN_ALL]
+    return [_bare(line.expandtabs(8)) for line in _unnumbered(lines)]
 
 
 def _unnumbered(lines: list[str]) -> list[str]:

@@ -163,6 +163,9 @@ CHANGES: MappingProxyType[str, Callable[[str], str]] = MappingProxyType(
         "indented": lambda text: "".join(f"    {line}\n" for line in text.splitlines()),
         "double-spaced": lambda text: text.replace("\n", "\n\n"),
         "underlined header": lambda text: "\x1b[4m" + text.replace("\n", "\x1b[0m\n", 1),
+        "escape lost": lambda text: "[4m" + text.replace("\n", "[0m\n", 1),
+        "escape written out": lambda text: "\\x1b[4m" + text.replace("\n", "\\x1b[0m\n", 1),
+        "caret notation": lambda text: "^[[4m" + text.replace("\n", "^[[0m\n", 1),
         "colours": lambda text: text.replace("NV18", "\x1b[1;32mNV18\x1b[0m").replace(
             "SYS", "\x1b[31mSYS\x1b[m"
         ),

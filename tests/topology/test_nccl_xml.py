@@ -192,6 +192,8 @@ def test_a_cpu_whose_numa_node_is_not_known_is_none():
         assert "NUMA" not in repr(machine)
         row = render.format_matrix(machine, legend=False).splitlines()[1].split()
         assert row == ["GPU0", "X", "0-3", "N/A", "N/A"]
+    hexadecimal = nccl_xml.parse(text.replace('"N"', '"0x1F"'))  # as NCCL reads numbers in any base
+    assert hexadecimal["numa_node"] == {0: "cpu31"}
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from flagcx.topology import (
     render,
     smi_matrix,
 )
+from flagcx.topology.cpu_sets import cpu_mask, cpu_ranges
 from tests.topology.machines import FIXTURES, SHARED, shared_files
 from tests.topology.pastes import CHANGES, P2P, SOURCES
 
@@ -109,6 +110,37 @@ def test_only_a_table_of_p2p_is_no_topology():
         nvidia_smi.parse(P2P)
 
 
+def test_the_table_of_rocm_smi_is_refused_by_name():
+    text = "== Link Type between two GPUs ==\n     GPU0  GPU1\nGPU0 0     XGMI\nGPU1 XGMI  0\n"
+    with pytest.raises(TopologyError, match=r"output of rocm-smi, .* expected RCCL's topology XML"):
+        nvidia_smi.parse(text)
+
+
+def test_a_process_without_a_nodes_cpus_sees_no_affinity():
+    """As in a job of few cores: the next column is not taken for the empty one."""
+    text = (
+        "\tGPU0\tGPU1\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\n"
+        "GPU0\t X \tNV4\tNODE\t0-3,8\t0\t\tN/A\nGPU1\tNV4\t X \tNODE\t\t1\t\tN/A\n"
+        "NIC0\tNODE\tNODE\t X \t\t\t\t\n"
+    )
+    for pasted in (text, text.expandtabs(8)):
+        found = smi_matrix.parse_matrix(pasted)
+        assert (found.affinity, found.numa) == ({"GPU0": "0-3,8"}, {"GPU0": "0", "GPU1": "1"})
+
+
+def test_gpus_with_some_links_down_are_behind_switches_too():
+    """As pairs say: each as many as the one of the two that has fewer."""
+    cells = [["NV18" if {a, b} <= {0, 1, 3} else "NV16" for b in range(4)] for a in range(4)]
+    rows = [f"GPU{a} " + " ".join("X" if a == b else cells[a][b] for b in range(4)) for a in range(4)]
+    machine = nvidia_smi.parse("\n".join(["GPU0 GPU1 GPU2 GPU3", *rows]))
+    assert [machine.link(f"gpu{n}", "nvswitch0").count for n in range(4)] == [18, 18, 16, 18]
+
+
+def test_a_matrix_without_nvlinks_by_its_command_is_noted():
+    text = "$ nvidia-smi topo -mp\n" + PAIR.format("NODE", "NODE")
+    assert any("topo -mp', which leaves NVLinks out" in note for note in nvidia_smi.parse(text).notes)
+
+
 def test_further_matrices_are_told_of():
     machine = nvidia_smi.parse(CHANGES["twice"](SOURCES["tabs"]))
     assert any("the text has 2 matrices; the first is read" in note for note in machine.notes)
@@ -189,12 +221,11 @@ def test_the_print_has_affinities_and_the_legend():
 
 
 def test_masks_and_ranges():
-    assert render.cpu_ranges("00000000,ff0000ff") == "0-7,24-31"
-    assert render.cpu_ranges("not a mask") == ""
-    from flagcx.topology.speeds import cpu_mask
+    assert cpu_ranges("00000000,ff0000ff") == "0-7,24-31"
+    assert cpu_ranges("not a mask") == ""
 
     for ranges in ("0", "0-31,64-95", "5,7-9,130"):
-        assert render.cpu_ranges(cpu_mask(ranges)) == ranges
+        assert cpu_ranges(cpu_mask(ranges)) == ranges
 
 
 @pytest.mark.parametrize(("xml", "text"), BOTH)

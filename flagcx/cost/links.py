@@ -10,7 +10,7 @@ import numpy as np
 
 from flagcx.topology.routes import Edge
 
-_BANDWIDTH, _LATENCY, _EXTRA = range(3)
+_BANDWIDTH, _LATENCY = range(2)
 Values = float | np.ndarray
 
 
@@ -35,7 +35,7 @@ class Links:
     """Links by number.
 
     Links that are alike, as those of one place in all hosts are, are added as one block; the ends of each are
-    named when they are asked for. So a million links cost three numbers each.
+    named when they are asked for. So a million links cost two numbers each.
 
     Example:
         >>> links = Links()
@@ -49,7 +49,7 @@ class Links:
         self._starts: list[int] = []
         self._names: list[Callable[[int], Edge]] = []
         self._kinds: list[str] = []
-        self._values, self._count = np.zeros((3, 64)), 0
+        self._values, self._count = np.zeros((2, 64)), 0
 
     def __len__(self) -> int:
         return self._count
@@ -61,7 +61,6 @@ class Links:
         name: Callable[[int], Edge],
         bandwidth_gb_per_s: Values,
         latency_us: Values = 0.0,
-        extra_us: Values = 0.0,
     ) -> int:
         """Adds links of one kind.
 
@@ -71,7 +70,6 @@ class Links:
             name: (number within the block) -> the ids of a link's ends.
             bandwidth_gb_per_s: 10^9 bytes a second; of each, or one for all.
             latency_us: One way.
-            extra_us: What a message takes beyond the latencies; of several links the greatest counts.
 
         Returns:
             The number of the first; the others follow.
@@ -81,10 +79,10 @@ class Links:
         self._names.append(name)
         self._kinds.append(kind)
         if self._count > self._values.shape[1]:
-            room = np.zeros((3, max(self._count, 2 * self._values.shape[1])))
+            room = np.zeros((2, max(self._count, 2 * self._values.shape[1])))
             room[:, :first] = self._values[:, :first]
             self._values = room
-        for row, value in enumerate((bandwidth_gb_per_s, latency_us, extra_us)):
+        for row, value in enumerate((bandwidth_gb_per_s, latency_us)):
             self._values[row, first : self._count] = value
         return first
 
@@ -106,8 +104,3 @@ class Links:
     def latency_us(self) -> np.ndarray:
         """Of each link, one way."""
         return self._values[_LATENCY, : self._count]
-
-    @property
-    def extra_us(self) -> np.ndarray:
-        """What a message over each link takes beyond the latencies."""
-        return self._values[_EXTRA, : self._count]

@@ -40,16 +40,16 @@ _FEW = (12, 13, 14)
 
 
 @dataclass(frozen=True, slots=True)
-class Bottleneck:
-    """The link that is busy longest.
+class LinkLoad:
+    """What goes over one link in one direction.
 
     Attributes:
         a: Id of the end it leaves.
         b: Id of the end it enters.
         kind: What link it is.
         bandwidth_gb_per_s: Its bandwidth.
-        nbytes: What goes over it.
-        busy: The part of the time that it needs for that.
+        nbytes: Bytes that go over it.
+        busy: The part of the time that it needs for them, 0 to 1.
     """
 
     a: str
@@ -85,7 +85,7 @@ class Prediction:
     latency_us: float
     steps: int
     sent_nbytes: float
-    bottleneck: Bottleneck | None = None
+    bottleneck: LinkLoad | None = None
     spread: tuple[float, float] | None = None
     plain_us: float | None = None
 
@@ -94,16 +94,16 @@ def predict(candidate: Candidate, laid: Timed, nbytes: float, costs: Costs) -> P
     """What a candidate costs whose schedule is laid over a network."""
     timing, network, bottleneck = laid.time(nbytes, costs), laid.network, None
     if timing.link_busy.any():
-        worst = int(timing.link_busy.argmax())  # the first of equals
-        bottleneck = Bottleneck(
-            *network.links.name(worst),
-            network.links.kind(worst),
-            float(network.bandwidth_gb_per_s[worst]),
-            float(timing.link_nbytes[worst]),
-            float(timing.link_busy[worst]),
-        )
+        bottleneck = link_load(network, timing, int(timing.link_busy.argmax()))  # the first of equals
     latency_us, sent = laid.time(0, costs).time_us, float(timing.sent_nbytes.max(initial=0))
     return Prediction(candidate, timing.time_us, latency_us, timing.steps, sent, bottleneck, costs.spread)
+
+
+def link_load(network: Network, timing: Timing, link: int) -> LinkLoad:
+    """What went over one link of a network, by its number."""
+    ends, kind = network.links.name(link), network.links.kind(link)
+    facts = (network.bandwidth_gb_per_s, timing.link_nbytes, timing.link_busy)
+    return LinkLoad(*ends, kind, *(float(values[link]) for values in facts))
 
 
 class Model:

@@ -6,14 +6,14 @@ links each takes. ``uniform`` joins every pair of ranks alike; ``over`` follows 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from flagcx.cost.links import Flows, Links
 from flagcx.cost.routed import TopologyRoutes
 from flagcx.errors import ArgumentError, TopologyError
-from flagcx.topology import LinkKind, Topology
+from flagcx.topology import Topology
 from flagcx.topology.routes import Edge
 
 
@@ -80,31 +80,18 @@ def uniform(size: int, latency_us: float, bandwidth_gb_per_s: float, *, ports: b
     return Network(size, find, links)
 
 
-def over(
-    topology: Topology,
-    gpus: Sequence[int] | None = None,
-    *,
-    efficiency: Mapping[LinkKind, float] | None = None,
-    added_latency_us: Mapping[LinkKind, float] | None = None,
-) -> Network:
+def over(topology: Topology, gpus: Sequence[int] | None = None) -> Network:
     """The routes of messages in a topology; see ``flagcx.topology.routes``.
 
     Args:
         topology: A machine or cluster.
         gpus: The GPU of each rank; all by index by default.
-        efficiency: The part of a link's bandwidth that a transfer reaches, by kind of link; 1 by default.
-        added_latency_us: The time that a message over a link of that kind takes beyond the latency of its
-            links; of several kinds the greatest counts.
 
     Raises:
-        ArgumentError: An efficiency is not above 0.
         TopologyError: A GPU is unknown or named twice.
     """
     chosen = tuple(gpu.index for gpu in topology.gpus) if gpus is None else tuple(gpus)
     if not chosen or len(set(chosen)) < len(chosen):
         raise TopologyError(f"{len(chosen)} ranks on the GPUs {chosen[:16]}; expected one GPU for each rank")
-    factors = dict(efficiency or {})
-    if any(not factor > 0 for factor in factors.values()):
-        raise ArgumentError(f"efficiencies {factors}; expected numbers above 0")
-    routes = TopologyRoutes(topology, chosen, factors, dict(added_latency_us or {}))
+    routes = TopologyRoutes(topology, chosen)
     return Network(len(chosen), routes.find, routes.links)

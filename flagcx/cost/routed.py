@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import pairwise
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from flagcx.cost.links import Flows, Links
 from flagcx.errors import TopologyError
-from flagcx.topology import DeviceKind, LinkKind, Topology
+from flagcx.topology import DeviceKind, Topology
 from flagcx.topology.routes import Edge, Routes
 
 _SAME, _ACROSS = -3, -4
@@ -23,22 +23,13 @@ class TopologyRoutes:
     Args:
         topology: A machine or cluster.
         gpus: The GPU of each rank.
-        efficiency: The part of a link's bandwidth that a transfer reaches, by kind of link; 1 by default.
-        added: The time that a message over a link of that kind takes beyond its latencies.
 
     Attributes:
         links: The links that messages came to need so far.
     """
 
-    def __init__(
-        self,
-        topology: Topology,
-        gpus: Sequence[int],
-        efficiency: Mapping[LinkKind, float],
-        added: Mapping[LinkKind, float],
-    ) -> None:
+    def __init__(self, topology: Topology, gpus: Sequence[int]) -> None:
         self.topology, self.routes, self.gpus = topology, Routes(topology), gpus
-        self.efficiency, self.added = efficiency, added
         self.links = Links()
         self._numbers: dict[Edge, int] = {}
         self._columns: dict[tuple[int, int, int], np.ndarray] = {}
@@ -60,11 +51,9 @@ class TopologyRoutes:
     def _add(self, edges: Sequence[Edge]) -> int:
         """Adds links of one kind, and gives the number of the first."""
         links = [self.topology.links_of(a)[b] for a, b in edges]
-        kind = links[0].kind
-        speed = np.array([link.bandwidth_gb_per_s for link in links]) * self.efficiency.get(kind, 1.0)
+        speed = np.array([link.bandwidth_gb_per_s for link in links])
         latency = np.array([link.latency_us for link in links])
-        extra = self.added.get(kind, 0.0)
-        return self.links.add(len(edges), kind.value, edges.__getitem__, speed, latency, extra)
+        return self.links.add(len(edges), links[0].kind.value, edges.__getitem__, speed, latency)
 
     def find(self, source: np.ndarray, target: np.ndarray) -> Flows:
         """The flows of messages: one table of links for each kind of route, put in the messages' order."""
@@ -80,11 +69,10 @@ class TopologyRoutes:
         return Flows(first, link, share, self._latency(first, link, share))
 
     def _latency(self, first: np.ndarray, link: np.ndarray, share: np.ndarray) -> np.ndarray:
-        """The latencies of a route's links (parallel links count once), and the dearest kind's addition."""
+        """The latencies of a route's links; parallel links count once."""
         if not len(link):
             return np.zeros(len(first) - 1)
-        along = np.add.reduceat(self.links.latency_us[link] * share, first[:-1])
-        return along + np.maximum.reduceat(self.links.extra_us[link], first[:-1])
+        return np.add.reduceat(self.links.latency_us[link] * share, first[:-1])
 
     # -- within hosts
 
@@ -115,8 +103,7 @@ class TopologyRoutes:
     def _add_alike(self, hosts: Sequence[Sequence[str]], u: int, v: int) -> int:
         """Adds one link in each of several hosts of a shape, where they are alike."""
         link = self.topology.links_of(hosts[0][u])[hosts[0][v]]
-        speed = link.bandwidth_gb_per_s * self.efficiency.get(link.kind, 1.0)
-        facts = (speed, link.latency_us, self.added.get(link.kind, 0.0))
+        facts = (link.bandwidth_gb_per_s, link.latency_us)
         return self.links.add(len(hosts), link.kind.value, lambda n: (hosts[n][u], hosts[n][v]), *facts)
 
     # -- between hosts
@@ -263,12 +250,8 @@ class TopologyRoutes:
 
     def _above(self, id: str) -> tuple[str, ...]:
         """The switches of the network that a NIC or a switch is linked to."""
-        around = self.topology.links_of(id)
-        return tuple(
-            other
-            for other, link in around.items()
-            if link.kind is LinkKind.NETWORK and self.topology.device(other).kind is DeviceKind.NETWORK_SWITCH
-        )
+        around = self.topology.network_links_of(id)
+        return tuple(o for o in around if self.topology.device(o).kind is DeviceKind.NETWORK_SWITCH)
 
     def _ends(self, ranks: np.ndarray, switch: str, leaving: bool) -> np.ndarray:
         """The number of the link between each rank's NIC and one of the switches that it hangs on."""

@@ -24,7 +24,8 @@ the rest follows by multiplication.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -159,9 +160,12 @@ class _Level:
     pair: np.ndarray | None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Timed:
     """A schedule laid over a network, to be timed for any number of bytes.
+
+    Args:
+        rounds: Its traffic.
+        network: Of as many ranks.
 
     Example:
         >>> from flagcx.algorithms import build  # doctest: +SKIP
@@ -170,11 +174,10 @@ class Timed:
         6.6
     """
 
-    rounds: Rounds
-    network: Network
-    _levels: dict[tuple[int, ...], _Level] = field(default_factory=dict)
-    _parts: list[_Parts] = field(default_factory=list)
-    _kept: list[int] = field(default_factory=lambda: [0])
+    def __init__(self, rounds: Rounds, network: Network) -> None:
+        self.rounds, self.network = rounds, network
+        self._levels: dict[tuple[int, ...], _Level] = {}
+        self._messages = 0  # of all levels that are kept
 
     def time(self, nbytes: float, costs: Costs | None = None) -> Timing:
         """The time for a message.
@@ -201,10 +204,10 @@ class Timed:
         found = self._levels.get(key)
         if found is None:
             found = self._make_level(key)
-            self._kept[0] += len(found.traffic.source)
-            if self._kept[0] > _MOST_KEPT:
+            self._messages += len(found.traffic.source)
+            if self._messages > _MOST_KEPT:
                 self._levels.clear()
-                self._kept[0] = len(found.traffic.source)
+                self._messages = len(found.traffic.source)
             self._levels[key] = found
         return found
 
@@ -213,10 +216,12 @@ class Timed:
         if len(key) == 1:
             kind = self.rounds.kinds[key[0]]
             return kind, self.network.find(kind.source, kind.target)
-        if not self._parts:
-            shared = sorted({number for key, _ in self.rounds.runs if len(key) > 1 for number in key})
-            self._parts.append(_Parts(self.rounds, shared, self.network))
-        return self._parts[0].together(key)
+        return self._parts.together(key)
+
+    @cached_property
+    def _parts(self) -> _Parts:
+        shared = sorted({number for key, _ in self.rounds.runs if len(key) > 1 for number in key})
+        return _Parts(self.rounds, shared, self.network)
 
     def _make_level(self, key: tuple[int, ...]) -> _Level:
         traffic, flows = self._found(key)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flagcx.arguments import format_nbytes
-from flagcx.cost.model import DEVICE_COSTS, costs_between
+from flagcx.cost.model import DEVICE_COSTS, LinkLoad, costs_between, link_load
 from flagcx.cost.network import Network, over
 from flagcx.cost.simulate import Costs, Timing, lay
 from flagcx.errors import ArgumentError
@@ -17,27 +17,6 @@ from flagcx.topology import Topology, machine_for
 
 _MOST_LINKS = 16
 _COLUMNS = ("link", "kind", "GB/s", "sent", "busy")
-
-
-@dataclass(frozen=True, slots=True)
-class LinkLoad:
-    """What goes over one link.
-
-    Attributes:
-        a: Id of the end it leaves.
-        b: Id of the end it enters.
-        kind: What link it is.
-        bandwidth_gb_per_s: Its bandwidth.
-        nbytes: Bytes that go over it.
-        busy: The part of the time that it needs for them, 0 to 1.
-    """
-
-    a: str
-    b: str
-    kind: str
-    bandwidth_gb_per_s: float
-    nbytes: float
-    busy: float
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -158,14 +137,4 @@ def simulate(
 def loads(network: Network, timing: Timing) -> list[LinkLoad]:
     """What goes over each link of a network that is used, the busiest first."""
     busiest = sorted(range(len(timing.link_busy)), key=lambda link: -timing.link_busy[link])
-    return [
-        LinkLoad(
-            *network.links.name(link),
-            network.links.kind(link),
-            float(network.bandwidth_gb_per_s[link]),
-            float(timing.link_nbytes[link]),
-            float(timing.link_busy[link]),
-        )
-        for link in busiest
-        if timing.link_nbytes[link] > 0
-    ]
+    return [link_load(network, timing, link) for link in busiest if timing.link_nbytes[link] > 0]

@@ -9,7 +9,7 @@ from flagcx.algorithms import Algorithm, entries, entry
 from flagcx.algorithms.candidate import Candidate, Groups, Order
 from flagcx.algorithms.packages import load_packages
 from flagcx.cost import nccl, peer_memory
-from flagcx.cost.model import DEVICE_COSTS, Bottleneck, Prediction, model_of
+from flagcx.cost.model import DEVICE_COSTS, LinkLoad, Prediction, model_of
 from flagcx.cost.simulate import Costs, message_nbytes
 from flagcx.dtypes import dtype_of, resolve_op
 from flagcx.errors import ArgumentError, ScheduleError
@@ -166,14 +166,14 @@ def unscheduled(
                 yield replace(found, bottleneck=replace(narrow, nbytes=sent, busy=busy)), ""
 
 
-def _narrowest(topology: Topology, gpus: Sequence[int]) -> tuple[Bottleneck, bool]:
+def _narrowest(topology: Topology, gpus: Sequence[int]) -> tuple[LinkLoad, bool]:
     """The link that is busy longest if every rank sends a byte to every other, and whether all is NVLink."""
     pairs = pair_loads(topology, gpus, Routes(topology))
     load = pairs.load.sum(axis=(0, 1))
     worst = int((load / pairs.capacity).argmax())
     kinds = [topology.links_of(a)[b].kind for a, b in pairs.edges]
     bandwidth, nbytes = float(pairs.capacity[worst]), float(load[worst])
-    narrow = Bottleneck(*pairs.edges[worst], kinds[worst].value, bandwidth, nbytes, 0.0)
+    narrow = LinkLoad(*pairs.edges[worst], kinds[worst].value, bandwidth, nbytes, 0.0)
     return narrow, set(kinds) == {LinkKind.NVLINK}
 
 

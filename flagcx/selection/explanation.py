@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from flagcx.arguments import format_nbytes
-from flagcx.cost.model import Bottleneck
+from flagcx.cost.model import LinkLoad
 from flagcx.cost.simulate import message_nbytes
 from flagcx.report import Report, Reported
 
@@ -46,7 +46,7 @@ class Row:
     pieces: int
     steps: int = 0
     sent_nbytes: float = 0.0
-    bottleneck: Bottleneck | None = None
+    bottleneck: LinkLoad | None = None
     predicted_us: float | None = None
     low_us: float | None = None
     high_us: float | None = None

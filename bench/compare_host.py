@@ -23,24 +23,18 @@ import signal
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from environments import PeerMissing
 from groups import IMPLEMENTATIONS, OURS_SYMMETRIC, Group, GroupFailed
-from report import (
-    Result,
-    describe_machine,
-    format_size,
-    format_table,
-    parse_size,
-    result_row,
-    write_json_lines,
-)
+from report import Result, describe_machine, format_table, list_of, result_row, write_json_lines
 from targets import OUR_NAMES, SIZES, TARGETS, Target, judge
+
+from flagcx.arguments import format_nbytes
+from flagcx.cli.sizes import parse_nbytes
 
 COLLECTIVES = ("allreduce", "broadcast", "allgather", "reduce_scatter", "alltoall")
 SAMPLE_S = 0.03
@@ -122,12 +116,12 @@ def measure(
     for launch in range(pace.launches):
         with launched(names, ranks, samples) as groups:
             for size in sizes:
-                _say(f"{ranks} ranks, start {launch + 1} of {pace.launches}, {format_size(size)}")
+                _say(f"{ranks} ranks, start {launch + 1} of {pace.launches}, {format_nbytes(size)}")
                 blocks = 1 if collective in ("allreduce", "broadcast") else 3 * ranks
                 if _fits(len(groups) * ranks * blocks * size):
                     _measure_size(groups, collective, size, pace.rounds_for(size), samples)
                 else:
-                    samples.troubles[format_size(size)] = "left out: not enough memory is available"
+                    samples.troubles[format_nbytes(size)] = "left out: not enough memory is available"
     return samples
 
 
@@ -209,7 +203,7 @@ def format_results(results: Sequence[Result], targets: Sequence[Target] = TARGET
     rows = []
     for result in results:
         times = (result.median_us, result.p25_us, result.p75_us, result.min_us)
-        row = [format_size(result.nbytes), result.implementation, *(f"{time_us:.1f}" for time_us in times)]
+        row = [format_nbytes(result.nbytes), result.implementation, *(f"{time_us:.1f}" for time_us in times)]
         row += [str(result.rounds), str(result.wrong)]
         for name in OUR_NAMES:
             verdict = verdicts.get((result, name))
@@ -277,12 +271,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ranks", type=_list_of(int), default=[2, 4], help="numbers of ranks; default 2,4")
-    parser.add_argument("--sizes", type=_list_of(parse_size), default=list(SIZES), help="such as 1K,16K,64M")
+    parser.add_argument("--ranks", type=list_of(int), default=[2, 4], help="numbers of ranks; default 2,4")
+    parser.add_argument("--sizes", type=list_of(parse_nbytes), default=list(SIZES), help="such as 1K,16K,64M")
     parser.add_argument("--collective", choices=COLLECTIVES, default="allreduce", help="default allreduce")
     parser.add_argument(
         "--implementations",
-        type=_list_of(str),
+        type=list_of(str),
         default=list(IMPLEMENTATIONS),
         help=f"some of {','.join(IMPLEMENTATIONS)}",
     )
@@ -295,11 +289,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if unknown:
         parser.error(f"no implementation {unknown[0]!r}: choose from {', '.join(IMPLEMENTATIONS)}")
     return options
-
-
-def _list_of(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    """Makes a reader of ``a,b,c`` out of a reader of ``a``."""
-    return lambda text: [kind(part) for part in text.split(",")]
 
 
 if __name__ == "__main__":

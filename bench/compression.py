@@ -23,9 +23,10 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-from report import format_table, parse_size, write_json_lines
+from report import format_table, list_of, write_json_lines
 
 import flagcx as fc
+from flagcx.cli.sizes import parse_nbytes
 from flagcx.compression import catalogue
 from flagcx.compression.link import measure_speed
 from flagcx.topology.speeds import memory_gb_per_s
@@ -174,11 +175,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ranks", type=lambda s: [int(n) for n in s.split(",")], default=[2, 4])
+    parser.add_argument("--ranks", type=list_of(int), default=[2, 4])
     parser.add_argument("--links", type=lambda s: s.split(","), default=list(LINKS), help="GB/s; '' for none")
-    parser.add_argument("--codecs", type=lambda s: s.split(","), default=list(CODECS))
+    parser.add_argument("--codecs", type=list_of(str), default=list(CODECS))
     parser.add_argument("--gpu", action="store_true", help="only the codecs' speeds on the current GPU")
-    parser.add_argument("--size", type=parse_size, default=64 << 20, help="bytes; default 64M")
+    parser.add_argument("--size", type=parse_nbytes, default=64 << 20, help="bytes; default 64M")
     parser.add_argument("--rounds", type=int, default=3, help="calls that count; default 3")
     parser.add_argument("--json", type=Path, metavar="PATH", help="append the results there, one a line")
     return parser.parse_args(arguments)

@@ -39,7 +39,7 @@ from typing import Any
 import numpy as np
 from convergence_plot import draw
 from harness import version_of, versions
-from report import format_table, write_json_lines
+from report import format_table, list_of, write_json_lines
 
 import flagcx as fc
 
@@ -231,8 +231,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tasks", type=lambda s: s.split(","), default=list(TASKS))
-    parser.add_argument("--codecs", type=lambda s: s.split(","), default=list(CODECS))
+    parser.add_argument("--tasks", type=list_of(str), default=list(TASKS))
+    parser.add_argument("--codecs", type=list_of(str), default=list(CODECS))
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--seeds", type=int, default=3, help="trainings with each codec; default 3")
     parser.add_argument("--steps", type=int, help="default 1000 for digits, 1500 transformer, 800 cnn")

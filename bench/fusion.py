@@ -11,8 +11,6 @@ The kinds take turns, so that a drift of the machine hits all alike. Every resul
 
 from __future__ import annotations
 
-import json
-import os
 import platform
 import statistics
 import time
@@ -25,6 +23,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
+from report import write_json_lines
 
 import flagcx as fc
 from flagcx.fusion.limits import Limits
@@ -158,7 +157,7 @@ def surroundings(comm: fc.Communicator, gpu: bool) -> dict[str, Any]:
     command = f"flagcx run -n {comm.size} bench/fusion.py" + " --gpu" * gpu
     found = {"command": command, "python": platform.python_version(), "numpy": np.__version__}
     if not gpu:
-        return found | {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+        return found
     import cupy
 
     device = cupy.cuda.Device()
@@ -211,8 +210,7 @@ def report(
     )
     if out is not None:
         row = {"bench": "fusion", "ranks": comm.size, "spread": spread, "nbytes": trial.nbytes}
-        with out.open("a") as lines:
-            print(json.dumps(row | {"count": len(trial.arrays)} | found | {"run": run}), file=lines)
+        write_json_lines(out, [row | {"count": len(trial.arrays)} | found | {"run": run}])
 
 
 if __name__ == "__main__":

@@ -22,12 +22,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from gpu_peer_memory import versions
-from gpu_timing import replayed
-from needs import need_gpu
-from report import parse_size
+from gpu_common import need_gpu, replayed, versions
+from report import list_of, write_json_lines
 
 import flagcx as fc
+from flagcx.cli.sizes import parse_nbytes
 
 REDUCING = ("allreduce", "reduce_scatter", "reduce", "reduce_scatterv")
 NAMES = (
@@ -92,7 +91,7 @@ class Bench:
         return calls[name]
 
     def replayed(self, call: Callable[[], Any], calls: int) -> list[float]:
-        """Microseconds a call; see ``gpu_timing.replayed``."""
+        """Microseconds a call; see ``gpu_common.replayed``."""
         with self.stream:
             call()
             return replayed(self.comm, self.cupy, self.stream, call, calls, self.replays)
@@ -149,25 +148,23 @@ def measure(
 def main() -> None:
     """Measures and prints JSON lines."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", default="2,4,8")
-    parser.add_argument("--sizes", default="4K,64K,1M,16M,64M,256M")
-    parser.add_argument("--names", default=",".join(NAMES))
+    parser.add_argument("--ranks", type=list_of(int), default="2,4,8")
+    parser.add_argument("--sizes", type=list_of(parse_nbytes), default="4K,64K,1M,16M,64M,256M")
+    parser.add_argument("--names", type=list_of(str), default=",".join(NAMES))
     parser.add_argument("--native", action="store_true", help="NCCL's own beside them")
     parser.add_argument("--replays", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=1e6, help="when to stop")
     parser.add_argument("--own-gpu", action="store_true", help="one rank on each GPU")
-    parser.add_argument("--out", default="", help="file for JSON lines")
+    parser.add_argument("--out", type=Path, help="file for JSON lines")
     arguments = parser.parse_args()
     need_gpu()
-    sizes = [parse_size(s) for s in arguments.sizes.split(",")]
     until = time.time() + arguments.seconds
     header = {"command": " ".join(sys.argv), **versions()}
-    for ranks in (int(n) for n in arguments.ranks.split(",")):
-        args = (sizes, arguments.names.split(","), arguments.native, arguments.replays, until)
+    for ranks in arguments.ranks:
+        args = (arguments.sizes, arguments.names, arguments.native, arguments.replays, until)
         rows = fc.launch(measure, ranks=ranks, args=args, timeout_s=500, share_gpu=not arguments.own_gpu)[0]
         if arguments.out:
-            with open(arguments.out, "a") as file:
-                file.writelines(json.dumps({**row, "run": header}) + "\n" for row in rows)
+            write_json_lines(arguments.out, ({**row, "run": header} for row in rows))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from needs import need_gpu
+from gpu_common import need_gpu
+from report import list_of
 
 HERE = Path(__file__).resolve().parent
 
@@ -28,7 +29,7 @@ def command(ranks: int, share: bool, out: str | None) -> list[str]:
 def main() -> int:
     """Runs the measurement for each number of ranks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--ranks", default="2,4", help="numbers of ranks, with commas between")
+    parser.add_argument("--ranks", type=list_of(int), default="2,4", help="numbers of ranks, by commas")
     parser.add_argument("--out", help="where to append results as JSON lines")
     options = parser.parse_args()
     need_gpu()
@@ -37,7 +38,7 @@ def main() -> int:
     gpus = cupy.cuda.runtime.getDeviceCount()
     out = str(Path(options.out).resolve()) if options.out else None
     failed = 0
-    for ranks in map(int, options.ranks.split(",")):
+    for ranks in options.ranks:
         print(f"-- {ranks} ranks on {min(ranks, gpus)} GPUs", flush=True)
         failed |= subprocess.run(command(ranks, ranks > gpus, out), cwd=HERE.parent).returncode
     return failed

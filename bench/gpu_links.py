@@ -28,10 +28,11 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from gpu_allreduce import versions
-from needs import need_gpu
-from report import format_size, format_table, parse_size, write_json_lines
+from gpu_common import need_gpu, versions
+from report import format_table, list_of, write_json_lines
 
+from flagcx.arguments import format_nbytes
+from flagcx.cli.sizes import parse_nbytes
 from flagcx.kernels.compile import compile_kernel
 
 ROUNDS, WARM_UP = 7, 2
@@ -212,7 +213,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     blocks = sorted({row["blocks"] for row in rows} - {0})
     lines: dict[tuple[str, str], dict[int, str]] = {}
     for row in rows:
-        key = (f"{row['gpus']} GPUs, {format_size(row['nbytes'])} to each", row["way"])
+        key = (f"{row['gpus']} GPUs, {format_nbytes(row['nbytes'])} to each", row["way"])
         text = f"{row['gb_per_s']:.1f}{'*' if row['wrong'] else ''}"
         lines.setdefault(key, {}).update(dict.fromkeys([row["blocks"]] if row["blocks"] else blocks, text))
     cells = [[*key, *(own.get(n, "") for n in blocks)] for key, own in lines.items()]
@@ -222,15 +223,22 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 def main() -> None:
     """Measures, prints a table, and writes JSON lines."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--gpus", default="2,4,8", help="numbers of GPUs")
-    parser.add_argument("--sizes", default="1M,4M,16M,128M", help="bytes to each other GPU, multiples of 8K")
-    parser.add_argument("--blocks", default="16,32,64,132,264", help="numbers of blocks of threads")
+    numbers = list_of(int)
+    parser.add_argument("--gpus", type=numbers, default="2,4,8", help="numbers of GPUs")
+    parser.add_argument(
+        "--sizes",
+        type=list_of(parse_nbytes),
+        default="1M,4M,16M,128M",
+        help="bytes to each other GPU, multiples of 8K",
+    )
+    parser.add_argument(
+        "--blocks", type=numbers, default="16,32,64,132,264", help="numbers of blocks of threads"
+    )
     parser.add_argument("--out", type=Path, help="file that JSON lines are added to")
     given = parser.parse_args()
     need_gpu()
-    counts, blocks = ([int(n) for n in text.split(",")] for text in (given.gpus, given.blocks))
     rows = []
-    for row in measured(counts, [parse_size(text) for text in given.sizes.split(",")], blocks):
+    for row in measured(given.gpus, given.sizes, given.blocks):
         rows.append({**row, "versions": versions()})
         if given.out:
             write_json_lines(given.out, rows[-1:])

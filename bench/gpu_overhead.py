@@ -23,7 +23,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from needs import need_gpu
+from gpu_common import free_port, need_gpu
+from report import list_of, write_json_lines
 
 import flagcx as fc
 
@@ -143,26 +144,23 @@ def _quartiles(times: list[float]) -> list[float]:
 def main() -> None:
     """Measures and prints JSON lines: quartiles of the host's time, in us."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", default="2,8", help="each above 1")
+    parser.add_argument("--ranks", type=list_of(int), default="2,8", help="each above 1")
     parser.add_argument("--nbytes", type=int, default=4096)
     parser.add_argument("--torch", action="store_true", help="torch's all_reduce in place of CuPy's arrays")
     parser.add_argument("--own-gpu", action="store_true", help="one rank on each GPU")
-    parser.add_argument("--out", default="", help="file for JSON lines")
+    parser.add_argument("--out", type=Path, help="file for JSON lines")
     arguments = parser.parse_args()
     need_gpu()
     rows = []
-    for ranks in (int(n) for n in arguments.ranks.split(",")):
+    for ranks in arguments.ranks:
         job, args = (measure, (arguments.nbytes,))
         if arguments.torch:
-            from gpu_allreduce import free_port
-
             job, args = measure_torch, (arguments.nbytes, free_port())  # type: ignore[assignment]
         rows += fc.launch(job, ranks=ranks, args=args, timeout_s=120, share_gpu=not arguments.own_gpu)[:2]
-    text = "\n".join(json.dumps({**row, "command": " ".join(sys.argv)}) for row in rows)
+    rows = [{**row, "command": " ".join(sys.argv)} for row in rows]
     if arguments.out:
-        with Path(arguments.out).open("a") as file:
-            file.write(text + "\n")
-    print(text)
+        write_json_lines(arguments.out, rows)
+    print(*map(json.dumps, rows), sep="\n")
 
 
 if __name__ == "__main__":

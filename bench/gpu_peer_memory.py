@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import sys
 import time
@@ -21,18 +20,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from gpu_timing import replayed
-from needs import need_gpu
-from report import parse_size
+from gpu_common import need_gpu, replayed, versions
+from report import list_of, write_json_lines
 
 import flagcx as fc
 from flagcx.algorithms import build
 from flagcx.bootstrap.environment import host_name
+from flagcx.cli.sizes import parse_nbytes
 from flagcx.cli.start_ranks import count_gpus
 from flagcx.dtypes import OPS, dtype_of
 from flagcx.kernels.peer import PEER_MEMORY, PEER_PACKETS
@@ -68,7 +65,7 @@ class Bench:
         self.stream = cupy.cuda.Stream(non_blocking=True)
 
     def replayed(self, call: Callable[[], Any], calls: int) -> list[float]:
-        """Seconds a call; see ``gpu_timing.replayed``."""
+        """Seconds a call; see ``gpu_common.replayed``."""
         with self.stream:
             times = replayed(self.comm, self.cupy, self.stream, call, calls, self.replays)
         return [us * 1e-6 for us in times]
@@ -168,46 +165,34 @@ def measure(
     return rows if bench.comm.rank == 0 else []
 
 
-def versions() -> dict[str, Any]:
-    """What is measured, and on what."""
-    import cupy
-
-    properties = cupy.cuda.runtime.getDeviceProperties(0)
-    return {
-        "python": platform.python_version(), "cupy": cupy.__version__, "gpu": properties["name"].decode(),
-        "driver": cupy.cuda.runtime.driverGetVersion(), "numpy": np.__version__,
-    }  # fmt: skip
-
-
 def main() -> None:
     """Measures and prints JSON lines."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", default="2,4,8")
-    parser.add_argument("--sizes", default="4K,64K,1M,4M,16M,64M,256M")
-    parser.add_argument("--ways", default=",".join(WAYS))
-    parser.add_argument("--blocks", default="0", help="blocks of threads; 0 for the rule's")
-    parser.add_argument("--chunks", default="0", help="packs of a chunk; 0 for the rule's")
+    numbers = list_of(int)
+    parser.add_argument("--ranks", type=numbers, default="2,4,8")
+    parser.add_argument("--sizes", type=list_of(parse_nbytes), default="4K,64K,1M,4M,16M,64M,256M")
+    parser.add_argument("--ways", type=list_of(str), default=",".join(WAYS))
+    parser.add_argument("--blocks", type=numbers, default="0", help="blocks of threads; 0 for the rule's")
+    parser.add_argument("--chunks", type=numbers, default="0", help="packs of a chunk; 0 for the rule's")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--replays", type=int, default=30)
     parser.add_argument("--seconds", type=float, default=1e6, help="when to stop")
     parser.add_argument("--own-gpu", action="store_true", help="one rank on each GPU")
-    parser.add_argument("--out", default="", help="file for JSON lines")
+    parser.add_argument("--out", type=Path, help="file for JSON lines")
     arguments = parser.parse_args()
     need_gpu()
-    numbers = [[int(n) for n in text.split(",")] for text in (arguments.blocks, arguments.chunks)]
-    sizes = [parse_size(s) for s in arguments.sizes.split(",")]
     until = time.time() + arguments.seconds
     header = {"command": " ".join(sys.argv), **versions()}
-    for ranks in (int(n) for n in arguments.ranks.split(",")):
+    for ranks in arguments.ranks:
         if arguments.own_gpu and ranks > count_gpus():
             print(f"{ranks} ranks are left out: there are {count_gpus()} GPUs")
             continue
-        args = (sizes, arguments.ways.split(","), *numbers, arguments.dtype, arguments.replays, until)
+        given = arguments
+        args = (given.sizes, given.ways, given.blocks, given.chunks, given.dtype, given.replays, until)
         share = not arguments.own_gpu
         rows = fc.launch(measure, ranks=ranks, args=args, timeout_s=500, share_gpu=share)[0]
         if arguments.out:
-            with open(arguments.out, "a") as file:
-                file.writelines(json.dumps({**row, "run": header}) + "\n" for row in rows)
+            write_json_lines(arguments.out, ({**row, "run": header} for row in rows))
 
 
 if __name__ == "__main__":

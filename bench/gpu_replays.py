@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import json
 import statistics
 import sys
@@ -24,12 +23,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from gpu_allreduce import free_port, versions
+from gpu_common import free_port, need_gpu, versions
 from nccl_symmetric import SymmetricNccl
-from needs import need_gpu
-from report import parse_size
+from report import list_of, write_json_lines
 
 import flagcx as fc
+from flagcx.cli.sizes import parse_nbytes
 from flagcx.dtypes import dtype_of
 from flagcx.errors import FlagcxError
 
@@ -280,7 +279,12 @@ def _data(cupy: Any, count: int, dtype: Any, comm: Any, rank: int | None) -> Any
 
 
 def measure(
-    sizes: list[int], dtypes: list[str], only: list[str], ports: tuple[int, int], out: str, run: dict
+    sizes: list[int],
+    dtypes: list[str],
+    only: list[str],
+    ports: tuple[int, int],
+    out: Path | None,
+    run: dict,
 ) -> list[dict]:
     """What rank 0 found; runs on every rank. Rows are written as soon as a size has been measured.
 
@@ -289,7 +293,7 @@ def measure(
         dtypes: Names of dtypes.
         only: Names of libraries; all if empty.
         ports: Free ports, for torch and for CuPy.
-        out: The file that rank 0 adds JSON lines to; none if empty.
+        out: The file that rank 0 adds JSON lines to; None for none.
         run: What is said of the run in every row.
     """
     import cupy
@@ -312,9 +316,8 @@ def measure(
                     if nbytes <= subject.largest and (not only or subject.name in only):
                         found += [{**row, "run": run} for row in _try(clock, subject, nbytes, dtype)]
                 rows += found
-                if out and comm.rank == 0:
-                    with open(out, "a") as file:
-                        file.writelines(json.dumps(row) + "\n" for row in found)
+                if out is not None and comm.rank == 0:
+                    write_json_lines(out, found)
     return rows if comm.rank == 0 else []
 
 
@@ -381,22 +384,20 @@ def _shown(command: list[str]) -> str:
 def main() -> None:
     """Measures, prints a table, and writes JSON lines."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", default="2")
-    parser.add_argument("--sizes", default="1K,4K,64K,1M,4M,16M,64M,256M,1G,4G")
-    parser.add_argument("--dtypes", default="float32")
-    parser.add_argument("--only", default="", help="names of libraries as the table has them, by commas")
+    sizes, names = list_of(parse_nbytes), list_of(str)
+    parser.add_argument("--ranks", type=list_of(int), default="2")
+    parser.add_argument("--sizes", type=sizes, default="1K,4K,64K,1M,4M,16M,64M,256M,1G,4G")
+    parser.add_argument("--dtypes", type=names, default="float32")
+    parser.add_argument("--only", type=names, default="", help="libraries as the table has them, by commas")
     parser.add_argument("--label", default="", help="a word for the records, such as: tuned")
     parser.add_argument("--out", type=Path, help="file that JSON lines are added to")
     given = parser.parse_args()
     need_gpu()
-    out = str(given.out.resolve()) if given.out else ""
-    run = {"command": _shown(sys.argv), "date": f"{datetime.date.today()}"}
-    run |= {"label": given.label} if given.label else {}
-    sizes = [parse_size(s) for s in given.sizes.split(",")]
-    only = [name for name in given.only.split(",") if name]
+    out = given.out and given.out.resolve()
+    run = {"command": _shown(sys.argv)} | ({"label": given.label} if given.label else {})
     rows: list[dict] = []
-    for ranks in (int(n) for n in given.ranks.split(",")):
-        what = (sizes, given.dtypes.split(","), only, (free_port(), free_port()), out, run)
+    for ranks in given.ranks:
+        what = (given.sizes, given.dtypes, given.only, (free_port(), free_port()), out, run)
         rows += fc.launch(measure, ranks=ranks, args=what, timeout_s=400, share_gpu=True)[0]
     print(json.dumps(rows[-1]["run"] if rows else run))
     print(table(rows))

@@ -12,7 +12,6 @@ GPUs than ranks.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import statistics
 import sys
@@ -25,8 +24,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from gpu_allreduce import versions
-from needs import need_gpu
+from gpu_common import need_gpu, versions
+from report import list_of, write_json_lines
 
 import flagcx as fc
 
@@ -107,12 +106,12 @@ def add_and_norm(x: Any, residual: Any, weight: Any) -> tuple[Any, Any]:
     return total, torch.nn.functional.rms_norm(total, (x.shape[1],), weight, EPS)
 
 
-def measure(shapes: list[tuple[int, int]], algorithm: str | None, out: str, run: dict) -> list[dict]:
+def measure(shapes: list[tuple[int, int]], algorithm: str | None, out: Path | None, run: dict) -> list[dict]:
     """What rank 0 found; runs on every rank. Rows are written as soon as a shape has been measured."""
     import cupy
     import torch
 
-    comm, run = fc.init(), {**run, **versions(), "gpus": cupy.cuda.runtime.getDeviceCount()}
+    comm, run = fc.init(), {**run, **versions()}
     torch.cuda.set_device(cupy.cuda.runtime.getDevice())
     stream = cupy.cuda.Stream(non_blocking=True)
     theirs, found = torch.cuda.ExternalStream(stream.ptr), []
@@ -141,9 +140,8 @@ def measure(shapes: list[tuple[int, int]], algorithm: str | None, out: str, run:
             found.append(row)
             if comm.rank == 0:
                 print(json.dumps(row), flush=True)
-                if out:
-                    with open(out, "a") as file:
-                        file.write(json.dumps({**row, "run": run}) + "\n")
+                if out is not None:
+                    write_json_lines(out, [{**row, "run": run}])
     return found
 
 
@@ -188,19 +186,20 @@ def table(rows: list[dict]) -> str:
 def main() -> None:
     """Measures, prints a table, and writes JSON lines."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", default="2")
-    parser.add_argument("--rows", default="1,2,4,8,16,32,64,128,256")
-    parser.add_argument("--columns", default="4096,8192")
+    numbers = list_of(int)
+    parser.add_argument("--ranks", type=numbers, default="2")
+    parser.add_argument("--rows", type=numbers, default="1,2,4,8,16,32,64,128,256")
+    parser.add_argument("--columns", type=numbers, default="4096,8192")
     parser.add_argument(
         "--algorithm", help="of the fused call: one_shot or two_shot; chosen by size by default"
     )
     parser.add_argument("--out", type=Path, help="file that JSON lines are added to")
     given = parser.parse_args()
     need_gpu()
-    out = str(given.out.resolve()) if given.out else ""
-    run = {"command": " ".join(sys.argv).partition(" --out")[0], "date": f"{datetime.date.today()}"}
-    shapes = [(int(r), int(c)) for c in given.columns.split(",") for r in given.rows.split(",")]
-    for ranks in (int(n) for n in given.ranks.split(",")):
+    out = given.out and given.out.resolve()
+    run = {"command": " ".join(sys.argv).partition(" --out")[0]}
+    shapes = [(rows, columns) for columns in given.columns for rows in given.rows]
+    for ranks in given.ranks:
         what = (shapes, given.algorithm, out, run)
         found = fc.launch(measure, ranks=ranks, args=what, timeout_s=500, share_gpu=True)[0]
         print(f"{ranks} ranks: microseconds of a graph replay\n{table(found)}", flush=True)

@@ -29,9 +29,10 @@ from types import MappingProxyType
 
 import numpy as np
 from nccl_published import COLLECTIVES, PATH, Points, read
-from report import format_size, write_json_lines
+from report import write_json_lines
 
 from flagcx.algorithms.candidate import Candidate
+from flagcx.arguments import format_nbytes
 from flagcx.cost.model import model_of
 from flagcx.cost.nccl import nccl_algorithms
 from flagcx.cost.nccl_law import FITTED, SPREAD, Stack, kind_of, predict_us, stack
@@ -315,7 +316,7 @@ def replay_summary(table: Sequence[dict]) -> dict[str, float]:
 def replay_lines(table: Sequence[dict]) -> Iterator[str]:
     """One line for each number of ranks, dtype and name: the ratios by size."""
     sizes = sorted({row["nbytes"] for row in table})
-    yield f"{'predicted / measured':34} " + " ".join(f"{format_size(size):>8}" for size in sizes)
+    yield f"{'predicted / measured':34} " + " ".join(f"{format_nbytes(size):>8}" for size in sizes)
     for key in dict.fromkeys((row["ranks"], row["dtype"], row["name"]) for row in table):
         own = {
             row["nbytes"]: row["ratio"] for row in table if (row["ranks"], row["dtype"], row["name"]) == key

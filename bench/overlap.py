@@ -15,7 +15,6 @@ once it begins with the first bucket that is reduced.
 
 from __future__ import annotations
 
-import json
 import platform
 import statistics
 import sys
@@ -28,6 +27,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 from overlap_trace import save_trace
+from report import write_json_lines
 
 import flagcx as fc
 from flagcx.config import environment
@@ -329,8 +329,7 @@ def report(
             ),
             "run": versions(trial.xp),
         }
-        with out.open("a") as lines:
-            print(json.dumps(row), file=lines)
+        write_json_lines(out, [row])
 
 
 def versions(xp: Any) -> dict[str, Any]:

@@ -6,48 +6,18 @@ import json
 import os
 import platform
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
-UNITS: Mapping[str, int] = MappingProxyType({"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30})
+from flagcx.report import Report
 
 
-def parse_size(text: str) -> int:
-    """Reads a size in bytes: ``8``, ``16K``, ``256KiB``, ``64M``, ``1G``, powers of two.
-
-    Raises:
-        ValueError: The text isn't a size.
-
-    Example:
-        >>> parse_size("16K")
-        16384
-    """
-    number = text.strip().upper().removesuffix("B").removesuffix("I")
-    unit = number[-1:] if number[-1:] in "KMG" else ""
-    try:
-        nbytes = int(number.removesuffix(unit)) * UNITS[unit]
-    except ValueError:
-        nbytes = -1
-    if nbytes < 0:
-        raise ValueError(f"size {text!r} is not a number of bytes such as 8, 16K, 64M or 1G")
-    return nbytes
-
-
-def format_size(nbytes: int) -> str:
-    """Writes a size as short as it's exact.
-
-    Example:
-        >>> format_size(16384), format_size(1000)
-        ('16 KiB', '1000 B')
-    """
-    for unit in ("G", "M", "K"):
-        if nbytes and nbytes % UNITS[unit] == 0:
-            return f"{nbytes // UNITS[unit]} {unit}iB"
-    return f"{nbytes} B"
+def list_of(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """Makes a reader of ``a,b,c`` out of a reader of ``a``; of nothing there is an empty list."""
+    return lambda text: [kind(part) for part in text.split(",")] if text else []
 
 
 def format_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -58,15 +28,7 @@ def format_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
         size    us
         1 KiB  2.1
     """
-    lines = [list(header), *(list(row) for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if column else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
+    return "\n".join(Report("", header, list(rows), words=(0,)).lay_out())
 
 
 @dataclass(frozen=True, slots=True)

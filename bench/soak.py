@@ -13,7 +13,6 @@ import argparse
 import gc
 import json
 import os
-import platform
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -24,6 +23,7 @@ from typing import Any
 
 import numpy as np
 from harness import versions
+from report import write_json_lines
 
 import flagcx as fc
 
@@ -245,19 +245,9 @@ def report(ranks: list[dict], seconds: float) -> dict[str, object]:
         "resident_kb": ranks[0]["samples"].resident_kb[:: SAMPLES // 8],
         "descriptors": ranks[0]["samples"].descriptors[:: SAMPLES // 8],
         "threads": ranks[0]["samples"].threads[:: SAMPLES // 8],
-        "cores": os.cpu_count(),
         "load": os.getloadavg()[0],
-        "processor": processor(),
-        "kernel": platform.release(),
         "versions": versions(flagcx=fc.__version__),
-        "date": time.strftime("%Y-%m-%d"),
     }
-
-
-def processor() -> str:
-    """The processor's name."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), platform.machine())
 
 
 def main() -> int:
@@ -275,8 +265,7 @@ def main() -> int:
     found = report(ranks, time.monotonic() - start)
     print(json.dumps(found))
     if options.out:
-        with options.out.open("a") as file:
-            file.write(json.dumps(found) + "\n")
+        write_json_lines(options.out, [found])
     grown = found["grown"]
     flat = grown["resident_kb"] < MOST_GROWN_KB and grown["descriptors"] <= 1 and grown["threads"] <= 1
     print("flat, and all results right" if flat and not found["wrong"] else "NOT flat, or WRONG results")

@@ -8,9 +8,11 @@ from types import MappingProxyType
 from typing import Any
 
 from groups import OURS, OURS_SYMMETRIC
-from report import Result, parse_size
+from report import Result
 
-SIZES = tuple(parse_size(text) for text in ("1K", "16K", "256K", "4M", "64M", "256M"))
+from flagcx.cli.sizes import parse_nbytes
+
+SIZES = tuple(parse_nbytes(text) for text in ("1K", "16K", "256K", "4M", "64M", "256M"))
 """The messages that are compared unless others are asked for, in bytes."""
 
 
@@ -102,7 +104,7 @@ OUR_NAMES = (OURS, OURS_SYMMETRIC)
 TWO_GPUS_US: Mapping[int, float] = MappingProxyType(
     dict(
         zip(
-            map(parse_size, ("4K", "64K", "1M", "4M", "16M", "64M", "1G")),
+            map(parse_nbytes, ("4K", "64K", "1M", "4M", "16M", "64M", "1G")),
             (4.8, 5.8, 9.0, 18.0, 55.0, 195.0, 2950.0),
             strict=True,
         )

@@ -9,11 +9,9 @@ its slowest rank. Results are compared with the exact sum before and after the b
 """
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
-from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,12 +20,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from harness import count_wrong, expected_pattern, fill, pattern, versions
-from report import describe_machine
+from report import Result, list_of, result_row, write_json_lines
 
 import flagcx as fc
 from flagcx.cli.sizes import parse_nbytes
 from flagcx.config import environment
 
+NAMES = {"gloo": "torch gloo", "flagcx": "torch gloo enhanced by flagcx"}
 SIZES = "1K,16K,64K,256K,1M,4M,16M,64M"
 BATCH_S = 0.03
 MOST_CALLS = 200
@@ -43,14 +42,15 @@ def main() -> None:
     rows = []
     if rank == 0:
         print(f"{'bytes':>10} {'gloo us':>22} {'flagcx us':>22} {'speed-up':>9} {'wrong':>6}", flush=True)
-    for nbytes in map(parse_nbytes, options.sizes.split(",")):
+    named = versions(torch=torch.__version__, flagcx=fc.__version__)
+    for nbytes in options.sizes:
         times, wrong = measure(ways, nbytes, options.rounds, rank, size)
         if rank == 0:
-            rows += [row(name, size, nbytes, times[name], wrong[name]) for name in ways]
+            results = [Result.of(NAMES[way], size, nbytes, times[way], wrong[way]) for way in ways]
+            rows += [result_row(result, named) for result in results]
             show(nbytes, times, sum(wrong.values()))
     if rank == 0 and options.output:
-        with Path(options.output).open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(each) + "\n" for each in rows)
+        write_json_lines(options.output, rows)
     dist.destroy_process_group()
 
 
@@ -114,28 +114,6 @@ def batch_size(call: Callable[[], object]) -> int:
     return int(min(max(BATCH_S / seconds.item(), 1), MOST_CALLS))
 
 
-def row(name: str, size: int, nbytes: int, seconds: list[float], wrong: int) -> dict[str, Any]:
-    """One line of the output file."""
-    low, _, high = statistics.quantiles(seconds, n=4)
-    return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        **describe_machine(),
-        "collective": "allreduce",
-        "dtype": "float32",
-        "op": "sum",
-        "implementation": "torch gloo" if name == "gloo" else "torch gloo enhanced by flagcx",
-        "ranks": size,
-        "nbytes": nbytes,
-        "rounds": len(seconds),
-        "median_us": round(statistics.median(seconds) * 1e6, 1),
-        "p25_us": round(low * 1e6, 1),
-        "p75_us": round(high * 1e6, 1),
-        "min_us": round(min(seconds) * 1e6, 1),
-        "wrong": wrong,
-        "versions": versions(torch=torch.__version__, flagcx=fc.__version__),
-    }
-
-
 def show(nbytes: int, times: dict[str, list[float]], wrong: int) -> None:
     """One line of the table: medians with their quartiles."""
     texts = []
@@ -148,9 +126,10 @@ def show(nbytes: int, times: dict[str, list[float]], wrong: int) -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sizes", default=SIZES, help="bytes of the message, such as 64K,1M")
+    sizes = list_of(parse_nbytes)
+    parser.add_argument("--sizes", type=sizes, default=SIZES, help="bytes of the message, such as 64K,1M")
     parser.add_argument("--rounds", type=int, default=15, help="batches of each")
-    parser.add_argument("--output", help="file that JSON lines are added to")
+    parser.add_argument("--output", type=Path, help="file that JSON lines are added to")
     return parser.parse_args()
 
 

@@ -23,10 +23,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
 
-from report import format_size, format_table, parse_size, write_json_lines
+from report import format_table, list_of, write_json_lines
 
 import flagcx as fc
 from flagcx.algorithms.candidate import Candidate
+from flagcx.arguments import format_nbytes
+from flagcx.cli.sizes import parse_nbytes
 from flagcx.cli.tune import Task
 from flagcx.cli.tune import measure as tune_machine
 from flagcx.selection.candidates import Request
@@ -35,7 +37,7 @@ from flagcx.selection.selector import Selector, TuningInfo
 from flagcx.selection.table import Table
 from flagcx.selection.tuning import HostBench, TimeBudget, counted
 
-SIZES = tuple(parse_size(s) for s in ("256", "1K", "4K", "16K", "64K", "256K", "2M", "16M", "64M", "256M"))
+SIZES = tuple(parse_nbytes(s) for s in ("256", "1K", "4K", "16K", "64K", "256K", "2M", "16M", "64M", "256M"))
 COLLECTIVES = ("allreduce", "allgather", "reduce_scatter", "broadcast", "alltoall")
 LARGE = 16 << 20
 TUNED_WITHIN, RULE_WITHIN = 1.10, 1.25
@@ -131,7 +133,7 @@ def format_checks(checks: Sequence[Check]) -> str:
     header = ["size", "best", "us", "tuned", "us", "/ best", "", "rule", "us", "/ best", ""]
     rows = []
     for c in checks:
-        row = [format_size(c.nbytes), c.best, f"{c.best_us:.1f}"]
+        row = [format_nbytes(c.nbytes), c.best, f"{c.best_us:.1f}"]
         for name, time_us, tie, good in (
             (c.tuned, c.tuned_us, c.tuned_tie, c.tuned_good),
             (c.rule, c.rule_us, c.rule_tie, c.rule_good),
@@ -180,9 +182,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ranks", type=lambda s: [int(n) for n in s.split(",")], default=[2, 4])
-    parser.add_argument("--collectives", type=lambda s: s.split(","), default=list(COLLECTIVES))
-    parser.add_argument("--sizes", type=lambda s: [parse_size(n) for n in s.split(",")], default=list(SIZES))
+    parser.add_argument("--ranks", type=list_of(int), default=[2, 4])
+    parser.add_argument("--collectives", type=list_of(str), default=list(COLLECTIVES))
+    parser.add_argument("--sizes", type=list_of(parse_nbytes), default=list(SIZES))
     parser.add_argument("--rounds", type=int, default=11, help="for each size; default 11")
     parser.add_argument("--tables", type=Path, metavar="FOLDER", help="keep the tables of tuning there")
     parser.add_argument("--json", type=Path, metavar="PATH", help="append the results there, one a line")

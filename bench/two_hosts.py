@@ -119,7 +119,7 @@ def _ways(comm: Any, x: Any, y: Any, codecs: list[str]) -> dict[str, Callable[[]
 
 def main() -> None:
     """Makes the hosts, runs the ranks, and prints a table."""
-    from report import parse_size
+    from flagcx.cli.sizes import parse_nbytes
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rate", default="1gbit")
@@ -137,7 +137,7 @@ def main() -> None:
     given = parser.parse_args()
     if given.inside:
         codecs = [name for name in given.codecs.split(",") if name]
-        measure([parse_size(s) for s in given.sizes.split(",")], given.rounds, codecs)
+        measure([parse_nbytes(s) for s in given.sizes.split(",")], given.rounds, codecs)
         return
     command = shlex.split(given.run) or [
         sys.executable, str(Path(__file__).resolve()), "--inside", "--sizes", given.sizes,

@@ -1,4 +1,4 @@
-"""Sizes, statistics, tables and JSON lines of the benchmarks, and the verdict on the targets."""
+"""Lists, statistics, tables and JSON lines of the benchmarks, and the verdict on the targets."""
 
 import json
 
@@ -8,31 +8,9 @@ import targets
 from report import Result
 
 
-@pytest.mark.parametrize(
-    ("text", "nbytes"),
-    [
-        ("8", 8),
-        ("1000B", 1000),
-        ("16K", 16384),
-        ("256KiB", 262144),
-        ("4mb", 4 << 20),
-        (" 1G ", 1 << 30),
-        ("0", 0),
-    ],
-)
-def test_parse_size(text, nbytes):
-    assert report.parse_size(text) == nbytes
-
-
-@pytest.mark.parametrize("text", ["", "K", "-8", "1.5M", "12T", "many"])
-def test_parse_size_refuses(text):
-    with pytest.raises(ValueError, match="is not a number of bytes such as 8, 16K, 64M or 1G"):
-        report.parse_size(text)
-
-
-@pytest.mark.parametrize("nbytes", [0, 1, 1000, 1024, 1025, 3 << 20, 1 << 30])
-def test_format_size_is_exact(nbytes):
-    assert report.parse_size(report.format_size(nbytes).replace(" ", "")) == nbytes
+def test_lists_are_read_by_commas():
+    assert report.list_of(int)("2,4") == [2, 4]
+    assert report.list_of(str)("") == []
 
 
 def test_statistics_are_those_of_the_rounds():

@@ -22,7 +22,7 @@ from flagcx.fusion.known_lists import ArraysChanged
 from flagcx.fusion.reductions import Reductions
 
 if TYPE_CHECKING:
-    from flagcx.communicator.options import A, B, Later, Now, Options, Unpack
+    from flagcx.communicator.options import A, B, Either, Later, Now, Unpack
     from flagcx.compression import Decision
     from flagcx.executor.work import Work
 
@@ -31,47 +31,19 @@ _IS_PLAIN = attrgetter("flags.carray")
 
 @overload
 def allreduce(
-    comm: Caller,
-    x: A,
-    op: Op = ...,
-    *,
-    out: None = ...,
-    compression: Any = ...,
-    async_op: Now = ...,
-    **options: Unpack[Options],
+    comm: Caller, x: A, op: Op = ..., *, out: None = ..., compression: Any = ..., **options: Unpack[Now]
 ) -> A: ...
 @overload
 def allreduce(
-    comm: Caller,
-    x: Any,
-    op: Op = ...,
-    *,
-    out: B,
-    compression: Any = ...,
-    async_op: Now = ...,
-    **options: Unpack[Options],
+    comm: Caller, x: Any, op: Op = ..., *, out: B, compression: Any = ..., **options: Unpack[Now]
 ) -> B: ...
 @overload
 def allreduce(
-    comm: Caller,
-    x: A,
-    op: Op = ...,
-    *,
-    out: None = ...,
-    compression: Any = ...,
-    async_op: Later,
-    **options: Unpack[Options],
+    comm: Caller, x: A, op: Op = ..., *, out: None = ..., compression: Any = ..., **options: Unpack[Later]
 ) -> Work[A]: ...
 @overload
 def allreduce(
-    comm: Caller,
-    x: Any,
-    op: Op = ...,
-    *,
-    out: Any = ...,
-    compression: Any = ...,
-    async_op: bool = ...,
-    **options: Unpack[Options],
+    comm: Caller, x: Any, op: Op = ..., *, out: Any = ..., compression: Any = ..., **options: Unpack[Either]
 ) -> Any: ...
 def allreduce(
     comm: Caller,

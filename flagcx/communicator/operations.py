@@ -9,61 +9,31 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, overload
 
-import numpy as np
-
 from flagcx.communicator.caller import MISS, Caller
 from flagcx.dtypes import Op
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from flagcx.communicator.options import A, B, Later, Now, Options, S, Unpack
+    from flagcx.communicator.options import A, B, Either, Later, Now, S, Unpack
     from flagcx.executor.work import Work
 
 
 @overload
 def reduce(
-    comm: Caller,
-    x: A,
-    op: Op = ...,
-    root: int = ...,
-    *,
-    out: None = ...,
-    async_op: Now = ...,
-    **options: Unpack[Options],
+    comm: Caller, x: A, op: Op = ..., root: int = ..., *, out: None = ..., **options: Unpack[Now]
 ) -> A | None: ...
 @overload
 def reduce(
-    comm: Caller,
-    x: Any,
-    op: Op = ...,
-    root: int = ...,
-    *,
-    out: B,
-    async_op: Now = ...,
-    **options: Unpack[Options],
+    comm: Caller, x: Any, op: Op = ..., root: int = ..., *, out: B, **options: Unpack[Now]
 ) -> B | None: ...
 @overload
 def reduce(
-    comm: Caller,
-    x: A,
-    op: Op = ...,
-    root: int = ...,
-    *,
-    out: None = ...,
-    async_op: Later,
-    **options: Unpack[Options],
+    comm: Caller, x: A, op: Op = ..., root: int = ..., *, out: None = ..., **options: Unpack[Later]
 ) -> Work[A | None]: ...
 @overload
 def reduce(
-    comm: Caller,
-    x: Any,
-    op: Op = ...,
-    root: int = ...,
-    *,
-    out: Any = ...,
-    async_op: bool = ...,
-    **options: Unpack[Options],
+    comm: Caller, x: Any, op: Op = ..., root: int = ..., *, out: Any = ..., **options: Unpack[Either]
 ) -> Any: ...
 def reduce(
     comm: Caller,
@@ -98,17 +68,11 @@ def reduce(
 
 
 @overload
-def broadcast(
-    comm: Caller, x: A, root: int = ..., *, async_op: Now = ..., **options: Unpack[Options]
-) -> A: ...
+def broadcast(comm: Caller, x: A, root: int = ..., **options: Unpack[Now]) -> A: ...
 @overload
-def broadcast(
-    comm: Caller, x: A, root: int = ..., *, async_op: Later, **options: Unpack[Options]
-) -> Work[A]: ...
+def broadcast(comm: Caller, x: A, root: int = ..., **options: Unpack[Later]) -> Work[A]: ...
 @overload
-def broadcast(
-    comm: Caller, x: Any, root: int = ..., *, async_op: bool, **options: Unpack[Options]
-) -> Any: ...
+def broadcast(comm: Caller, x: Any, root: int = ..., **options: Unpack[Either]) -> Any: ...
 def broadcast(
     comm: Caller,
     x: Any,
@@ -136,37 +100,19 @@ def broadcast(
 
 
 @overload
-def allgather(
-    comm: Caller,
-    x: np.ndarray[Any, np.dtype[S]],
-    *,
-    out: None = ...,
-    async_op: Now = ...,
-    **options: Unpack[Options],
-) -> NDArray[S]: ...
+def allgather(comm: Caller, x: NDArray[S], *, out: None = ..., **options: Unpack[Now]) -> NDArray[S]: ...
+@overload
+def allgather(comm: Caller, x: A, *, out: None = ..., **options: Unpack[Now]) -> A: ...
+@overload
+def allgather(comm: Caller, x: Any, *, out: B, **options: Unpack[Now]) -> B: ...
 @overload
 def allgather(
-    comm: Caller, x: A, *, out: None = ..., async_op: Now = ..., **options: Unpack[Options]
-) -> A: ...
-@overload
-def allgather(comm: Caller, x: Any, *, out: B, async_op: Now = ..., **options: Unpack[Options]) -> B: ...
-@overload
-def allgather(
-    comm: Caller,
-    x: np.ndarray[Any, np.dtype[S]],
-    *,
-    out: None = ...,
-    async_op: Later,
-    **options: Unpack[Options],
+    comm: Caller, x: NDArray[S], *, out: None = ..., **options: Unpack[Later]
 ) -> Work[NDArray[S]]: ...
 @overload
-def allgather(
-    comm: Caller, x: A, *, out: None = ..., async_op: Later, **options: Unpack[Options]
-) -> Work[A]: ...
+def allgather(comm: Caller, x: A, *, out: None = ..., **options: Unpack[Later]) -> Work[A]: ...
 @overload
-def allgather(
-    comm: Caller, x: Any, *, out: Any = ..., async_op: bool = ..., **options: Unpack[Options]
-) -> Any: ...
+def allgather(comm: Caller, x: Any, *, out: Any = ..., **options: Unpack[Either]) -> Any: ...
 def allgather(
     comm: Caller,
     x: Any,
@@ -194,20 +140,16 @@ def allgather(
 
 
 @overload
-def reduce_scatter(
-    comm: Caller, x: A, op: Op = ..., *, out: None = ..., async_op: Now = ..., **options: Unpack[Options]
-) -> A: ...
+def reduce_scatter(comm: Caller, x: A, op: Op = ..., *, out: None = ..., **options: Unpack[Now]) -> A: ...
+@overload
+def reduce_scatter(comm: Caller, x: Any, op: Op = ..., *, out: B, **options: Unpack[Now]) -> B: ...
 @overload
 def reduce_scatter(
-    comm: Caller, x: Any, op: Op = ..., *, out: B, async_op: Now = ..., **options: Unpack[Options]
-) -> B: ...
-@overload
-def reduce_scatter(
-    comm: Caller, x: A, op: Op = ..., *, out: None = ..., async_op: Later, **options: Unpack[Options]
+    comm: Caller, x: A, op: Op = ..., *, out: None = ..., **options: Unpack[Later]
 ) -> Work[A]: ...
 @overload
 def reduce_scatter(
-    comm: Caller, x: Any, op: Op = ..., *, out: Any = ..., async_op: bool = ..., **options: Unpack[Options]
+    comm: Caller, x: Any, op: Op = ..., *, out: Any = ..., **options: Unpack[Either]
 ) -> Any: ...
 def reduce_scatter(
     comm: Caller,
@@ -240,40 +182,22 @@ def reduce_scatter(
 
 @overload
 def gather(
-    comm: Caller,
-    x: np.ndarray[Any, np.dtype[S]],
-    root: int = ...,
-    *,
-    out: None = ...,
-    async_op: Now = ...,
-    **options: Unpack[Options],
+    comm: Caller, x: NDArray[S], root: int = ..., *, out: None = ..., **options: Unpack[Now]
 ) -> NDArray[S] | None: ...
 @overload
-def gather(
-    comm: Caller, x: A, root: int = ..., *, out: None = ..., async_op: Now = ..., **options: Unpack[Options]
-) -> A | None: ...
+def gather(comm: Caller, x: A, root: int = ..., *, out: None = ..., **options: Unpack[Now]) -> A | None: ...
+@overload
+def gather(comm: Caller, x: Any, root: int = ..., *, out: B, **options: Unpack[Now]) -> B | None: ...
 @overload
 def gather(
-    comm: Caller, x: Any, root: int = ..., *, out: B, async_op: Now = ..., **options: Unpack[Options]
-) -> B | None: ...
-@overload
-def gather(
-    comm: Caller,
-    x: np.ndarray[Any, np.dtype[S]],
-    root: int = ...,
-    *,
-    out: None = ...,
-    async_op: Later,
-    **options: Unpack[Options],
+    comm: Caller, x: NDArray[S], root: int = ..., *, out: None = ..., **options: Unpack[Later]
 ) -> Work[NDArray[S] | None]: ...
 @overload
 def gather(
-    comm: Caller, x: A, root: int = ..., *, out: None = ..., async_op: Later, **options: Unpack[Options]
+    comm: Caller, x: A, root: int = ..., *, out: None = ..., **options: Unpack[Later]
 ) -> Work[A | None]: ...
 @overload
-def gather(
-    comm: Caller, x: Any, root: int = ..., *, out: Any = ..., async_op: bool = ..., **options: Unpack[Options]
-) -> Any: ...
+def gather(comm: Caller, x: Any, root: int = ..., *, out: Any = ..., **options: Unpack[Either]) -> Any: ...
 def gather(
     comm: Caller,
     x: Any,
@@ -304,21 +228,13 @@ def gather(
 
 
 @overload
-def scatter(
-    comm: Caller, x: A, root: int = ..., *, out: None = ..., async_op: Now = ..., **options: Unpack[Options]
-) -> A: ...
+def scatter(comm: Caller, x: A, root: int = ..., *, out: None = ..., **options: Unpack[Now]) -> A: ...
 @overload
-def scatter(
-    comm: Caller, x: Any, root: int = ..., *, out: B, async_op: Now = ..., **options: Unpack[Options]
-) -> B: ...
+def scatter(comm: Caller, x: Any, root: int = ..., *, out: B, **options: Unpack[Now]) -> B: ...
 @overload
-def scatter(
-    comm: Caller, x: A, root: int = ..., *, out: None = ..., async_op: Later, **options: Unpack[Options]
-) -> Work[A]: ...
+def scatter(comm: Caller, x: A, root: int = ..., *, out: None = ..., **options: Unpack[Later]) -> Work[A]: ...
 @overload
-def scatter(
-    comm: Caller, x: Any, root: int = ..., *, out: Any = ..., async_op: bool = ..., **options: Unpack[Options]
-) -> Any: ...
+def scatter(comm: Caller, x: Any, root: int = ..., *, out: Any = ..., **options: Unpack[Either]) -> Any: ...
 def scatter(
     comm: Caller,
     x: Any,
@@ -351,19 +267,13 @@ def scatter(
 
 
 @overload
-def alltoall(
-    comm: Caller, x: A, *, out: None = ..., async_op: Now = ..., **options: Unpack[Options]
-) -> A: ...
+def alltoall(comm: Caller, x: A, *, out: None = ..., **options: Unpack[Now]) -> A: ...
 @overload
-def alltoall(comm: Caller, x: Any, *, out: B, async_op: Now = ..., **options: Unpack[Options]) -> B: ...
+def alltoall(comm: Caller, x: Any, *, out: B, **options: Unpack[Now]) -> B: ...
 @overload
-def alltoall(
-    comm: Caller, x: A, *, out: None = ..., async_op: Later, **options: Unpack[Options]
-) -> Work[A]: ...
+def alltoall(comm: Caller, x: A, *, out: None = ..., **options: Unpack[Later]) -> Work[A]: ...
 @overload
-def alltoall(
-    comm: Caller, x: Any, *, out: Any = ..., async_op: bool = ..., **options: Unpack[Options]
-) -> Any: ...
+def alltoall(comm: Caller, x: Any, *, out: Any = ..., **options: Unpack[Either]) -> Any: ...
 def alltoall(
     comm: Caller,
     x: Any,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
@@ -24,16 +24,16 @@ from flagcx.executor.staging import Staged, copy
 from flagcx.fusion.group import Pending
 
 if TYPE_CHECKING:
-    from flagcx.communicator.options import B, Later, Now
+    from flagcx.communicator.options import B
     from flagcx.executor.work import Work
 
 Messages = list[tuple[np.ndarray, int]]
 
 
 @overload
-def send(comm: Caller, x: Any, to: int, *, async_op: Now = ..., stream: Any = ...) -> None: ...
+def send(comm: Caller, x: Any, to: int, *, async_op: Literal[False] = ..., stream: Any = ...) -> None: ...
 @overload
-def send(comm: Caller, x: Any, to: int, *, async_op: Later, stream: Any = ...) -> Work[None]: ...
+def send(comm: Caller, x: Any, to: int, *, async_op: Literal[True], stream: Any = ...) -> Work[None]: ...
 @overload
 def send(comm: Caller, x: Any, to: int, *, async_op: bool, stream: Any = ...) -> Any: ...
 def send(comm: Caller, x: Any, to: int, *, async_op: bool = False, stream: Any = None) -> Any:
@@ -58,9 +58,9 @@ def send(comm: Caller, x: Any, to: int, *, async_op: bool = False, stream: Any =
 
 
 @overload
-def recv(comm: Caller, out: B, source: int, *, async_op: Now = ..., stream: Any = ...) -> B: ...
+def recv(comm: Caller, out: B, source: int, *, async_op: Literal[False] = ..., stream: Any = ...) -> B: ...
 @overload
-def recv(comm: Caller, out: B, source: int, *, async_op: Later, stream: Any = ...) -> Work[B]: ...
+def recv(comm: Caller, out: B, source: int, *, async_op: Literal[True], stream: Any = ...) -> Work[B]: ...
 @overload
 def recv(comm: Caller, out: Any, source: int, *, async_op: bool, stream: Any = ...) -> Any: ...
 def recv(comm: Caller, out: Any, source: int, *, async_op: bool = False, stream: Any = None) -> Any:
@@ -85,11 +85,11 @@ def recv(comm: Caller, out: Any, source: int, *, async_op: bool = False, stream:
 
 @overload
 def sendrecv(
-    comm: Caller, x: Any, to: int, out: B, source: int, *, async_op: Now = ..., stream: Any = ...
+    comm: Caller, x: Any, to: int, out: B, source: int, *, async_op: Literal[False] = ..., stream: Any = ...
 ) -> B: ...
 @overload
 def sendrecv(
-    comm: Caller, x: Any, to: int, out: B, source: int, *, async_op: Later, stream: Any = ...
+    comm: Caller, x: Any, to: int, out: B, source: int, *, async_op: Literal[True], stream: Any = ...
 ) -> Work[B]: ...
 @overload
 def sendrecv(

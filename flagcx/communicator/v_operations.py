@@ -18,54 +18,26 @@ from flagcx.dtypes import Op
 from flagcx.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from flagcx.communicator.options import A, B, Later, Now, Options, Unpack
+    from flagcx.communicator.options import A, B, Either, Later, Now, Sizes, Unpack
     from flagcx.executor.work import Work
 
 
 @overload
-def allgatherv(
-    comm: Caller,
-    x: A,
-    counts: Sequence[int] | None = ...,
-    *,
-    out: None = ...,
-    async_op: Now = ...,
-    **options: Unpack[Options],
-) -> A: ...
+def allgatherv(comm: Caller, x: A, counts: Sizes = ..., *, out: None = ..., **options: Unpack[Now]) -> A: ...
+@overload
+def allgatherv(comm: Caller, x: Any, counts: Sizes = ..., *, out: B, **options: Unpack[Now]) -> B: ...
 @overload
 def allgatherv(
-    comm: Caller,
-    x: Any,
-    counts: Sequence[int] | None = ...,
-    *,
-    out: B,
-    async_op: Now = ...,
-    **options: Unpack[Options],
-) -> B: ...
-@overload
-def allgatherv(
-    comm: Caller,
-    x: A,
-    counts: Sequence[int] | None = ...,
-    *,
-    out: None = ...,
-    async_op: Later,
-    **options: Unpack[Options],
+    comm: Caller, x: A, counts: Sizes = ..., *, out: None = ..., **options: Unpack[Later]
 ) -> Work[A]: ...
 @overload
 def allgatherv(
-    comm: Caller,
-    x: Any,
-    counts: Sequence[int] | None = ...,
-    *,
-    out: Any = ...,
-    async_op: bool = ...,
-    **options: Unpack[Options],
+    comm: Caller, x: Any, counts: Sizes = ..., *, out: Any = ..., **options: Unpack[Either]
 ) -> Any: ...
 def allgatherv(
     comm: Caller,
     x: Any,
-    counts: Sequence[int] | None = None,
+    counts: Sizes = None,
     *,
     out: Any = None,
     algorithm: str | None = None,
@@ -92,47 +64,19 @@ def allgatherv(
 
 @overload
 def reduce_scatterv(
-    comm: Caller,
-    x: A,
-    counts: Sequence[int],
-    op: Op = ...,
-    *,
-    out: None = ...,
-    async_op: Now = ...,
-    **options: Unpack[Options],
+    comm: Caller, x: A, counts: Sequence[int], op: Op = ..., *, out: None = ..., **options: Unpack[Now]
 ) -> A: ...
 @overload
 def reduce_scatterv(
-    comm: Caller,
-    x: Any,
-    counts: Sequence[int],
-    op: Op = ...,
-    *,
-    out: B,
-    async_op: Now = ...,
-    **options: Unpack[Options],
+    comm: Caller, x: Any, counts: Sequence[int], op: Op = ..., *, out: B, **options: Unpack[Now]
 ) -> B: ...
 @overload
 def reduce_scatterv(
-    comm: Caller,
-    x: A,
-    counts: Sequence[int],
-    op: Op = ...,
-    *,
-    out: None = ...,
-    async_op: Later,
-    **options: Unpack[Options],
+    comm: Caller, x: A, counts: Sequence[int], op: Op = ..., *, out: None = ..., **options: Unpack[Later]
 ) -> Work[A]: ...
 @overload
 def reduce_scatterv(
-    comm: Caller,
-    x: Any,
-    counts: Sequence[int],
-    op: Op = ...,
-    *,
-    out: Any = ...,
-    async_op: bool = ...,
-    **options: Unpack[Options],
+    comm: Caller, x: Any, counts: Sequence[int], op: Op = ..., *, out: Any = ..., **options: Unpack[Either]
 ) -> Any: ...
 def reduce_scatterv(
     comm: Caller,
@@ -167,52 +111,24 @@ def reduce_scatterv(
 
 @overload
 def gatherv(
-    comm: Caller,
-    x: A,
-    counts: Sequence[int] | None = ...,
-    root: int = ...,
-    *,
-    out: None = ...,
-    async_op: Now = ...,
-    **options: Unpack[Options],
+    comm: Caller, x: A, counts: Sizes = ..., root: int = ..., *, out: None = ..., **options: Unpack[Now]
 ) -> A | None: ...
 @overload
 def gatherv(
-    comm: Caller,
-    x: Any,
-    counts: Sequence[int] | None = ...,
-    root: int = ...,
-    *,
-    out: B,
-    async_op: Now = ...,
-    **options: Unpack[Options],
+    comm: Caller, x: Any, counts: Sizes = ..., root: int = ..., *, out: B, **options: Unpack[Now]
 ) -> B | None: ...
 @overload
 def gatherv(
-    comm: Caller,
-    x: A,
-    counts: Sequence[int] | None = ...,
-    root: int = ...,
-    *,
-    out: None = ...,
-    async_op: Later,
-    **options: Unpack[Options],
+    comm: Caller, x: A, counts: Sizes = ..., root: int = ..., *, out: None = ..., **options: Unpack[Later]
 ) -> Work[A | None]: ...
 @overload
 def gatherv(
-    comm: Caller,
-    x: Any,
-    counts: Sequence[int] | None = ...,
-    root: int = ...,
-    *,
-    out: Any = ...,
-    async_op: bool = ...,
-    **options: Unpack[Options],
+    comm: Caller, x: Any, counts: Sizes = ..., root: int = ..., *, out: Any = ..., **options: Unpack[Either]
 ) -> Any: ...
 def gatherv(
     comm: Caller,
     x: Any,
-    counts: Sequence[int] | None = None,
+    counts: Sizes = None,
     root: int = 0,
     *,
     out: Any = None,

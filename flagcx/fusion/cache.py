@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -106,6 +106,10 @@ class _Known:
     def __init__(self, bound: Bound, names: tuple) -> None:
         self.bound, self.names, self.losses = bound, names, 0
 
+    def lose(self) -> None:
+        """Counts that an array which was there is gone."""
+        self.losses += 1
+
 
 def identities(arrays: Sequence[Any]) -> bytes:
     """The ``id`` of each array, end to end: an array of objects is one of addresses.
@@ -142,6 +146,46 @@ def _count(key: tuple) -> int:
     return len(last) // _ID_NBYTES if isinstance(last, bytes) else len(last)
 
 
+class IdentityCache:
+    """What was worked out for lists of arrays, as long as all of the arrays live."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[tuple, tuple[Any, list[weakref.ref]]] = OrderedDict()
+
+    def find(self, names: tuple) -> Any:
+        """What is kept for the arrays with these names; None where there is nothing.
+
+        Args:
+            names: All that matters besides, and the ``identities`` of the arrays.
+        """
+        try:
+            found = self._kept.get(names)
+        except TypeError:  # something that cannot be a key was named
+            return None
+        return None if found is None else found[0]
+
+    def keep(
+        self, names: tuple, value: Any, arrays: Sequence[Any], lost: Callable[[], object] | None = None
+    ) -> None:
+        """Keeps something for some arrays; ``lost()`` is called when the first of them is gone."""
+        kept = self._kept
+
+        def forget(_: weakref.ref) -> None:
+            if kept.pop(names, None) is not None and lost is not None:
+                lost()
+
+        kept[names] = value, [weakref.ref(array, forget) for array in arrays]
+        drop_oldest(kept)
+
+    def drop(self, names: tuple) -> None:
+        """Forgets a list."""
+        self._kept.pop(names, None)
+
+    def clear(self) -> None:
+        """Forgets all lists."""
+        self._kept.clear()
+
+
 class BindingCache:
     """What is bound to lists of arrays that came before.
 
@@ -151,19 +195,12 @@ class BindingCache:
 
     def __init__(self) -> None:
         self._by_memory: OrderedDict[tuple, _Known] = OrderedDict()
-        self._by_arrays: OrderedDict[tuple, tuple[Bound, list[weakref.ref]]] = OrderedDict()
+        self._by_arrays = IdentityCache()
 
     def of_arrays(self, names: tuple) -> Bound | None:
-        """What is bound to these very arrays, if it still holds.
-
-        Args:
-            names: All that matters besides, and the ``identities`` of the arrays.
-        """
-        try:
-            found = self._by_arrays.get(names)
-        except TypeError:  # something that cannot be a key was named
-            return None
-        return found[0] if found is not None and found[0].holds else None
+        """What is bound to these very arrays, if it still holds; see ``IdentityCache.find``."""
+        found: Bound | None = self._by_arrays.find(names)
+        return found if found is not None and found.holds else None
 
     def in_memory(self, memory: tuple, names: tuple, arrays: Sequence[Any]) -> Bound | None:
         """What is bound to the memory of these arrays, if it still holds.
@@ -180,24 +217,13 @@ class BindingCache:
         if known.names != names:
             known.names = names
         elif known.losses < _MOST_LOSSES:
-            self._watch(names, known, arrays)
+            self._by_arrays.keep(names, known.bound, arrays, known.lose)
         return known.bound
 
     def put(self, memory: tuple, names: tuple, bound: Bound) -> None:
         """Keeps what is bound to the memory of the arrays with these names."""
         self._by_memory[memory] = _Known(bound, names)
         drop_oldest(self._by_memory)
-
-    def _watch(self, names: tuple, known: _Known, arrays: Sequence[Any]) -> None:
-        """Remembers arrays by their identity, until the first of them is gone."""
-        found = self._by_arrays
-
-        def forget(_: weakref.ref) -> None:
-            if found.pop(names, None) is not None:
-                known.losses += 1
-
-        found[names] = known.bound, [weakref.ref(array, forget) for array in arrays]
-        drop_oldest(found)
 
     def clear(self) -> None:
         """Forgets all."""

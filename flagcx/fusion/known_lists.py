@@ -9,7 +9,6 @@ Arrays without a message are looked at before the first message is sent.
 
 from __future__ import annotations
 
-import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flagcx.errors import ArgumentError, ArrayError
-from flagcx.fusion.cache import drop_oldest
+from flagcx.fusion.cache import IdentityCache, drop_oldest
 from flagcx.transport.base import Plan
 
 
@@ -121,47 +120,29 @@ class KnownList:
         return sorted(number for _, part in self._parts[at:] for number in part.numbers)
 
 
-class KnownLists:
-    """The lists that came at least twice, as long as all of their arrays live."""
+class KnownLists(IdentityCache):
+    """What is to be done with the lists that came at least twice."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[tuple, tuple[KnownList, list[weakref.ref]]] = OrderedDict()
+        super().__init__()
         self._seen: OrderedDict[tuple, None] = OrderedDict()
-
-    def find(self, names: tuple) -> KnownList | None:
-        """What is known of the arrays with these names.
-
-        Args:
-            names: All that matters besides, and the ``identities`` of the arrays.
-        """
-        try:
-            found = self._known.get(names)
-        except TypeError:  # something that cannot be a key was named
-            return None
-        return None if found is None else found[0]
 
     def note(self, names: tuple, arrays: Sequence[Any], make: Callable[[], KnownList]) -> None:
         """Remembers a list of arrays that comes a second time; ``make()`` says what is to be done with it."""
-        if names not in self._seen:
+        if names in self._seen:
+            self.keep(names, make(), arrays)
+        else:
             self._seen[names] = None
             drop_oldest(self._seen)
-            return
-        known = self._known
-
-        def forget(_: weakref.ref) -> None:
-            known.pop(names, None)
-
-        known[names] = make(), [weakref.ref(array, forget) for array in arrays]
-        drop_oldest(known)
 
     def drop(self, names: tuple) -> None:
         """Forgets a list."""
-        self._known.pop(names, None)
+        super().drop(names)
         self._seen.pop(names, None)
 
     def clear(self) -> None:
         """Forgets all lists."""
-        self._known.clear()
+        super().clear()
         self._seen.clear()
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from flagcx.errors import ArgumentError, ArrayError, RankError
 from flagcx.foreign_arrays import host_view
 
+_MOST_WORK = 10_000
 _DLPACK_CUDA = (2, 13)  # Memory of a GPU, and managed memory.
 
 
@@ -222,15 +223,25 @@ def are_apart(starts: Sequence[int], nbytes: Sequence[int]) -> bool:
 
 
 def overlap(arrays: Sequence[Any]) -> bool:
-    """Whether two arrays have an element in common, whatever their strides. All are of one kind."""
-    placed = sorted([(*_bounds(array), i) for i, array in enumerate(arrays) if array.size])
-    return any(np.shares_memory(arrays[i], arrays[j]) for i, j in _neighbours(placed))
+    """Whether two arrays have an element in common, or may have one. All are of one kind."""
+    return any(share_elements(arrays[i], arrays[j], if_hard=True) for i, j in near_pairs(arrays))
 
 
-def _neighbours(placed: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, int]]:
-    """The pairs of arrays, given as (first byte, end, number) in order, of which one begins in the other."""
+def share_elements(x: Any, y: Any, if_hard: bool) -> bool:
+    """Whether two arrays have an element in common, whatever their strides; ``if_hard`` where it takes long.
+
+    To find out may take years: integers that solve an equation are looked for.
+    """
+    try:
+        return np.shares_memory(x, y, max_work=_MOST_WORK)  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return if_hard
+
+
+def near_pairs(arrays: Sequence[Any]) -> Iterator[tuple[int, int]]:
+    """The pairs of arrays, by their numbers, of which one begins in the extent of the other."""
     near: list[tuple[int, int]] = []
-    for start, stop, i in placed:
+    for start, stop, i in sorted([(*extent_of(array), i) for i, array in enumerate(arrays) if array.size]):
         near = [(end, j) for end, j in near if end > start]
         yield from ((i, j) for _, j in near)
         near.append((stop, i))
@@ -238,10 +249,10 @@ def _neighbours(placed: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, i
 
 def place_of(array: Any) -> tuple:
     """Where each element of an array lies; two arrays of one dtype for which it is equal are one."""
-    return _bounds(array), array.shape, array.strides
+    return extent_of(array), array.shape, array.strides
 
 
-def _bounds(array: Any) -> tuple[int, int]:
+def extent_of(array: Any) -> tuple[int, int]:
     """Addresses of the first byte of an array, and after its last."""
     start = _address(array)
     reach = [(n - 1) * s for n, s in zip(array.shape, array.strides, strict=True)]

@@ -1,11 +1,27 @@
-"""Arrays that a slot carries from one step to the next, such that a step can be taken back."""
+"""What a slot carries from one step to the next, such that a step can be taken back."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from flagcx.arguments import on_device
 from flagcx.compression.device import settle_on_device
+
+
+@dataclass(slots=True)
+class Regions:
+    """The cut of the index range into one region a rank, kept from call to call.
+
+    Attributes:
+        bounds: Where each region begins, and where the last one ends; None before the first call.
+        age: Calls so far.
+    """
+
+    bounds: np.ndarray | None = None
+    age: int = 0
 
 
 class Carried:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from flagcx.compression.regions import Regions
+from flagcx.compression.carried import Regions
 from flagcx.errors import ArgumentError
 
 State = dict[str, Any]

@@ -120,8 +120,8 @@ class FixedRate:
         raise NotImplementedError
 
     def kernels(self) -> Any:
-        """Its ``flagcx.compression.device.StripeKernels``, for arrays on a GPU; None if it has none."""
-        return None
+        """Its ``flagcx.compression.device.StripeKernels``, for arrays on a GPU."""
+        raise NotImplementedError
 
     def encode_into(self, x: Any, wire: Any, scratch: Scratch) -> None:
         """Encodes ``x`` (float32) into ``wire`` (uint8, ``wire_nbytes`` long)."""

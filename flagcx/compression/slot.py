@@ -11,11 +11,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from flagcx.arguments import check_shape, on_device
-from flagcx.compression.carried import Carried
+from flagcx.compression.carried import Carried, Regions
 from flagcx.compression.checkpoint import load_memory, on_host, save_memory
 from flagcx.compression.codec import FixedRate, Scratch, captures, is_finite, namespace
 from flagcx.compression.device import look_on_device
-from flagcx.compression.regions import Regions
 from flagcx.errors import ArgumentError
 
 
@@ -41,6 +40,7 @@ class Slot:
     Attributes:
         codec: The codec.
         shapes: Shapes of the parameters that lie end to end in the array; None for that of the array itself.
+        keeps: Whether lost parts of a lossy codec are kept for the next call.
         residual: The part of this rank's gradients that is not sent yet (float32, one dimension), or None.
         velocity: The momentum of this rank's gradients, or None.
         carried, momenta: The residual and the velocity, now and before the step; or None.
@@ -73,7 +73,7 @@ class Slot:
     ) -> None:
         self.codec, self.key, self.lasting = codec, key, lasting
         self.shapes = None if shapes is None else _checked(shapes)
-        self._momentum, self._keeps, self._clip = momentum, residual, clip
+        self._momentum, self.keeps, self._clip = momentum, residual, clip
         self._remembers = lasting and bool(residual or momentum or not isinstance(codec, FixedRate))
         self.plans: dict[tuple, Any] = {}
         self.reset()
@@ -83,7 +83,7 @@ class Slot:
         """How it is used, in words; the same on every rank."""
         clip = "" if self._clip is None else f", clipped to {self._clip:g}"
         momentum = f", momentum {self._momentum:g}" if self._momentum else ""
-        return f"{', with a residual' if self._keeps else ''}{momentum}{clip}"
+        return f"{', with a residual' if self.keeps else ''}{momentum}{clip}"
 
     def reset(self) -> None:
         """Clears the memory, as at the start of a training. Call it on all ranks."""
@@ -132,7 +132,7 @@ class Slot:
                     f"the shapes of slot {self.key!r} have {total} elements together, but its array has "
                     f"{x.size}"
                 )
-            keeps = self._keeps and not self.codec.lossless
+            keeps = self.keeps and not self.codec.lossless
             if (keeps or self._momentum) and on_device(x) and captures(x):
                 raise ArgumentError(
                     f"the slot {self.key!r} of this Feedback is new: a graph that captures its first call "
@@ -350,11 +350,6 @@ class Slot:
         """Clears the residual, since all of it was sent. Momentum goes on: none of it was late."""
         if self.residual is not None:
             self.residual[...] = 0
-
-    @property
-    def keeps(self) -> bool:
-        """Whether lost parts of a lossy codec are kept for the next call."""
-        return self._keeps
 
     def __repr__(self) -> str:
         count = "nothing yet" if self._count is None else f"{self._count} elements"

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from flagcx.compression.carried import Regions
 from flagcx.compression.codec import is_finite, namespace
 from flagcx.compression.peers import CodecReduce
-from flagcx.compression.regions import Regions
 from flagcx.compression.select import density_of, select
 from flagcx.compression.sparse_sum import sum_sparse
 from flagcx.compression.topk import RandomK, Sparse, TopK

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from flagcx.compression.carried import Regions
 from flagcx.compression.codec import Scratch, namespace
-from flagcx.compression.regions import Regions
 from flagcx.compression.select import largest
 from flagcx.schedule.collectives import cut
 
@@ -45,12 +45,10 @@ class SparseSum:
     Attributes:
         indices: Places of its elements, in order; the same on every rank.
         values: Its elements.
-        sent: Elements that this rank sent, in both phases.
     """
 
     indices: Any
     values: Any
-    sent: int
 
 
 def sum_sparse(
@@ -96,8 +94,7 @@ def sum_sparse(
         chosen = largest(sums, share)
         places, sums = places[chosen], sums[chosen]
     all_places, all_sums = _to_all(peers, places, sums, bounds)
-    crossing = int(counts[peers.rank].sum() - counts[peers.rank, peers.rank])
-    return SparseSum(all_places, all_sums, sent=crossing + places.size * (peers.size - 1))
+    return SparseSum(all_places, all_sums)
 
 
 def _renew(peers: Peers, indices: Any, count: int, regions: Regions) -> None:

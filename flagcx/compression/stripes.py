@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flagcx.compression.codec import FixedRate, namespace
+from flagcx.compression.codec import FixedRate
 from flagcx.compression.device import StripeKernels
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Piece:
 
 
 class LoopedStripes:
-    """The arithmetic on one stripe after the other, by the codec's own functions.
+    """The arithmetic on NumPy arrays, one stripe after the other, by the codec's own functions.
 
     Arrays of numbers are those of the whole message; coded arrays are of uint8. The residual is read as it
     was before the step, and written as it is now.
@@ -63,7 +63,7 @@ class LoopedStripes:
                 codec.encode_into(numbers, wire, scratch)
                 continue
             kept = residual.now[part]
-            namespace(kept).add(residual.before[part], numbers, out=kept)
+            np.add(residual.before[part], numbers, out=kept)
             codec.encode_into(kept, wire, scratch)
             decoded = scratch.get("decoded", piece.width, np.float32, source)[: kept.size]
             codec.decode_into(wire, decoded, scratch)
@@ -79,9 +79,9 @@ class LoopedStripes:
             if q != self._peers.rank:
                 codec.decode_into(wire, total, scratch, add=q > 0)
                 continue
-            mine, add = source[own], namespace(total).add
+            mine = source[own]
             if residual is not None:
-                mine = add(residual.before[own], mine, out=residual.now[own])
+                mine = np.add(residual.before[own], mine, out=residual.now[own])
             if q:
                 total += mine
             else:
@@ -115,13 +115,13 @@ def _keep_lost(coded: Any, decoded: Any, lost: Any, factor: Any = 1) -> None:
         lost[...] = 0
         return
     with np.errstate(all="ignore"):
-        namespace(coded).subtract(coded, decoded, out=lost)
+        np.subtract(coded, decoded, out=lost)
         if factor != 1:
             lost /= factor
 
 
 class FusedStripes:
-    """The same arithmetic with one kernel for all stripes of a piece; the last one flags a spoilt step."""
+    """The same on a GPU, with one kernel for all stripes of a piece; the last one flags a spoilt step."""
 
     def __init__(self, codec: FixedRate, kernels: StripeKernels, peers: Peers, factor: np.float32) -> None:
         self._codec, self._kernels, self._peers, self._factor = codec, kernels, peers, factor
@@ -150,7 +150,7 @@ Stripes = LoopedStripes | FusedStripes
 
 def stripes_of(codec: FixedRate, peers: Peers, factor: np.float32) -> Stripes:
     """The arithmetic for one codec, on the device of the peers' arrays."""
-    kernels = codec.kernels() if peers.on_device else None
-    if kernels is None:
+    if not peers.on_device:
         return LoopedStripes(codec, peers, factor)
+    kernels = codec.kernels()
     return FusedStripes(codec, kernels.beside() if peers.beside else kernels, peers, factor)

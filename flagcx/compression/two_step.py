@@ -32,7 +32,7 @@ import numpy as np
 from flagcx.compression.codec import FixedRate
 from flagcx.compression.peers import CodecReduce, Peers
 from flagcx.compression.slot import Slot
-from flagcx.compression.stripes import LoopedStripes, Piece, Stripes, stripes_of
+from flagcx.compression.stripes import Piece, Stripes, stripes_of
 from flagcx.dtypes import ReduceOp
 
 PIECE_NBYTES = 4 << 20
@@ -62,7 +62,7 @@ class TwoStep(CodecReduce[FixedRate]):
     def run(self, sendbuf: Any, recvbuf: Any) -> None:
         source = self._slot.source(sendbuf, self._peers.scratch, self._peers.size)
         residual = self._slot.carried
-        self.waits, self.spoilt = isinstance(self._stripes, LoopedStripes), False
+        self.waits, self.spoilt = not self._peers.on_device, False
         if self._stages == 1:
             for turn in range(len(self._pieces)):
                 self._run_piece(turn, source, residual, recvbuf)

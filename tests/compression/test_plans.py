@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from flagcx.compression import Cast, Feedback, PowerSGD, Quantized, RandomK, Sparse, TopK
+from flagcx.compression.carried import Regions
 from flagcx.compression.powersgd import PowerReduce, find_matrices, orthogonalise
-from flagcx.compression.regions import Regions
 from flagcx.compression.slot import Slot
 from flagcx.compression.sparse_reduce import RandomKReduce, SparseReduce, TopKReduce
 from flagcx.compression.sparse_sum import sum_sparse

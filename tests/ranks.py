@@ -210,6 +210,7 @@ def _do(task: Task) -> Outcome:
         result = cloudpickle.dumps(function(*args))
         world._WORLD.close()
         gc.collect()  # arrays in cycles would give back their shared memory in the middle of a later test
+        gc.freeze()  # what is left, mostly modules, is not walked again at the end of each task
     except BaseException as error:
         text = traceback.format_exc()
         return Outcome(time.monotonic(), error=text, consequence=isinstance(error, CONSEQUENCES))

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 IN_CALLS = (
     "transport.shared_memory.signals:Signals.wait_for",
     "transport.shared_memory.one_shot:OneShot.run",
-    "transport.shared_memory.two_shot:TwoShotSlots.run_entered",
+    "transport.shared_memory.two_shot:TwoShotSlots.finish",
+    "transport.shared_memory.one_piece:OnePiece.finish",
     "transport.shared_memory.direct:Direct._work",
     "transport.shared_memory.direct:Direct._leave",
     "transport.shared_memory.channel:Sending.advance",

@@ -14,9 +14,10 @@ Plans
                           blocks of up to 64 KiB: one exchange in double-buffered slots
 ``broadcast.Broadcast``   broadcast ``direct`` up to 64 KiB: the root leaves it, all read it
 ``striped.Striped``       all-reduce ``two_shot`` up to 64 KiB, four ranks or more: two exchanges
+``one_piece.OnePiece``    all-reduce ``two_shot``: a message that fits into the slots
 ``two_shot.TwoShotSlots`` all-reduce ``two_shot``: pieces through a ring of slots
 ``direct.Direct``         all-reduce ``two_shot``, large or in shared arrays: in the peers' own memory, or
-                          through slots while ranks write these quickly (``pace.py``)
+                          through slots while that is quicker (``quicker.py``)
 ``one_shot.Barrier``      an exchange of nothing
 ``steps.ChannelSteps``    any schedule of any collective: messages (``channel.py``), a step's together
                           (``exchange.py``)
@@ -46,7 +47,7 @@ from flagcx.transport.shared_memory.one_shot import Barrier, OneShot
 from flagcx.transport.shared_memory.places import Places
 from flagcx.transport.shared_memory.steps import ChannelSteps
 from flagcx.transport.shared_memory.striped import Striped
-from flagcx.transport.shared_memory.two_shot import TwoShotSlots
+from flagcx.transport.shared_memory.two_shot import through_slots
 from flagcx.transport.steps import HostTransport, Messages
 
 CROSS_MEMORY_PAIR_NBYTES = 32 << 10
@@ -143,12 +144,12 @@ class SharedMemoryTransport(HostTransport):
         if not call.protocol and Striped.serves(nbytes, self.size):
             return Striped(self._arena, call, signature)
         if nbytes < SHARED_NBYTES:
-            return TwoShotSlots(self._arena, call, signature)
+            return through_slots(self._arena, call, signature)
         pays = nbytes >= CROSS_MEMORY_PAIR_NBYTES * self.size * (self.size - 1)
         short = nbytes <= (MOST_CROWDED_NBYTES if self._arena.signals.crowded else MOST_SLOTS_NBYTES)
         attaches = call.protocol == CROSS_MEMORY if call.protocol else pays
-        adapts = attaches and short and not call.protocol
-        return Direct(self._arena, call, signature, self.cross_memory and attaches, adapts)
+        crosses = self.cross_memory and attaches
+        return Direct(self._arena, call, signature, crosses, crosses and short and not call.protocol)
 
     def transfer(self, sends: Messages, receives: Messages) -> None:
         """Sends and receives at once; see ``Transport.transfer``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flagcx.schedule.collectives import cut
 from flagcx.transport.shared_memory.words import LANES, words_nbytes
 
 ONE_SHOT_NBYTES = 64 << 10
@@ -15,6 +16,17 @@ _BROADCAST_NBYTES = ONE_SHOT_NBYTES + 4096
 STAGES = 4
 PIECE_NBYTES = 64 << 10
 PIECES = 4
+_LINE_NBYTES = 64
+
+
+def stripes(count: int, itemsize: int, size: int) -> list[int]:
+    """Cuts ``count`` elements into a stripe a rank, on cache lines, so that no two ranks write one line.
+
+    Returns:
+        The ``size + 1`` boundaries.
+    """
+    line = max(_LINE_NBYTES // itemsize, 1)
+    return [min(bound * line, count) for bound in cut(-(-count // line), size)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,13 +22,11 @@ from flagcx.transport.shared_memory.areas import (
     EXCHANGE_NBYTES,
     PIECE_NBYTES,
     PIECES,
-    STAGES,
     Areas,
 )
 from flagcx.transport.shared_memory.call_log import CallLog
 from flagcx.transport.shared_memory.cross_memory import CrossMemory, allow_peers, probe
 from flagcx.transport.shared_memory.heap import Heap, PeerHeaps
-from flagcx.transport.shared_memory.pace import PROBE_NBYTES, Pace
 from flagcx.transport.shared_memory.segment import (
     ONE_NAMESPACE,
     Handle,
@@ -55,7 +53,6 @@ _WIDER = 8
 _MOST_VIEWS = 1 << 15
 _PROBE_NBYTES = 32
 _TELL_S = 0.5
-_BYTE = np.dtype(np.uint8)
 
 
 class Lane:
@@ -132,8 +129,6 @@ class Arena:
     Attributes:
         scratch: Memory of this rank alone that plans share.
         prepared: What plans have prepared for arrays of the peers.
-        part_nbytes: What is added up at a time at most.
-        pace: What writing into slots costs this rank.
         turns: How many exchanges of all ranks with all ranks have been begun so far.
         broadcasts: How many broadcasts have gone through slots so far.
         broadcasts_read: How many of them all ranks have read, as far as this rank knows.
@@ -173,13 +168,9 @@ class Arena:
         self.pids = [card["segment"][0] for card in cards]
         self.memory = [np.frombuffer(s.memory, np.uint8) for s in self._segments]
         self._slots: dict[tuple, list[np.ndarray]] = {}
-        nbytes = min(PROBE_NBYTES, STAGES * config.slot_nbytes)
-        probes = [self.view(q, self.areas.contributed, nbytes, _BYTE) for q in range(size)]
-        self.pace = Pace(probes[rank], probes[rank - 1])
         self.scratch = Scratch()
-        self.part_nbytes = 2 * MAPPED_PART_NBYTES if size == 2 else MAPPED_PART_NBYTES
         # Pages are taken when they are first written, so what no plan uses costs nothing.
-        self._accumulator = np.empty(_WIDER * self.part_nbytes, np.uint8)
+        self._accumulator = np.empty(_WIDER * MAPPED_PART_NBYTES, np.uint8)
         self._incoming = np.empty((size, COPIED_PART_NBYTES), np.uint8)
         self.prepared = Prepared(_MOST_VIEWS // size)
         self.heap = Heap(self.signals.own)
@@ -312,7 +303,6 @@ class Arena:
         self.memory = []
         self._rows.close()
         self._slots.clear()
-        self.pace.close()
         segments, self._segments = self._segments, []
         for segment in segments:
             segment.close()

@@ -10,16 +10,18 @@ from __future__ import annotations
 import ctypes
 import weakref
 from dataclasses import dataclass
+from time import perf_counter_ns as now
 
 import numpy as np
 
 from flagcx.errors import CommunicationError, ResourceError
-from flagcx.schedule.collectives import cut
 from flagcx.transport.base import Call
+from flagcx.transport.shared_memory.areas import stripes
 from flagcx.transport.shared_memory.arena import COPIED_PART_NBYTES, MAPPED_PART_NBYTES, Arena
 from flagcx.transport.shared_memory.heap import SHARED
+from flagcx.transport.shared_memory.quicker import QuickerOfTwo
 from flagcx.transport.shared_memory.reduction import accumulator_dtype, combiner
-from flagcx.transport.shared_memory.two_shot import TwoShotSlots
+from flagcx.transport.shared_memory.two_shot import through_slots
 from flagcx.transport.shared_memory.words import (
     ABORTED,
     CALL_LOG_MASK,
@@ -27,10 +29,10 @@ from flagcx.transport.shared_memory.words import (
     DONE,
     LOCATIONS,
     SHARED_BIT,
-    THROUGH_SLOTS,
+    WAYS,
 )
 
-_STRIPE_ALIGNMENT = 64
+_SLOTS, _IN_PLACE = range(2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,7 @@ class Direct:
         call: The call.
         signature: Its signature.
         cross_memory: Whether arrays that are not shared are reached too.
-        adapts: Whether they go through slots all the same while all ranks write these quickly.
+        adapts: Whether they go through slots all the same where that is quicker.
     """
 
     def __init__(
@@ -86,61 +88,77 @@ class Direct:
     ) -> None:
         self._arena, self._signals, self._signature = arena, arena.signals, signature
         self._dtype, self._count = call.dtype.numpy, int(call.counts)  # type: ignore[arg-type]
-        self._cross_memory, self._adapts = cross_memory, adapts
-        self._slots = None if cross_memory and not adapts else TwoShotSlots(arena, call, signature)
+        self._cross_memory = cross_memory
+        self._quicker, self._way = QuickerOfTwo() if adapts else None, _SLOTS
+        self._slots = None if cross_memory and not adapts else through_slots(arena, call, signature)
         self._combine = combiner(call.op, call.dtype, arena.size)  # type: ignore[arg-type]
         part = MAPPED_PART_NBYTES // self._dtype.itemsize
         self._accumulator = arena.accumulator(part, accumulator_dtype(call.op, call.dtype, arena.size))  # type: ignore[arg-type]
         self._incoming = [arena.incoming(q, self._dtype) for q in range(arena.size)]
-        self._low, self._high = self._stripe()
+        bounds = stripes(self._count, self._dtype.itemsize, arena.size)
+        self._low, self._high = bounds[arena.rank : arena.rank + 2]
         self._binding: _Binding | None = None
-
-    def _stripe(self) -> tuple[int, int]:
-        """This rank's stripe; stripes begin on cache lines, so that no two ranks write one line."""
-        line = max(_STRIPE_ALIGNMENT // self._dtype.itemsize, 1)
-        bounds = cut(-(-self._count // line), self._arena.size)
-        rank = self._arena.rank
-        return min(bounds[rank] * line, self._count), min(bounds[rank + 1] * line, self._count)
 
     def run(self, sendbuf: np.ndarray, recvbuf: np.ndarray) -> None:
         """Runs the call; see ``transport.base.Plan``."""
-        signals = self._signals
-        index = signals.sequence & CALL_LOG_MASK
         binding = self._binding
         if binding is None or binding.sendbuf() is not sendbuf or binding.recvbuf() is not recvbuf:
             binding = self._binding = self._locate(sendbuf, recvbuf)
-        sent_from, received_at = binding.sent_from, binding.received_at
-        shared = sent_from & received_at & SHARED
+        shared = binding.sent_from & binding.received_at & SHARED
         if not (shared or self._cross_memory):
-            signals.enter(self._signature)
-            self._slots.run_entered(sendbuf.reshape(-1), recvbuf.reshape(-1))  # type: ignore[union-attr]
-            return
+            self._slots.run(sendbuf, recvbuf)  # type: ignore[union-attr]
+        elif self._quicker is not None:
+            self._run_the_quicker_way(binding, shared, sendbuf, recvbuf)
+        else:
+            index = self._enter(binding, shared)
+            if self._cross_memory or all(words[index] & SHARED_BIT for words in self._signals.words):
+                self._run_in_place(binding, index, sendbuf, recvbuf)
+            else:
+                self._slots.run_entered(sendbuf.reshape(-1), recvbuf.reshape(-1))  # type: ignore[union-attr]
+
+    def _run_the_quicker_way(
+        self, binding: _Binding, shared: int, sendbuf: np.ndarray, recvbuf: np.ndarray
+    ) -> None:
+        """Through slots or in place, as rank 0 has said in the call before.
+
+        A rank contributes before it enters the call. If one has not, all work in place.
+        """
+        quicker, slots, signals, way = self._quicker, self._slots, self._signals, self._way
+        began = now()
+        through, sent = int(way == _SLOTS and not shared), sendbuf.reshape(-1)
+        if through:
+            slots.contribute(sent)  # type: ignore[union-attr]
+        signals.own[WAYS] = through | quicker.next() << 1  # type: ignore[union-attr]
+        contributed = now()
+        index = self._enter(binding, shared)
+        entered = now()
+        for words in signals.words:
+            through = through and words[WAYS] & 1
+        self._way = signals.words[0][WAYS] >> 1
+        if through:
+            slots.finish(sent, recvbuf.reshape(-1))  # type: ignore[union-attr]
+        else:
+            self._run_in_place(binding, index, sendbuf, recvbuf)
+        if bool(through) == (way == _SLOTS):
+            quicker.note(way, now() - entered + contributed - began)  # type: ignore[union-attr]
+
+    def _enter(self, binding: _Binding, shared: int) -> int:
+        """Enters the call with where its arrays lie, and waits for all. Returns its place in the log."""
+        signals = self._signals
         own = signals.own
-        own[LOCATIONS + 2 * index] = sent_from
-        own[LOCATIONS + 2 * index + 1] = received_at
-        probes = self._adapts and self._arena.pace.is_due()
-        if probes:
-            self._arena.pace.write()
-        if self._adapts:
-            own[THROUGH_SLOTS] = not self._arena.pace.slow
+        index = signals.sequence & CALL_LOG_MASK
+        at = LOCATIONS + 2 * index
+        own[at], own[at + 1] = binding.sent_from, binding.received_at
         if signals.fence:
             signals.fence()
         value = signals.enter(self._signature | SHARED_BIT if shared else self._signature)
-        for words in signals.others:
-            if words[index] != value:
-                signals.wait_call(words, index, value)
-        if signals.fence:
-            signals.fence()
-        at = LOCATIONS + 2 * index
+        signals.await_calls(index, value)
+        return index
+
+    def _run_in_place(self, binding: _Binding, index: int, sendbuf: np.ndarray, recvbuf: np.ndarray) -> None:
+        """Works on the arrays where they lie."""
+        signals, at = self._signals, LOCATIONS + 2 * index
         places = [words[i] for words in signals.words for i in (at, at + 1)]
-        slots = self._adapts and all(words[THROUGH_SLOTS] for words in signals.words)
-        if (slots or not self._cross_memory) and not all(
-            words[index] & SHARED_BIT for words in signals.words
-        ):
-            self._slots.run_entered(sendbuf.reshape(-1), recvbuf.reshape(-1))  # type: ignore[union-attr]
-            return
-        if probes:
-            self._arena.pace.read()
         try:
             if places != binding.places:
                 binding.pieces = self._prepare(sendbuf, recvbuf, places)
@@ -226,16 +244,9 @@ class Direct:
 
     def _leave(self) -> None:
         """The barrier after: no peer touches this rank's arrays any more."""
-        arena, signals = self._arena, self._signals
-        arena.done += 1
-        if signals.fence:
-            signals.fence()
-        signals.own[DONE] = arena.done
-        for words in signals.others:
-            if words[DONE] < arena.done:
-                signals.wait_count(words, DONE, arena.done)
-        if signals.fence:
-            signals.fence()
+        self._arena.done = done = self._arena.done + 1
+        self._signals.count(DONE, done)
+        self._signals.await_counts(DONE, done)
 
 
 def _address(array: np.ndarray) -> int:

@@ -146,7 +146,29 @@ class Signals:
         self.before = (3 * self.before + (signature & _SIGNATURE)) & _WORD  # SHARED_BIT differs between ranks
         return value
 
+    def count(self, counter: int, value: int) -> None:
+        """Sets a counter of this rank, after all that it has written."""
+        if self.fence:
+            self.fence()
+        self.own[counter] = value
+
     # -- waiting ----------------------------------------------------------------------------------
+
+    def await_calls(self, index: int, value: int) -> None:
+        """Waits until word ``index`` of every peer's log is ``value``, the ``shared`` bit aside."""
+        for words in self.others:
+            if words[index] != value:
+                self.wait_call(words, index, value)
+        if self.fence:
+            self.fence()
+
+    def await_counts(self, counter: int, value: int) -> None:
+        """Waits until a counter of every peer is at least ``value``."""
+        for words in self.others:
+            if words[counter] < value:
+                self.wait_count(words, counter, value)
+        if self.fence:
+            self.fence()
 
     def wait_call(self, words: memoryview, index: int, value: int) -> None:
         """Waits until word ``index`` of a peer's log is ``value``, the ``shared`` bit aside."""

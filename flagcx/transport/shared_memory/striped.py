@@ -64,21 +64,11 @@ class Striped:
         arena.enter_exchange(turn, self._signature)
         if self._accumulator is not None:
             self._combine(sources, reduced, self._accumulator)
-        self._exchange_reduced()
+        arena.pieces += 1
+        self._signals.count(REDUCED, arena.pieces)
+        self._signals.await_counts(REDUCED, arena.pieces)
         whole, width = self._whole, self._width
         out = recvbuf.reshape(-1)
         out[: whole * width].reshape(whole, width)[...] = rows[:whole]
         if whole * width < self._count:
             out[whole * width :] = rows[whole, : self._count - whole * width]
-
-    def _exchange_reduced(self) -> None:
-        arena, signals = self._arena, self._signals
-        arena.pieces = done = arena.pieces + 1
-        if signals.fence:
-            signals.fence()
-        signals.own[REDUCED] = done
-        for words in signals.others:
-            if words[REDUCED] < done:
-                signals.wait_count(words, REDUCED, done)
-        if signals.fence:
-            signals.fence()

@@ -259,7 +259,7 @@ def test_nothing_is_written_to_the_arrays_of_a_rank_that_gave_up(make):
     """Rank 1 is interrupted in the middle of a call that works in the peers' memory, and uses its array."""
     body = f"""
 from flagcx.transport.shared_memory.direct import Direct
-x = {make}(3_000_000, np.float32)
+x = {make}(5_000_000, np.float32)
 x[...] = 1
 work = Direct._work
 def interrupted(self, pieces):

@@ -72,7 +72,5 @@ class Broadcast:
 
     def _await_readers(self, number: int) -> None:
         signals, least = self._signals, number - BROADCASTS + 1
-        for words in signals.others:
-            if words[BROADCAST_READ] < least:
-                signals.wait_count(words, BROADCAST_READ, least)
+        signals.await_counts(BROADCAST_READ, least)
         self._arena.broadcasts_read = min(words[BROADCAST_READ] for words in signals.words)

@@ -88,7 +88,7 @@ def check_shape(shape) -> tuple[int, ...]:
     """
     try:
         lengths = np.atleast_1d(shape).tolist()
-        return np.empty(tuple(map(operator.index, lengths)), np.dtype([])).shape  # of elements without bytes
+        return np.empty(tuple(map(as_integer, lengths)), np.dtype([])).shape  # of elements without bytes
     except (TypeError, ValueError, OverflowError) as error:
         raise ArgumentError(
             f"shape={shape!r} is no shape of an array ({error}); expected a number of elements from 0 up, or "
@@ -99,6 +99,46 @@ def check_shape(shape) -> tuple[int, ...]:
 def is_number(x: Any) -> bool:
     """Whether something is a real number, of Python or NumPy, and no truth value."""
     return isinstance(x, Real) and not isinstance(x, bool)
+
+
+def as_integer(x: Any) -> int:
+    """An integer of Python or NumPy as an ``int``.
+
+    Raises:
+        TypeError: It is none; a truth value is none either.
+
+    Example:
+        >>> as_integer(np.int64(3))
+        3
+    """
+    if isinstance(x, (bool, np.bool_)):
+        raise TypeError(f"{x!r} is a truth value")
+    return operator.index(x)
+
+
+def check_integer(value: Any, what: str, least: int) -> int:
+    """Checks a number of something.
+
+    Raises:
+        ArgumentError: It is no integer, or below ``least``.
+    """
+    try:
+        number = as_integer(value)
+    except TypeError:
+        number = least - 1
+    if number < least:
+        raise ArgumentError(f"{what} must be an integer from {least} up, got {value!r}")
+    return number
+
+
+def check_seconds(value: Any, what: str) -> None:
+    """Checks a limit of time that may be left out.
+
+    Raises:
+        ArgumentError: It is neither a number above 0 nor None.
+    """
+    if value is not None and not (is_number(value) and value > 0):
+        raise ArgumentError(f"{what} must be a number of seconds above 0, or None, got {value!r}")
 
 
 def format_nbytes(nbytes: float) -> str:
@@ -121,7 +161,7 @@ def check_rank(rank, size: int, what: str) -> int:
         RankError: It is not an integer from 0 to ``size - 1``.
     """
     try:
-        value = operator.index(rank)
+        value = as_integer(rank)
     except TypeError:
         if hasattr(rank, "__array_interface__") or hasattr(rank, "__dlpack__"):
             raise RankError(
@@ -132,6 +172,16 @@ def check_rank(rank, size: int, what: str) -> int:
     if not 0 <= value < size:
         raise RankError(f"{what}={value} is not a rank of this communicator; expected 0 to {size - 1}")
     return value
+
+
+def check_algorithm(algorithm: Any) -> None:
+    """Checks that the name of an algorithm is one; the selector knows which there are.
+
+    Raises:
+        ArgumentError: It is neither a ``str`` nor None.
+    """
+    if not (algorithm is None or isinstance(algorithm, str)):
+        raise ArgumentError(f"algorithm={algorithm!r} is no name of an algorithm, such as 'ring'")
 
 
 def blocks_of(array: np.ndarray, size: int, what: str) -> tuple[int, tuple[int, ...]]:
@@ -159,8 +209,10 @@ def check_counts(counts, size: int, what: str) -> tuple[int, ...]:
         ArgumentError: Of the wrong length, or with an entry that is no count.
     """
     try:
-        values = tuple(operator.index(c) for c in counts)
+        values = tuple(as_integer(c) for c in counts) if not isinstance(counts, (str, bytes)) else None
     except TypeError:
+        values = None
+    if values is None:
         raise ArgumentError(f"{what}={counts!r} is not a list of {size} element counts") from None
     if len(values) != size or min(values, default=0) < 0:
         raise ArgumentError(f"{what}={list(values)} must have {size} entries, one a rank, none below 0")

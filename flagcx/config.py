@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
 from pathlib import Path
 
 from flagcx.errors import ArgumentError
+from flagcx.migration import keyword_hint
 
 _PREFIX = "FLAGCX_"
 _MOST_S = 1e8
@@ -119,8 +120,9 @@ class Config:
         """Reads ``FLAGCX_*`` from ``environ`` (the process's own by default); ``overrides`` win.
 
         Raises:
-            ArgumentError: A value cannot be read as its field's type.
+            ArgumentError: A value cannot be read as its field's type, or there is no such field.
         """
+        check_settings(overrides)
         environ = os.environ if environ is None else environ
         values = {}
         for field in fields(cls):
@@ -128,6 +130,23 @@ class Config:
             if text is not None:
                 values[field.name] = _parse(_PREFIX + field.name.upper(), text, type(field.default))
         return replace(cls(**values), **overrides)
+
+
+def check_settings(names: Iterable[str], others: Sequence[str] = ()) -> None:
+    """Checks the names of settings that a call was given.
+
+    Args:
+        names: The names.
+        others: What else the call takes by name.
+
+    Raises:
+        ArgumentError: There is no setting of one of the names.
+    """
+    known = [field.name for field in fields(Config)]
+    for name in names:
+        if name not in known:
+            hint = keyword_hint(name, (*others, *known))
+            raise ArgumentError(f"there is no setting {name!r}; expected one of {', '.join(known)}{hint}")
 
 
 def unknown_settings(environ: Mapping[str, str]) -> list[str]:
@@ -156,7 +175,7 @@ def _check_type(name: str, value: object, kind: type) -> None:
         ArgumentError: It is.
     """
     if kind is bool:
-        fits, wanted = value in (True, False), "True or False"
+        fits, wanted = not getattr(value, "shape", ()) and value in (True, False), "True or False"
     elif kind is str:
         fits, wanted = isinstance(value, (str, os.PathLike)), "a str"
     else:

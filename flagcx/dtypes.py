@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from numbers import Real
 from typing import Any
 
 import ml_dtypes
@@ -124,9 +125,14 @@ OPS: dict[str, ReduceOp] = {
 def scaled_sum(factor: float) -> ReduceOp:
     """The sum of all contributions, each multiplied by ``factor`` before it is sent.
 
+    Raises:
+        OperationError: ``factor`` is no real number.
+
     Example:
         >>> comm.allreduce(gradient, op=fc.scaled_sum(1 / 4))  # doctest: +SKIP
     """
+    if not isinstance(factor, Real) or isinstance(factor, bool):
+        raise OperationError(f"factor must be a number, such as 1 / 4, got {factor!r}")
     return ReduceOp("scaled_sum", np.add, ("float", "complex"), scale=float(factor), code=len(OPS) + 1)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 MPI4PY, TORCH = "mpi4py", "torch.distributed"
@@ -144,6 +145,46 @@ OPERATIONS = {
 }
 """Names of operations elsewhere, such as ``MPI.SUM``, ``dist.ReduceOp.AVG``, ``hvd.Average`` and "mean"."""
 
+KEYWORDS = {
+    "sendbuf": ("x",),
+    "recvbuf": ("out",),
+    "buf": ("x", "out"),
+    "sendobj": ("value", "x"),
+    "obj": ("value", "x"),
+    "object": ("value",),
+    "tensor": ("x", "out"),
+    "input": ("x",),
+    "input_tensor": ("x",),
+    "output": ("out",),
+    "output_tensor": ("out",),
+    "in_array": ("x",),
+    "out_array": ("out",),
+    "dest": ("to", "root"),
+    "dst": ("to", "root"),
+    "source": ("root",),
+    "src": ("source", "root"),
+    "peer": ("to", "source"),
+    "root_rank": ("root",),
+    "sendcounts": ("send_counts", "counts"),
+    "recvcounts": ("receive_counts", "counts"),
+    "input_split_sizes": ("send_counts",),
+    "output_split_sizes": ("receive_counts",),
+    "reduce_op": ("op",),
+    "colour": ("color",),
+    "world_size": ("size",),
+    "init_method": ("address",),
+}
+"""Names of arguments elsewhere, and ours, of which a call has the first that it knows."""
+_KEYWORDS_WITHOUT = {
+    "tag": "there are no tags: what a rank sends to another is received in the order of its calls",
+    "sendtag": "there are no tags",
+    "recvtag": "there are no tags",
+    "group": "a group is a communicator of its own: comm.split(0 if comm.rank in ranks else None)",
+    "average": 'averages are made by op="avg"',
+    "backend": "the kind of a call's arrays decides what carries them",
+    "device_id": "each rank has the GPU of its local rank, or the current one",
+}
+
 _NAME = re.compile(r"(?:comm|dist|hvd|MPI)\.(\w+)|(\w+)\(")
 _OURS = re.compile(r"comm\.(\w+)")
 
@@ -160,7 +201,8 @@ def _by_name() -> dict[str, list[Spelling]]:
 _BY_NAME = _by_name()
 _METHODS = frozenset(name for row in SPELLINGS for name in _OURS.findall(row.ours))
 """What a communicator has."""
-FOREIGN_NAMES = frozenset(_BY_NAME) - _METHODS - {"init"}
+_HOMES_OF_OPERATIONS = ("MPI", "ReduceOp")
+FOREIGN_NAMES = (frozenset(_BY_NAME) | {*OPERATIONS, *_HOMES_OF_OPERATIONS}) - _METHODS - {"init"}
 """The names of methods and functions elsewhere that flagcx has under another name."""
 
 
@@ -173,8 +215,10 @@ def hint_for(name: str) -> str:
     """
     if name in _METHODS:
         return f"; it is the communicator's: comm = fc.init(), then comm.{name}"
-    if name in ("MPI", "ReduceOp"):
+    if name in _HOMES_OF_OPERATIONS:
         return '; operations are named by strings: op="sum", "prod", "min", "max", "avg"'
+    if name[:1].isupper() and name.upper() in OPERATIONS:
+        return f'; operations are named by strings: op="{OPERATIONS[name.upper()]}"'
     return "".join(f"; {row.library}'s {row.foreign} is {row.ours}" for row in _BY_NAME.get(name, ()))
 
 
@@ -195,6 +239,28 @@ def operation_hint(op: Any) -> str:
     else:
         name = str(op).rpartition(".")[2].upper()  # RedOpType.SUM, of torch
     return f'; flagcx spells it op="{OPERATIONS[name]}"' if name in OPERATIONS else ""
+
+
+def keyword_hint(name: str, known: Collection[str]) -> str:
+    """What to write in place of an argument's name that a call does not have; empty where nothing is like it.
+
+    Args:
+        name: The name that was given.
+        known: The names that the call has.
+
+    Example:
+        >>> keyword_hint("recvbuf", ["x", "out"]), keyword_hint("algoritm", ["x", "algorithm"])
+        ('; flagcx spells it out=', '; do you mean algorithm=?')
+    """
+    ours = next((one for one in KEYWORDS.get(name, ()) if one in known), "")
+    if ours:
+        return f"; flagcx spells it {ours}="
+    if name in _KEYWORDS_WITHOUT:
+        return f"; {_KEYWORDS_WITHOUT[name]}"
+    from difflib import get_close_matches  # not on import, which must be quick
+
+    near = get_close_matches(name, known, 1)
+    return f"; do you mean {near[0]}=?" if near else ""
 
 
 class ForeignName:
@@ -233,7 +299,8 @@ def table() -> str:
         lines += ["", f"| {library} | flagcx |", "|---|---|"]
         lines += [f"| `{foreign}` | `{ours}` |" for foreign, ours in calls.items()]
     words = ", ".join(f'`{name}`: `"{ours}"`' for name, ours in OPERATIONS.items())
-    return "\n".join([*lines[1:], "", f"Operations: {words}."])
+    named = ", ".join(f"`{name}`: `{'` or `'.join(ours)}`" for name, ours in KEYWORDS.items())
+    return "\n".join([*lines[1:], "", f"Operations: {words}.", "", f"Arguments: {named}."])
 
 
 __doc__ = f"{__doc__ or ''}{table()}"  # which python -OO has taken away

@@ -12,15 +12,15 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import lru_cache, partial
-from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
+from flagcx.arguments import check_integer, check_rank
 from flagcx.bootstrap.mpi_process import MPI_PROCESS
 from flagcx.bootstrap.thread_rank import thread_rank
 from flagcx.communicator import Communicator
-from flagcx.config import Config, environment, unknown_settings
+from flagcx.config import Config, check_settings, environment, unknown_settings
 from flagcx.errors import (
     ArgumentError,
     CommunicationError,
@@ -123,8 +123,8 @@ def init(
         size: Number of ranks.
         address: ``host:port`` at which the others meet rank 0: any free port, the same on all ranks;
             ``127.0.0.1:port`` where all ranks are on one host.
-        key: A secret of the ranks, for ranks on several hosts: ``secrets.token_hex(16)``, made once and
-            handed to all.
+        key: A secret of the ranks, for ranks on several hosts: at least 16 bytes in hexadecimal digits, such
+            as ``secrets.token_hex(16)``, made once and handed to all.
         enable_topology_detection: Whether the machine's links are detected when they are first needed.
         settings: Fields of ``fc.Config``, such as ``timeout_s=60``; they win over ``FLAGCX_*`` variables.
 
@@ -135,23 +135,25 @@ def init(
         BootstrapError: The ranks did not find each other.
         CommunicatorError: This process is a child that a rank has forked.
         PeerDiedError: A rank died before all had joined.
-        ArgumentError: There is no such setting, or a place that is no rank's.
+        ArgumentError: An argument is no setting, or has a value that none has; also in a further call.
 
     Example:
         >>> comm = fc.init(rank=1, size=4, address="127.0.0.1:29400")  # doctest: +SKIP
         >>> comm = fc.init()      # doctest: +SKIP
         >>> comm.allreduce(x)     # doctest: +SKIP
     """
-    known = [field.name for field in fields(Config)]
-    unknown = [name for name in settings if name not in known]
-    if unknown:
-        raise ArgumentError(f"init has no setting {unknown[0]!r}; expected one of {', '.join(known)}")
+    check_settings(settings, ("rank", "size", "address", "key"))
+    if not isinstance(enable_topology_detection, bool):
+        raise ArgumentError(
+            f"enable_topology_detection must be True or False, got {enable_topology_detection!r}"
+        )
     settings = {"topology_detection": enable_topology_detection, **settings}
     environ = environment()
     if (rank, size, address, key) != (None, None, "", ""):
         from flagcx.bootstrap.environment import place_given
 
-        environ = place_given(environ, *_checked_place(rank, size, address), address, key)
+        rank, size = _check_place(rank, size, address, key)
+        environ = place_given(environ, rank, size, address, key)
     world = _world()
     with world.lock:
         comm = world.current()
@@ -176,21 +178,27 @@ def init(
         return comm
 
 
-def _checked_place(rank: int | None, size: int | None, address: str) -> tuple[int, int]:
-    """Rank and size of a place that is a rank's."""
+def _check_place(rank: Any, size: Any, address: Any, key: Any) -> tuple[int, int]:
+    """Checks a place that is given to a rank; returns rank and size."""
+    from flagcx.bootstrap.key import read_key
+
     if rank is None or size is None:
         raise ArgumentError(f"init(rank={rank}, size={size}): give both, and address where size is above 1")
-    for name, value in (("rank", rank), ("size", size)):
-        if isinstance(value, bool) or not isinstance(value, Integral):
-            raise ArgumentError(f"{name}={value!r} is no integer")
-    if not 0 <= rank < size:
-        raise ArgumentError(f"rank={rank} is no rank of size={size}; expected 0 to {size - 1}")
-    port = address.rpartition(":")[2]
-    if size > 1 and not (":" in address and port.isdecimal() and 0 < int(port) < 65536):
+    size = check_integer(size, "size", 1)
+    rank = check_rank(rank, size, "rank")
+    host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
+    if (size > 1 or address) and not (host and port.isdecimal() and 0 < int(port) < 65536):
         raise ArgumentError(
             f"address={address!r} is not where rank 0 can be met; expected host:port, such as 127.0.0.1:29400"
         )
-    return int(rank), int(size)
+    if not isinstance(key, str):
+        raise ArgumentError(f"key must be a str of hexadecimal digits, got {type(key).__name__}")
+    if key:
+        try:
+            read_key(key)
+        except ValueError as error:
+            raise ArgumentError(f"key= {error}") from None
+    return rank, size
 
 
 def _refuse_in_child(comm: Communicator | None) -> None:
@@ -221,7 +229,8 @@ def _tell_of_uncaught(before: Callable[..., object], kind: type, error: BaseExce
 
 
 def _warn_of_others(wanted: dict[str, Any], config: Config) -> None:
-    """Warns of the settings of a further call, which have no effect."""
+    """Checks the settings of a further call, and warns of them: they have no effect."""
+    replace(config, **wanted)
     # True is the default of ``init``, so the caller may not have asked for it.
     ignored = {
         name: value

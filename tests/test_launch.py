@@ -184,8 +184,11 @@ def test_output_comes_through_line_by_line(capsys):
         ({"function": 3}, "launch needs a function to call, got int"),
         ({"function": len, "ranks": 0}, "ranks must be an integer from 1 up, got 0"),
         ({"function": len, "ranks": 2.0}, "ranks must be an integer from 1 up, got 2.0"),
-        ({"function": len, "timeout_s": 0}, "timeout_s must be above 0 seconds or None, got 0"),
-        ({"function": len, "timeout_s": "soon"}, "timeout_s must be above 0 seconds or None, got 'soon'"),
+        ({"function": len, "timeout_s": 0}, "timeout_s must be a number of seconds above 0, or None, got 0"),
+        (
+            {"function": len, "timeout_s": "soon"},
+            "a number of seconds above 0, or None, got 'soon'",
+        ),
         ({"function": len, "args": 5}, "args must be the arguments of one call, such as args=(10,), got 5"),
         (
             {"function": len, "args": "ab"},

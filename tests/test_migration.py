@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import flagcx as fc
-from flagcx.migration import FOREIGN_NAMES, OPERATIONS, SPELLINGS, ForeignNames, table
+from flagcx.migration import FOREIGN_NAMES, KEYWORDS, OPERATIONS, SPELLINGS, ForeignNames, table
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +46,14 @@ def test_ours_exists_and_takes_the_arguments(row, comm):
 def test_a_foreign_name_is_answered_with_ours(name, comm):
     with pytest.raises(AttributeError) as failure:
         getattr(comm, name)
-    rows = [row for row in SPELLINGS if f".{name}" in row.foreign or row.foreign.startswith(name)]
-    assert any(f"{row.library}'s {row.foreign} is {row.ours}" in str(failure.value) for row in rows)
+    if name in (*OPERATIONS, "MPI", "ReduceOp"):
+        answers = [f'; operations are named by strings: op="{OPERATIONS.get(name, "sum")}"']
+    else:
+        rows = [row for row in SPELLINGS if f".{name}" in row.foreign or row.foreign.startswith(name)]
+        answers = [f"{row.library}'s {row.foreign} is {row.ours}" for row in rows]
+    assert any(answer in str(failure.value) for answer in answers)
     assert not hasattr(comm, name) and name not in dir(comm)
-    with pytest.raises(AttributeError, match=r"is (comm|fc|.comm)[.]"):
+    with pytest.raises(AttributeError, match=r"is (comm|fc|.comm)[.]|operations are named by strings"):
         getattr(fc, name)
 
 
@@ -63,6 +67,7 @@ def test_a_foreign_name_is_answered_with_ours(name, comm):
         ("ReduceOp", 'operations are named by strings: op="sum"'),
         ("COMM_WORLD", r"mpi4py's MPI.COMM_WORLD is fc.init\(\)"),
         ("rank", "then comm.rank"),
+        ("Average", 'operations are named by strings: op="avg"'),
         ("nonsense", "has no attribute 'nonsense'$"),
     ],
 )
@@ -96,6 +101,85 @@ def test_operations_of_mpi4py(comm, monkeypatch):
     in_place = type("InPlaceType", (int,), {"__module__": "mpi4py.MPI"})()
     with pytest.raises(fc.ArrayError, match=r"MPI.IN_PLACE is not needed"):
         comm.allreduce(in_place, np.ones(3))
+
+
+x, y = np.ones(4), np.empty(4)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda c: c.allgather(x, y),
+            r"comm.allgather() takes x by position, and 2 arguments were given",
+        ),
+        (lambda c: c.allgather(x, y), "is given by name, as in comm.allgather(x, out=y)"),
+        (
+            lambda c: c.reduce_scatter(x, y, "sum"),
+            "takes x, op by position, and 3 arguments were given",
+        ),
+        (
+            lambda c: c.allreduce(sendbuf=x, recvbuf=y),
+            "comm.allreduce() has no argument 'sendbuf'",
+        ),
+        (lambda c: c.allreduce(sendbuf=x, recvbuf=y), "; flagcx spells it x="),
+        (
+            lambda c: c.alltoall(x, recvbuf=y),
+            "has no argument 'recvbuf'; its arguments are x, out, al",
+        ),
+        (lambda c: c.alltoall(x, recvbuf=y), "stream; flagcx spells it out="),
+        (lambda c: c.broadcast(x, src=0), "flagcx spells it root="),
+        (lambda c: c.gather(x, dst=0), "flagcx spells it root="),
+        (
+            lambda c: c.send(x, dest=0),
+            "comm.send() has no argument 'dest'; its arguments are x, to, as",
+        ),
+        (lambda c: c.send(x, dest=0), "flagcx spells it to="),
+        (lambda c: c.send(x, 0, tag=7), "there are no tags"),
+        (lambda c: c.send(x, 0, 7), "comm.send() takes x, to by position, and 3 arguments were given"),
+        (lambda c: c.recv(y, src=0), "flagcx spells it source="),
+        (lambda c: c.sendrecv(x, dest=0, recvbuf=y, source=0), "flagcx spells it to="),
+        (lambda c: c.broadcast_object(obj={}, root=0), "flagcx spells it value="),
+        (lambda c: c.scatterv(x, [4], y), "root is an array; expected"),
+        (lambda c: c.alltoallv(x, sendcounts=[4]), "flagcx spells it send_counts="),
+        (lambda c: c.allreduce(x, algoritm="ring"), "do you mean algorithm=?"),
+        (lambda c: c.allreduce(x, group=None), "a group is a communicator of its own: comm.split("),
+        (
+            lambda c: c.reduce(x, nonsense=1),
+            "has no argument 'nonsense'; its arguments are x, op, root",
+        ),
+    ],
+)
+def test_arguments_of_others(comm, call, message):
+    for _ in range(2):  # a call that repeats takes another way
+        comm.allgather(x, out=y)
+        with pytest.raises((TypeError, fc.RankError)) as failure:
+            call(comm)
+        assert message in str(failure.value)
+
+
+def test_every_argument_of_ours_that_is_named_exists(comm):
+    calls = [getattr(comm, name) for name in dir(comm) if not name.startswith("_")]
+    known = {name for call in calls if callable(call) for name in inspect.signature(call).parameters}
+    known |= set(inspect.signature(fc.init).parameters)
+    assert {ours for few in KEYWORDS.values() for ours in few} <= known
+    for foreign, few in KEYWORDS.items():
+        assert foreign not in few
+
+
+def test_settings_of_others():
+    for name, hint in (("world_size", "flagcx spells it size="), ("timeout", "do you mean timeout_s=?")):
+        with pytest.raises(
+            fc.ArgumentError, match=f"no setting '{name}'; expected one of .*; {hint}".replace("?", "[?]")
+        ):
+            fc.init(**{name: 4})
+
+
+def test_help_shows_the_arguments_alone(comm):
+    assert str(inspect.signature(comm.send)).startswith("(x: 'Any', to: 'Any', *, async_op")
+    for name in ("allreduce", "alltoallv", "scatter_object"):
+        shown = inspect.signature(getattr(comm, name)).parameters.values()
+        assert all(one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in shown)
 
 
 def test_two_buffers_are_told_where_the_second_goes(comm):

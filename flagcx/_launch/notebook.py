@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from flagcx.arguments import check_integer, check_seconds
 from flagcx.config import environment
 from flagcx.errors import ArgumentError
 
@@ -57,10 +58,8 @@ def launch(
     """
     if not callable(function):
         raise ArgumentError(f"launch needs a function to call, got {type(function).__name__}")
-    if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
-        raise ArgumentError(f"ranks must be an integer from 1 up, got {ranks!r}")
-    if timeout_s is not None and not (isinstance(timeout_s, (int, float)) and timeout_s > 0):
-        raise ArgumentError(f"timeout_s must be above 0 seconds or None, got {timeout_s!r}")
+    ranks = check_integer(ranks, "ranks", 1)
+    check_seconds(timeout_s, "timeout_s")
     if isinstance(args, (str, bytes)) or not isinstance(args, Iterable):
         raise ArgumentError(f"args must be the arguments of one call, such as args=(10,), got {args!r:.80}")
     if kwargs is not None and not isinstance(kwargs, Mapping):

@@ -16,7 +16,7 @@ from re import fullmatch
 from flagcx.algorithms.catalogue import Algorithm, AlgorithmEntry, builtin_entries, takes
 from flagcx.algorithms.packages import load_packages
 from flagcx.errors import ArgumentError
-from flagcx.schedule.collectives import COLLECTIVES
+from flagcx.schedule.collectives import COLLECTIVES, check_collective
 from flagcx.schedule.model import Schedule
 
 VERIFIED_RANKS = 64
@@ -70,9 +70,7 @@ def entries(collective: str) -> tuple[AlgorithmEntry, ...]:
         >>> [str(entry.algorithm) for entry in entries("scatter")]
         ['binomial', 'direct']
     """
-    if collective not in COLLECTIVES:
-        known = ", ".join(COLLECTIVES)
-        raise ArgumentError(f"collective={collective!r} is not known; expected one of {known}")
+    check_collective(collective)
     return tuple(found for found in catalogue() if found.collective == collective)
 
 

@@ -48,6 +48,7 @@ from flagcx.bootstrap.announcement import (
     write_file,
 )
 from flagcx.bootstrap.environment import Identity, of_the_job
+from flagcx.bootstrap.key import read_key
 from flagcx.bootstrap.mpi_process import MPI_PROCESS
 from flagcx.bootstrap.other_directory import OtherDirectory
 from flagcx.bootstrap.remote_store import RefusedError, RemoteStore
@@ -58,7 +59,6 @@ from flagcx.errors import BootstrapError, MissingDependencyError, text_of
 
 _ADDRESS = "FLAGCX_STORE_ADDRESS"
 _KEY = "FLAGCX_STORE_KEY"
-_SHORTEST_KEY_NBYTES = 16
 _PORTS_TRIED = 16
 _ADDRESSES_TOLD = 64
 _LINGER_S = 1.0
@@ -211,15 +211,9 @@ def _key(environ: Mapping[str, str]) -> bytes:
             f"all ranks, or give it to fc.init(key=); ranks of one host meet at 127.0.0.1 without one"
         )
     try:
-        key = bytes.fromhex(environ[_KEY])
-    except ValueError:
-        raise BootstrapError(f"{_KEY} must be hexadecimal digits, two for each byte") from None
-    if len(key) < _SHORTEST_KEY_NBYTES:
-        raise BootstrapError(
-            f"{_KEY} has {len(key)} bytes, which can be guessed; expected at least {_SHORTEST_KEY_NBYTES}, "
-            f"of two hexadecimal digits each"
-        )
-    return key
+        return read_key(environ[_KEY])
+    except ValueError as error:
+        raise BootstrapError(f"{_KEY} {error}") from None
 
 
 def _host(identity: Identity, environ: Mapping[str, str], job: _Job, deadline: float) -> _Search:

@@ -93,11 +93,9 @@ def _here(
     gpu: bool,
     share_gpu: bool,
 ) -> Explanation:
-    from flagcx.schedule.collectives import COLLECTIVES
+    from flagcx.schedule.collectives import check_collective
 
-    if collective not in COLLECTIVES:
-        known = ", ".join(COLLECTIVES)
-        raise ArgumentError(f"collective={collective!r} is not known; expected one of {known}")
+    check_collective(collective)
     count = count_ranks(ranks, gpu, share_gpu)
     return launch_quietly(asked, count, (collective, nbytes, gpu), share_gpu)[0]
 

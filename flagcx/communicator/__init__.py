@@ -40,6 +40,7 @@ from flagcx.arguments import check_shape
 from flagcx.communicator import allreduce as reductions
 from flagcx.communicator import barrier as barriers
 from flagcx.communicator import objects, operations, recovery, rows, transfers, v_operations
+from flagcx.communicator import split as splitting
 from flagcx.communicator.caller import Caller, Lineage
 from flagcx.config import Config
 from flagcx.dtypes import dtype_of
@@ -131,6 +132,7 @@ class Communicator(Caller, ForeignNames):
     gather_object = objects.gather_object
     scatter_object = objects.scatter_object
 
+    split = splitting.split
     abort = recovery.abort
     shrink = recovery.shrink
 
@@ -230,36 +232,6 @@ class Communicator(Caller, ForeignNames):
         if self._group is not None:
             self._group.close()
             self._group = None
-
-    def split(self, color: int | None, key: int | None = None) -> Communicator | None:
-        """Makes one communicator for each color. All ranks must call it.
-
-        Args:
-            color: Ranks with the same color come together; None for a rank that joins none.
-            key: Ranks are numbered by key, then by their rank here; by their rank where it is None.
-
-        Returns:
-            The communicator of this rank's color, or None.
-        """
-        card = color, self.rank if key is None else key
-        cards = self.allgather_object(card, part_of="split")
-        members = sorted((k, q) for q, (c, k) in enumerate(cards) if c == color)
-        ranks = [q for _, q in members]
-        self._splits += 1
-
-        def exchange(mine: bytes) -> list[bytes]:
-            cards_of_all = self.allgather_object(mine, part_of="split")
-            return [cards_of_all[q] for q in ranks]
-
-        if color is None:
-            exchange(b"")
-            return None
-        hosts = [self.hosts[q] for q in ranks]
-        store = None if self._store is None else self._store.scoped(f"{self._splits}.{ranks[0]}/", ranks)
-        name = f"split {self._splits} of {self._name}"
-        child = Communicator(ranks.index(self.rank), len(ranks), exchange, hosts, self.config, store, name)
-        self._children.add(child)
-        return child
 
     # -- choices ----------------------------------------------------------------------------------
 

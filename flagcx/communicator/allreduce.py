@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 from numpy import ndarray
 
-from flagcx.arguments import untangle
+from flagcx.arguments import check_algorithm, untangle
 from flagcx.communicator import functional
 from flagcx.communicator.buffers import buffers_of, check_many
 from flagcx.communicator.caller import Caller, is_apart, refuse_async
+from flagcx.communicator.foreign_calls import refuse, refuses_foreign
 from flagcx.dtypes import Op, dtype_of, resolve_op
 from flagcx.executor.host import Executor
 from flagcx.executor.staging import stage
@@ -45,16 +46,18 @@ def allreduce(
 def allreduce(
     comm: Caller, x: Any, op: Op = ..., *, out: Any = ..., compression: Any = ..., **options: Unpack[Either]
 ) -> Any: ...
+@refuses_foreign("x")
 def allreduce(
     comm: Caller,
-    x: Any,
+    x: Any = None,
     op: Op = "sum",
-    *,
+    *more: NoReturn,
     out: Any = None,
     algorithm: str | None = None,
     compression: Any = None,
     async_op: bool = False,
     stream: Any = None,
+    **foreign: NoReturn,
 ) -> Any:
     """Combines the arrays of all ranks, element by element; every rank gets the result.
 
@@ -85,6 +88,8 @@ def allreduce(
     Example:
         >>> comm.allreduce(gradient, op="avg")  # doctest: +SKIP
     """
+    if more or foreign:
+        refuse(allreduce, more, foreign)
     group = comm._group
     if (
         group is not None
@@ -200,6 +205,7 @@ def _add(
     names: tuple[str, str] = ("x", "out"),
 ) -> Any:
     """Adds an all-reduce to those that will be made together; returns what the caller gets."""
+    check_algorithm(algorithm)
     executor = comm.executor_of(x)
     sendbuf, recvbuf, _, value = buffers_of(executor, "allreduce", None, x, out, names)
     dtype = dtype_of(sendbuf.dtype)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from flagcx.arguments import check_rank, on_device, untangle
+from flagcx.arguments import check_algorithm, check_rank, on_device, untangle
 from flagcx.communicator import functional
 from flagcx.communicator.buffers import buffers_of, v_buffers_of
 from flagcx.config import Config
@@ -104,6 +104,8 @@ class Caller:
     _children: weakref.WeakSet[Any]
     _at_close: list[Callable[[], object]]
     _lineage: Lineage | None
+    _splits: int
+    _name: str
     _shut: bool
     lost: tuple[int, ...]
     successor: Any
@@ -223,6 +225,7 @@ class Caller:
         if stream is not None:
             again = partial(self.call, collective, op=op, root=root, counts=counts, dtype=dtype)
             return self.run_on(stream, again, (x, out), algorithm=algorithm, async_op=async_op)
+        check_algorithm(algorithm)
         if COLLECTIVES[collective].rooted:
             root = check_rank(root, self.size, "root")
         if is_immutable(x):

@@ -12,11 +12,13 @@ import zlib
 from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
+from flagcx.arguments import check_rank
 from flagcx.communicator.caller import Caller
+from flagcx.communicator.foreign_calls import refuse, refuses_foreign
 from flagcx.errors import ArgumentError, MismatchError
 
 _MARK = b"flagcx object\n"
@@ -71,8 +73,18 @@ def _parts(data: np.ndarray, counts: Sequence[int]) -> list[Any]:
     return [_unpacked(data[a:b]) for a, b in pairwise(bounds)]
 
 
-def broadcast_object(comm: Caller, value: Any = None, root: int = 0) -> Any:
+@refuses_foreign()
+def broadcast_object(
+    comm: Caller,
+    value: Any = None,
+    root: int = 0,
+    *more: NoReturn,
+    **foreign: NoReturn,
+) -> Any:
     """Returns the root's ``value`` on every rank. Pickled: for control information, not for data."""
+    if more or foreign:
+        refuse(broadcast_object, more, foreign)
+    root = check_rank(root, comm.size, "root")
     data = _packed(comm, value if comm.rank == root else None)
     broadcast = partial(comm.call, "broadcast", root=root, part_of="broadcast_object")
     length = np.array([len(data)])
@@ -90,23 +102,51 @@ def broadcast_object(comm: Caller, value: Any = None, root: int = 0) -> Any:
     return _unpacked(buffer)
 
 
-def allgather_object(comm: Caller, value: T, *, part_of: str = "allgather_object") -> list[T]:
+@refuses_foreign("value")
+def allgather_object(
+    comm: Caller,
+    value: T = None,  # type: ignore[assignment]
+    *more: NoReturn,
+    part_of: str = "allgather_object",
+    **foreign: NoReturn,
+) -> list[T]:
     """Returns the values of all ranks, in rank order, on every rank."""
+    if more or foreign:
+        refuse(allgather_object, more, foreign)
     data = _packed(comm, value)
     counts = _counts(comm, data, part_of)
     return _parts(comm.call("allgather", data, counts=counts, part_of=part_of), counts)
 
 
-def gather_object(comm: Caller, value: T, root: int = 0) -> list[T] | None:
+@refuses_foreign("value")
+def gather_object(
+    comm: Caller,
+    value: T = None,  # type: ignore[assignment]
+    root: int = 0,
+    *more: NoReturn,
+    **foreign: NoReturn,
+) -> list[T] | None:
     """Returns the values of all ranks, in rank order, at the root; elsewhere None."""
+    if more or foreign:
+        refuse(gather_object, more, foreign)
     data = _packed(comm, value)
     counts = _counts(comm, data, "gather_object")
     gathered = comm.call("gather", data, root=root, counts=counts, part_of="gather_object")
     return None if gathered is None else _parts(gathered, counts)
 
 
-def scatter_object(comm: Caller, values: Sequence[Any] | None = None, root: int = 0) -> Any:
+@refuses_foreign()
+def scatter_object(
+    comm: Caller,
+    values: Sequence[Any] | None = None,
+    root: int = 0,
+    *more: NoReturn,
+    **foreign: NoReturn,
+) -> Any:
     """Returns entry ``rank`` of the root's ``values``, which must have one entry a rank."""
+    if more or foreign:
+        refuse(scatter_object, more, foreign)
+    root = check_rank(root, comm.size, "root")
     given = list(values) if comm.rank == root and isinstance(values, Iterable) else []
     right = comm.rank != root or len(given) == comm.size
     packed = [_packed(comm, v) for v in given or [None]]

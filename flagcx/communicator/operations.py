@@ -7,9 +7,11 @@ all of them, and are described by ``Communicator``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, NoReturn, overload
 
+from flagcx.arguments import check_rank
 from flagcx.communicator.caller import MISS, Caller
+from flagcx.communicator.foreign_calls import refuse, refuses_foreign
 from flagcx.dtypes import Op
 
 if TYPE_CHECKING:
@@ -35,16 +37,18 @@ def reduce(
 def reduce(
     comm: Caller, x: Any, op: Op = ..., root: int = ..., *, out: Any = ..., **options: Unpack[Either]
 ) -> Any: ...
+@refuses_foreign("x")
 def reduce(
     comm: Caller,
-    x: Any,
+    x: Any = None,
     op: Op = "sum",
     root: int = 0,
-    *,
+    *more: NoReturn,
     out: Any = None,
     algorithm: str | None = None,
     async_op: bool = False,
     stream: Any = None,
+    **foreign: NoReturn,
 ) -> Any:
     """Combines the arrays of all ranks; the root gets the result.
 
@@ -59,6 +63,8 @@ def reduce(
     Returns:
         At the root ``x``, or ``out`` where it is given; elsewhere None.
     """
+    if more or foreign:
+        refuse(reduce, more, foreign)
     if not async_op and stream is None:
         done = comm.run_again("reduce", x, out, op, root, algorithm)
         if done is not MISS:
@@ -73,14 +79,16 @@ def broadcast(comm: Caller, x: A, root: int = ..., **options: Unpack[Now]) -> A:
 def broadcast(comm: Caller, x: A, root: int = ..., **options: Unpack[Later]) -> Work[A]: ...
 @overload
 def broadcast(comm: Caller, x: Any, root: int = ..., **options: Unpack[Either]) -> Any: ...
+@refuses_foreign("x")
 def broadcast(
     comm: Caller,
-    x: Any,
+    x: Any = None,
     root: int = 0,
-    *,
+    *more: NoReturn,
     algorithm: str | None = None,
     async_op: bool = False,
     stream: Any = None,
+    **foreign: NoReturn,
 ) -> Any:
     """Gives every rank the root's array.
 
@@ -92,6 +100,8 @@ def broadcast(
     Returns:
         ``x``.
     """
+    if more or foreign:
+        refuse(broadcast, more, foreign)
     if not async_op and stream is None:
         done = comm.run_again("broadcast", x, None, None, root, algorithm)
         if done is not MISS:
@@ -113,14 +123,16 @@ def allgather(
 def allgather(comm: Caller, x: A, *, out: None = ..., **options: Unpack[Later]) -> Work[A]: ...
 @overload
 def allgather(comm: Caller, x: Any, *, out: Any = ..., **options: Unpack[Either]) -> Any: ...
+@refuses_foreign("x")
 def allgather(
     comm: Caller,
-    x: Any,
-    *,
+    x: Any = None,
+    *more: NoReturn,
     out: Any = None,
     algorithm: str | None = None,
     async_op: bool = False,
     stream: Any = None,
+    **foreign: NoReturn,
 ) -> Any:
     """Gives every rank the arrays of all ranks, in rank order.
 
@@ -132,6 +144,8 @@ def allgather(
     Returns:
         ``out``, or a new array of shape ``(size, *x.shape)``.
     """
+    if more or foreign:
+        refuse(allgather, more, foreign)
     if not async_op and stream is None:
         done = comm.run_again("allgather", x, out, None, None, algorithm)
         if done is not MISS:
@@ -151,15 +165,17 @@ def reduce_scatter(
 def reduce_scatter(
     comm: Caller, x: Any, op: Op = ..., *, out: Any = ..., **options: Unpack[Either]
 ) -> Any: ...
+@refuses_foreign("x")
 def reduce_scatter(
     comm: Caller,
-    x: Any,
+    x: Any = None,
     op: Op = "sum",
-    *,
+    *more: NoReturn,
     out: Any = None,
     algorithm: str | None = None,
     async_op: bool = False,
     stream: Any = None,
+    **foreign: NoReturn,
 ) -> Any:
     """Combines the arrays of all ranks; rank r gets block r of the result.
 
@@ -172,6 +188,8 @@ def reduce_scatter(
     Returns:
         ``out``, or a new array of shape ``(x.shape[0] // size, *x.shape[1:])``.
     """
+    if more or foreign:
+        refuse(reduce_scatter, more, foreign)
     if not async_op and stream is None:
         done = comm.run_again("reduce_scatter", x, out, op, None, algorithm)
         if done is not MISS:
@@ -198,15 +216,17 @@ def gather(
 ) -> Work[A | None]: ...
 @overload
 def gather(comm: Caller, x: Any, root: int = ..., *, out: Any = ..., **options: Unpack[Either]) -> Any: ...
+@refuses_foreign("x")
 def gather(
     comm: Caller,
-    x: Any,
+    x: Any = None,
     root: int = 0,
-    *,
+    *more: NoReturn,
     out: Any = None,
     algorithm: str | None = None,
     async_op: bool = False,
     stream: Any = None,
+    **foreign: NoReturn,
 ) -> Any:
     """Gives the root the arrays of all ranks, in rank order.
 
@@ -219,6 +239,8 @@ def gather(
     Returns:
         At the root ``out``, or a new array of shape ``(size, *x.shape)``; elsewhere None.
     """
+    if more or foreign:
+        refuse(gather, more, foreign)
     if not async_op and stream is None:
         done = comm.run_again("gather", x, out, None, root, algorithm)
         if done is not MISS:
@@ -235,15 +257,17 @@ def scatter(comm: Caller, x: Any, root: int = ..., *, out: B, **options: Unpack[
 def scatter(comm: Caller, x: A, root: int = ..., *, out: None = ..., **options: Unpack[Later]) -> Work[A]: ...
 @overload
 def scatter(comm: Caller, x: Any, root: int = ..., *, out: Any = ..., **options: Unpack[Either]) -> Any: ...
+@refuses_foreign("x")
 def scatter(
     comm: Caller,
-    x: Any,
+    x: Any = None,
     root: int = 0,
-    *,
+    *more: NoReturn,
     out: Any = None,
     algorithm: str | None = None,
     async_op: bool = False,
     stream: Any = None,
+    **foreign: NoReturn,
 ) -> Any:
     """Gives every rank its block of the root's array.
 
@@ -256,6 +280,9 @@ def scatter(
     Returns:
         ``out``, or at the root a new array of shape ``(x.shape[0] // size, *x.shape[1:])``.
     """
+    if more or foreign:
+        refuse(scatter, more, foreign)
+    root = check_rank(root, comm.size, "root")
     given = x if comm.rank == root else None
     if not async_op and stream is None:
         first, rest = (out, None) if given is None else (x, out)
@@ -274,14 +301,16 @@ def alltoall(comm: Caller, x: Any, *, out: B, **options: Unpack[Now]) -> B: ...
 def alltoall(comm: Caller, x: A, *, out: None = ..., **options: Unpack[Later]) -> Work[A]: ...
 @overload
 def alltoall(comm: Caller, x: Any, *, out: Any = ..., **options: Unpack[Either]) -> Any: ...
+@refuses_foreign("x")
 def alltoall(
     comm: Caller,
-    x: Any,
-    *,
+    x: Any = None,
+    *more: NoReturn,
     out: Any = None,
     algorithm: str | None = None,
     async_op: bool = False,
     stream: Any = None,
+    **foreign: NoReturn,
 ) -> Any:
     """Sends block q of this rank's array to rank q, and gets block ``rank`` of every rank's.
 
@@ -293,6 +322,8 @@ def alltoall(
     Returns:
         ``out``, or a new array of the shape of ``x``; block q is from rank q.
     """
+    if more or foreign:
+        refuse(alltoall, more, foreign)
     if not async_op and stream is None:
         done = comm.run_again("alltoall", x, out, None, None, algorithm)
         if done is not MISS:

@@ -17,16 +17,15 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 from dataclasses import replace
 from typing import Any
 
+from flagcx.arguments import check_seconds
 from flagcx.bootstrap.mpi_process import MPI_PROCESS
 from flagcx.bootstrap.store import Store
 from flagcx.communicator.caller import Caller, Lineage
 from flagcx.errors import (
     AbortedError,
-    ArgumentError,
     BootstrapError,
     CommunicationError,
     CommunicatorError,
@@ -104,7 +103,7 @@ def shrink(self: Caller, patience_s: float | None = None) -> Caller:
         The new communicator. ``fc.init()`` returns it too, where this is the one it made.
 
     Raises:
-        ArgumentError: ``patience_s`` is no number of seconds above 0.
+        ArgumentError: ``patience_s`` is neither a number above 0 nor None.
         CommunicatorError: The communicator was closed, or is of ranks that cannot go on: MPI's, where MPI
             cannot (see the message).
         PeerTimeoutError: A rank that lives did not come in time. ``shrink`` may be called again.
@@ -120,8 +119,7 @@ def shrink(self: Caller, patience_s: float | None = None) -> Caller:
     Source: MPIX_Comm_shrink of ULFM, Bland et al., "Post-failure recovery of MPI communication capability",
         IJHPCA 27(3), 2013; ncclCommShrink of NCCL 2.27.
     """
-    if patience_s is not None and not 0 < patience_s < math.inf:
-        raise ArgumentError(f"patience_s={patience_s!r} is no number of seconds above 0")
+    check_seconds(patience_s, "patience_s")
     lineage = self._lineage
     if lineage is None or self._host.forked or self._shut:
         why = "it was made without a store" if lineage is None else "it was closed, or carried through a fork"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from flagcx.arguments import check_algorithm
 from flagcx.communicator.caller import Caller, refuse_async
 from flagcx.errors import ArgumentError
 from flagcx.fusion.group import Pending
@@ -195,6 +196,9 @@ def allreduce_then(
         return comm.run_on(stream, again, tuple(a for a in (x, out, *given.values()) if hasattr(a, "shape")))
     from flagcx.communicator.row_arrays import key_of, repeated, row_buffers
 
+    check_algorithm(algorithm)
+    if not isinstance(pieces, (list, tuple)):
+        raise ArgumentError(f"pieces must be a list of names such as 'rmsnorm', or of Pieces, got {pieces!r}")
     executor, names, key = comm.executor_of(x), tuple(pieces), ()
     if out is not None and comm._group is None and not async_op:
         key = key_of(x, names, out, dtype, algorithm, given)

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import numpy as np
 
 from flagcx.arguments import check_rank
 from flagcx.communicator.caller import Caller
+from flagcx.communicator.foreign_calls import refuse, refuses_foreign
 from flagcx.executor.host import Executor
 from flagcx.executor.staging import Staged, copy
 from flagcx.fusion.group import Pending
@@ -36,7 +37,16 @@ def send(comm: Caller, x: Any, to: int, *, async_op: Literal[False] = ..., strea
 def send(comm: Caller, x: Any, to: int, *, async_op: Literal[True], stream: Any = ...) -> Work[None]: ...
 @overload
 def send(comm: Caller, x: Any, to: int, *, async_op: bool, stream: Any = ...) -> Any: ...
-def send(comm: Caller, x: Any, to: int, *, async_op: bool = False, stream: Any = None) -> Any:
+@refuses_foreign("x", "to")
+def send(
+    comm: Caller,
+    x: Any = None,
+    to: Any = None,
+    *more: NoReturn,
+    async_op: bool = False,
+    stream: Any = None,
+    **foreign: NoReturn,
+) -> Any:
     """Sends an array to a rank, which must call ``recv`` with the same count and dtype.
 
     It returns when ``x`` may be used again. A small message may have left by then; a large one has been
@@ -48,6 +58,8 @@ def send(comm: Caller, x: Any, to: int, *, async_op: bool = False, stream: Any =
         to: The rank to send it to.
         async_op: See ``Communicator``, likewise ``stream``.
     """
+    if more or foreign:
+        refuse(send, more, foreign)
     if stream is not None:
         return comm.run_on(stream, partial(send, comm), (x,), to=to, async_op=async_op)
     if not async_op and _again_on_device(comm, x, to, None, None):
@@ -63,7 +75,16 @@ def recv(comm: Caller, out: B, source: int, *, async_op: Literal[False] = ..., s
 def recv(comm: Caller, out: B, source: int, *, async_op: Literal[True], stream: Any = ...) -> Work[B]: ...
 @overload
 def recv(comm: Caller, out: Any, source: int, *, async_op: bool, stream: Any = ...) -> Any: ...
-def recv(comm: Caller, out: Any, source: int, *, async_op: bool = False, stream: Any = None) -> Any:
+@refuses_foreign("out", "source")
+def recv(
+    comm: Caller,
+    out: Any = None,
+    source: Any = None,
+    *more: NoReturn,
+    async_op: bool = False,
+    stream: Any = None,
+    **foreign: NoReturn,
+) -> Any:
     """Receives an array from a rank that calls ``send``.
 
     Args:
@@ -74,6 +95,8 @@ def recv(comm: Caller, out: Any, source: int, *, async_op: bool = False, stream:
     Returns:
         ``out``.
     """
+    if more or foreign:
+        refuse(recv, more, foreign)
     if stream is not None:
         return comm.run_on(stream, partial(recv, comm), (out,), source=source, async_op=async_op)
     if not async_op and _again_on_device(comm, None, None, out, source):
@@ -95,8 +118,17 @@ def sendrecv(
 def sendrecv(
     comm: Caller, x: Any, to: int, out: Any, source: int, *, async_op: bool, stream: Any = ...
 ) -> Any: ...
+@refuses_foreign("x", "to", "out", "source")
 def sendrecv(
-    comm: Caller, x: Any, to: int, out: Any, source: int, *, async_op: bool = False, stream: Any = None
+    comm: Caller,
+    x: Any = None,
+    to: Any = None,
+    out: Any = None,
+    source: Any = None,
+    *more: NoReturn,
+    async_op: bool = False,
+    stream: Any = None,
+    **foreign: NoReturn,
 ) -> Any:
     """Sends to one rank while receiving from another; neither waits for the other.
 
@@ -110,6 +142,8 @@ def sendrecv(
     Returns:
         ``out``.
     """
+    if more or foreign:
+        refuse(sendrecv, more, foreign)
     if stream is not None:
 
         def call(x: Any, out: Any) -> Any:

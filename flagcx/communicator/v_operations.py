@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 import numpy as np
 
-from flagcx.arguments import check_counts, on_device
+from flagcx.arguments import check_counts, check_rank, on_device
 from flagcx.communicator.caller import MISS, Caller
 from flagcx.communicator.counted import counted_alltoall
+from flagcx.communicator.foreign_calls import refuse, refuses_foreign
 from flagcx.communicator.operations import allgather, alltoall
 from flagcx.dtypes import Op
 from flagcx.errors import ArgumentError
@@ -34,15 +35,17 @@ def allgatherv(
 def allgatherv(
     comm: Caller, x: Any, counts: Sizes = ..., *, out: Any = ..., **options: Unpack[Either]
 ) -> Any: ...
+@refuses_foreign("x")
 def allgatherv(
     comm: Caller,
-    x: Any,
+    x: Any = None,
     counts: Sizes = None,
-    *,
+    *more: NoReturn,
     out: Any = None,
     algorithm: str | None = None,
     async_op: bool = False,
     stream: Any = None,
+    **foreign: NoReturn,
 ) -> Any:
     """Gives every rank the arrays of all ranks, end to end.
 
@@ -55,6 +58,8 @@ def allgatherv(
     Returns:
         ``out``, or a new one-dimensional array.
     """
+    if more or foreign:
+        refuse(allgatherv, more, foreign)
     done = _again(comm, async_op or stream, "allgather", x, out, None, None, algorithm, counts)
     if done is not MISS:
         return done
@@ -78,16 +83,18 @@ def reduce_scatterv(
 def reduce_scatterv(
     comm: Caller, x: Any, counts: Sequence[int], op: Op = ..., *, out: Any = ..., **options: Unpack[Either]
 ) -> Any: ...
+@refuses_foreign("x", "counts")
 def reduce_scatterv(
     comm: Caller,
-    x: Any,
-    counts: Sequence[int],
+    x: Any = None,
+    counts: Any = None,
     op: Op = "sum",
-    *,
+    *more: NoReturn,
     out: Any = None,
     algorithm: str | None = None,
     async_op: bool = False,
     stream: Any = None,
+    **foreign: NoReturn,
 ) -> Any:
     """Combines the arrays of all ranks; rank r gets ``counts[r]`` elements of the result.
 
@@ -101,6 +108,8 @@ def reduce_scatterv(
     Returns:
         ``out``, or a new one-dimensional array.
     """
+    if more or foreign:
+        refuse(reduce_scatterv, more, foreign)
     done = _again(comm, async_op or stream, "reduce_scatter", x, out, op, None, algorithm, counts)
     if done is not MISS:
         return done
@@ -125,16 +134,18 @@ def gatherv(
 def gatherv(
     comm: Caller, x: Any, counts: Sizes = ..., root: int = ..., *, out: Any = ..., **options: Unpack[Either]
 ) -> Any: ...
+@refuses_foreign("x")
 def gatherv(
     comm: Caller,
-    x: Any,
+    x: Any = None,
     counts: Sizes = None,
     root: int = 0,
-    *,
+    *more: NoReturn,
     out: Any = None,
     algorithm: str | None = None,
     async_op: bool = False,
     stream: Any = None,
+    **foreign: NoReturn,
 ) -> Any:
     """Gives the root the arrays of all ranks, end to end.
 
@@ -148,6 +159,8 @@ def gatherv(
     Returns:
         At the root ``out``, or a new one-dimensional array; elsewhere None.
     """
+    if more or foreign:
+        refuse(gatherv, more, foreign)
     done = _again(comm, async_op or stream, "gather", x, out, None, root, algorithm, counts)
     if done is not MISS:
         return done
@@ -156,17 +169,19 @@ def gatherv(
     return comm.call("gather", x, out, root=root, counts=sizes, **options)
 
 
+@refuses_foreign("x", "counts")
 def scatterv(
     comm: Caller,
-    x: Any,
-    counts: Sequence[int],
+    x: Any = None,
+    counts: Any = None,
     root: int = 0,
-    *,
+    *more: NoReturn,
     out: Any = None,
     dtype: Any = None,
     algorithm: str | None = None,
     async_op: bool = False,
     stream: Any = None,
+    **foreign: NoReturn,
 ) -> Any:
     """Gives rank r ``counts[r]`` elements of the root's array.
 
@@ -181,6 +196,9 @@ def scatterv(
     Returns:
         ``out``, or a new one-dimensional array.
     """
+    if more or foreign:
+        refuse(scatterv, more, foreign)
+    root = check_rank(root, comm.size, "root")
     first, rest = (x, out) if comm.rank == root else (out, None)
     done = _again(comm, async_op or stream, "scatter", first, rest, None, root, algorithm, counts)
     if done is not MISS:
@@ -190,16 +208,18 @@ def scatterv(
     return comm.call("scatter", x, out, root=root, counts=sizes, dtype=dtype, **options)
 
 
+@refuses_foreign("x", "send_counts")
 def alltoallv(
     comm: Caller,
-    x: Any,
-    send_counts: Any,
+    x: Any = None,
+    send_counts: Any = None,
     receive_counts: Any = None,
-    *,
+    *more: NoReturn,
     out: Any = None,
     algorithm: str | None = None,
     async_op: bool = False,
     stream: Any = None,
+    **foreign: NoReturn,
 ) -> Any:
     """Sends ``send_counts[q]`` elements to each rank q, and gets what every rank sends here.
 
@@ -223,6 +243,8 @@ def alltoallv(
         >>> comm.alltoallv(tokens, sent, received, out=here)        # doctest: +SKIP
         >>> comm.alltoallv(answers, received, sent, out=tokens)     # doctest: +SKIP
     """
+    if more or foreign:
+        refuse(alltoallv, more, foreign)
     if on_device(send_counts):
         if stream is not None:
 
@@ -241,6 +263,11 @@ def alltoallv(
         _refuse_to_ask(comm, "alltoallv", "receive_counts")
         receive_counts = alltoall(comm, np.array(sent, np.int64)).tolist()
     received = check_counts(receive_counts, comm.size, "receive_counts")
+    if sent[comm.rank] != received[comm.rank]:
+        raise ArgumentError(
+            f"send_counts[{comm.rank}] is {sent[comm.rank]} and receive_counts[{comm.rank}] is "
+            f"{received[comm.rank]} on rank {comm.rank}, which is what it sends to itself; they must be equal"
+        )
     options: dict[str, Any] = {"algorithm": algorithm, "async_op": async_op, "stream": stream}
     return comm.call("alltoall", x, out, counts=(sent, received), **options)
 

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Generic, TypeVar
 
+from flagcx.arguments import is_number
 from flagcx.errors import ArgumentError, PeerTimeoutError
 from flagcx.executor.float_errors import FloatErrors
 
@@ -22,11 +23,8 @@ def seconds(timeout_s: float | None) -> float | None:
     """
     if timeout_s is None:
         return None
-    try:
-        if timeout_s >= 0:
-            return min(float(timeout_s), _FOREVER_S)
-    except (TypeError, ValueError):
-        pass
+    if is_number(timeout_s) and timeout_s >= 0:
+        return min(float(timeout_s), _FOREVER_S)
     raise ArgumentError(f"timeout_s must be a number of seconds from 0 up, or None, got {timeout_s!r}")
 
 

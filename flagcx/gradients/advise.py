@@ -188,7 +188,12 @@ def _check(model_bytes, ranks, step_time, density, link_gb_per_s, latency_us, to
     ):
         if value is None and wanted.endswith("None"):
             continue
-        if not isinstance(value, kind) or not fits(value) or not math.isfinite(value):
+        if (
+            not isinstance(value, kind)
+            or isinstance(value, bool)
+            or not fits(value)
+            or not math.isfinite(value)
+        ):
             raise ArgumentError(f"{name}={value!r} must be {wanted}")
     if not isinstance(topology, (Topology, str, type(None))):
         raise ArgumentError(f"topology={topology!r} must be a Topology, the name of a preset, or None")

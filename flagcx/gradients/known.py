@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from flagcx.dtypes import dtype_of, resolve_op
@@ -20,7 +20,7 @@ class KnownGradients:
 
     Args:
         comm: The communicator.
-        named: The arrays by name.
+        parameters: The arrays by name, or a list of them, whose names are then 0, 1, ...
         op: "avg" or "sum".
 
     Attributes:
@@ -30,11 +30,20 @@ class KnownGradients:
         gradients: The properties that every step shares.
 
     Raises:
-        ArgumentError: Two arrays share memory.
+        ArgumentError: Two arrays share memory, there is none, or ``comm`` is no communicator.
         ArrayError: The communicator does not take one of the arrays.
     """
 
-    def __init__(self, comm: Communicator, named: Mapping[Hashable, Any], op: str) -> None:
+    def __init__(self, comm: Communicator, parameters: Mapping[Any, Any] | Iterable[Any], op: str) -> None:
+        if not hasattr(comm, "executor_of"):
+            raise ArgumentError(f"comm must be a communicator, as of fc.init(), got {type(comm).__name__}")
+        if not isinstance(parameters, Iterable):
+            raise ArgumentError(
+                f"parameters must be the gradients by name, or a list, got {type(parameters).__name__}"
+            )
+        named: Mapping = parameters if isinstance(parameters, Mapping) else dict(enumerate(parameters))
+        if not named:
+            raise ArgumentError("parameters are empty; expected at least one gradient")
         self.numbers = {name: number for number, name in enumerate(named)}
         self.executors: list[Executor] = [comm.executor_of(array) for array in named.values()]
         self.arrays = tuple(

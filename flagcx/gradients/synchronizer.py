@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, cast
 
-from flagcx.arguments import format_nbytes
+from flagcx.arguments import format_nbytes, is_number
 from flagcx.errors import ArgumentError, CommunicatorError, FlagcxError
 from flagcx.executor.host import Executor
 from flagcx.gradients.abandon import abandon, end
@@ -80,13 +80,10 @@ class GradientSynchronizer:
         average: bool = True,
         overlap: bool | None = None,
     ) -> None:
-        if bucket_bytes is not None and bucket_bytes < 1:
+        if bucket_bytes is not None and not (is_number(bucket_bytes) and bucket_bytes >= 1):
             raise ArgumentError(f"bucket_bytes={bucket_bytes!r} must be at least 1, or None")
-        named: Mapping = parameters if isinstance(parameters, Mapping) else dict(enumerate(parameters))
-        if not named:
-            raise ArgumentError("parameters are empty; expected at least one gradient")
         self._comm, self._op = comm, "avg" if average else "sum"
-        self._known = known = KnownGradients(comm, named, self._op)
+        self._known = known = KnownGradients(comm, parameters, self._op)
         self._numbers, self._executors, self._gradients = known.numbers, known.executors, known.gradients
         self._arrays = list(known.arrays)
         self._feedback = feedback_of(compression)

@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from flagcx._launch.failure import Failure, name_ranks
+from flagcx.arguments import check_seconds
 from flagcx.bootstrap.environment import host_name
 from flagcx.bootstrap.meeting import Meeting, MetRank, met, open_meeting
 from flagcx.config import Config, environment
@@ -77,6 +78,7 @@ def run(
         >>> run(client, total, args=(10,))  # doctest: +SKIP
         [46.0, 46.0, 46.0, 46.0]
     """
+    check_seconds(timeout_s, "timeout_s")
     places = _places(client, workers)
     token = secrets.token_hex(8)
     hosts = set(client.run(host_name, workers=places).values())

@@ -23,6 +23,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from flagcx.arguments import check_integer, check_rank
 from flagcx.bootstrap.environment import host_name
 from flagcx.bootstrap.meeting import Meeting, MetRank, open_meeting
 from flagcx.config import Config, environment
@@ -144,8 +145,8 @@ def init_collective_group(
             f"this actor is in group {group_name!r} already; call destroy_collective_group({group_name!r}) "
             f"before, or give another group_name"
         )
-    if not 0 <= rank < world_size:
-        raise ArgumentError(f"rank={rank} is no rank of world_size={world_size}")
+    world_size = check_integer(world_size, "world_size", 1)
+    rank = check_rank(rank, world_size, "rank")
     _GROUPS[group_name] = _Group(group_name, world_size, rank, settings)
 
 

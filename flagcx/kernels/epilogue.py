@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from flagcx.arguments import is_number
 from flagcx.dtypes import DType, dtype_of
 from flagcx.errors import ArgumentError
 
@@ -301,10 +302,7 @@ def check_numbers(pieces: Sequence[Piece], given: Mapping[str, Any]) -> tuple[fl
     numbers = []
     for piece in pieces:
         for name in piece.numbers:
-            try:
-                value = float(given[name])
-            except (KeyError, TypeError, ValueError):
-                value = float("nan")
+            value = float(given[name]) if is_number(given.get(name)) else np.nan
             if not np.isfinite(value) or (name == "eps" and value < 0):
                 wanted = "a number from 0 up" if name == "eps" else "a finite number"
                 raise ArgumentError(f"{piece.name} needs {name}={wanted}, got {given.get(name)!r}")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+from flagcx.errors import ArgumentError
 from flagcx.schedule.model import Buffer, Span
 
 Contribution = tuple[int, int]
@@ -155,6 +156,17 @@ class ChunkLayout:
     def count(self, buffer: Buffer) -> int:
         """Elements in the buffer."""
         return self.bounds[buffer][-1]
+
+
+def check_collective(name: Any) -> str:
+    """Checks the name of a collective.
+
+    Raises:
+        ArgumentError: There is none of that name.
+    """
+    if not isinstance(name, str) or name not in COLLECTIVES:
+        raise ArgumentError(f"collective={name!r} is not known; expected one of {', '.join(COLLECTIVES)}")
+    return name
 
 
 def chunk_layout(

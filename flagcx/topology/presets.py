@@ -135,7 +135,7 @@ def preset(name: str) -> Topology:
 
     Source: the makers' data sheets; for xGMI links the XML models of RCCL (``tools/topo_expl/models``).
     """
-    if name not in _PRESETS:
+    if not isinstance(name, str) or name not in _PRESETS:
         raise TopologyError(f"no preset {name!r}; there are {', '.join(_PRESETS)}")
     return _Machine(_PRESETS[name]).build(name)
 

@@ -271,7 +271,7 @@ tell(works(comm), comm.lost)
         if rank in late:
             assert lines == []
         else:
-            assert "is no number of seconds above 0" in lines[1], told
+            assert "patience_s must be a number of seconds above 0, or None" in lines[1], told
             assert lines[-1] == f"True {late}", told
 
 

@@ -1,0 +1,71 @@
+"""Makes communicators of parts of a communicator's ranks."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import numpy as np
+
+from flagcx.arguments import as_integer
+from flagcx.communicator.caller import Caller
+from flagcx.communicator.objects import allgather_object
+from flagcx.errors import ArgumentError
+
+C = TypeVar("C", bound=Caller)
+
+
+def split(comm: C, color: int | None, key: int | None = None) -> C | None:
+    """Makes one communicator for each color. All ranks must call it.
+
+    Args:
+        color: An integer from 0 up: ranks with the same color come together. None for a rank that joins none
+            (elsewhere MPI.UNDEFINED).
+        key: An integer: ranks are numbered by key, then by their rank here; by their rank where it is None.
+
+    Returns:
+        The communicator of this rank's color, or None.
+
+    Raises:
+        ArgumentError: This rank or another gave another color or key. All ranks raise it.
+    """
+    cards = allgather_object(comm, _card(comm.rank, color, key), part_of="split")
+    problem = next((problem for *_, problem in cards if problem), "")
+    if problem:
+        raise ArgumentError(problem)
+    color = cards[comm.rank][0]
+    members = sorted((k, q) for q, (c, k, _) in enumerate(cards) if c == color)
+    ranks = [q for _, q in members]
+    comm._splits += 1
+
+    def exchange(mine: bytes) -> list[bytes]:
+        cards_of_all = allgather_object(comm, mine, part_of="split")
+        return [cards_of_all[q] for q in ranks]
+
+    if color is None:
+        exchange(b"")
+        return None
+    hosts = [comm.hosts[q] for q in ranks]
+    store = None if comm._store is None else comm._store.scoped(f"{comm._splits}.{ranks[0]}/", ranks)
+    make: Any = type(comm)
+    name = f"split {comm._splits} of {comm._name}"
+    child: C = make(ranks.index(comm.rank), len(ranks), exchange, hosts, comm.config, store, name)
+    comm._children.add(child)
+    return child
+
+
+def _card(rank: int, color: Any, key: Any) -> tuple[int | None, int, str]:
+    """What a rank tells the others: its color, its key, and what is wrong with them."""
+    try:
+        if isinstance(color, (bool, np.bool_)):  # as in split(comm.rank < 2)
+            color = int(color)
+        where = None if color is None else as_integer(color)
+        number = rank if key is None else as_integer(key)
+    except TypeError:
+        where, number = -1, rank
+    problem = ""
+    if where is not None and where < 0:
+        problem = (
+            f"rank {rank} called split(color={color!r}, key={key!r}); expected integers, color from 0 up"
+        )
+        problem += ", or None for a rank that joins no communicator"
+    return where, number, problem

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flagcx.cli.machines import GpuModel, NetworkSpeed, Sm, capability
+from flagcx.cli.machines import GpuModel, NetworkSpeed, Sm, capability, machine_of
 from flagcx.cli.own_algorithms import Load, load_algorithms, with_algorithms
 from flagcx.cli.progress import progress_bar
 from flagcx.cli.start_ranks import count_ranks, launch_quietly, reporting_errors
@@ -56,7 +56,6 @@ def explain(
     """
     from flagcx.cli.sizes import parse_nbytes
     from flagcx.selection.explain import explain as explain_over
-    from flagcx.topology import machine_for
 
     with reporting_errors("explain"):
         count, chip = parse_nbytes(nbytes), capability(sm, gpu_model)
@@ -71,7 +70,7 @@ def explain(
         elif gpu or share_gpu:
             raise ArgumentError("--gpu and --share-gpu are about this machine; leave out --topology")
         else:
-            machine = machine_for(topology, ranks, sm=chip, network_gb_per_s=network_gb_per_s)
+            machine = machine_of(topology, ranks, chip, network_gb_per_s)
             size = len(machine.gpus) if ranks is None else ranks
             with progress_bar(transient=True) as report:
                 found = explain_over(collective, count, size, machine, report=report)

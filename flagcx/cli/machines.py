@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from flagcx.errors import TopologyError
+
+if TYPE_CHECKING:
+    from flagcx.topology import Topology
 
 NetworkSpeed = Annotated[
     float | None,
@@ -22,6 +25,25 @@ Sm = Annotated[
 GpuModel = Annotated[
     str | None, typer.Option("--gpu-model", help="The GPUs' model, instead of --sm: H100, B300, ...")
 ]
+
+
+def machine_of(name: str, ranks: int | None, sm: int | None, network_gb_per_s: float | None) -> Topology:
+    """The machine that ``--topology`` names; says so where the ranks need several of it.
+
+    Raises:
+        TopologyError: See ``machine_for``.
+    """
+    from flagcx.topology import machine_for
+
+    machine = machine_for(name, ranks, sm=sm, network_gb_per_s=network_gb_per_s)
+    width = len(machine_for(name, sm=sm).gpus)
+    if ranks is not None and ranks > width:
+        typer.echo(
+            f"{ranks} ranks need more than the {width} GPUs of {name}: {-(-ranks // width)} of it are taken, "
+            f"joined by their network",
+            err=True,
+        )
+    return machine
 
 
 def capability(sm: int | None, model: str | None) -> int | None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flagcx.cli.machines import GpuModel, NetworkSpeed, Sm, capability
+from flagcx.cli.machines import GpuModel, NetworkSpeed, Sm, capability, machine_of
 from flagcx.cli.own_algorithms import Load, load_algorithms
 from flagcx.errors import ArgumentError, FlagcxError
 
@@ -77,7 +77,6 @@ def simulate(
     from flagcx.cli.sizes import parse_nbytes
     from flagcx.cost.model import DEVICE_COSTS, model_of
     from flagcx.cost.simulate import Costs
-    from flagcx.topology import machine_for
 
     try:
         count = parse_nbytes(nbytes)
@@ -87,7 +86,7 @@ def simulate(
             _check_names(collective, algorithm)
         _check_files(scheduled, algorithm, plot, trace)
         chip = capability(sm, gpu_model)
-        machine = machine_for(topology, ranks, sm=chip, network_gb_per_s=network_gb_per_s)
+        machine = machine_of(topology, ranks, chip, network_gb_per_s)
         model = model_of(machine, ranks or len(machine.gpus), None, Costs() if network_only else DEVICE_COSTS)
         if not scheduled:
             report = _priced(model, collective, algorithm, count)

@@ -39,9 +39,15 @@ def status(
         print(json.dumps([_describe(each) for each in jobs], indent=1) if as_json else _list(jobs))
         return
     chosen = [each for each in jobs if each.is_called(job)]
-    if len(chosen) != 1:
-        found = ", ".join(each.name for each in chosen or jobs) or "none"
-        raise ArgumentError(f"{len(chosen)} running jobs of this user are called {job!r}; there are: {found}")
+    if len(chosen) > 1:
+        names = ", ".join(each.name for each in chosen)
+        raise ArgumentError(
+            f"{job!r} is the begin of the names of {len(chosen)} jobs: {names}; give more of it"
+        )
+    if not chosen:
+        running = ", ".join(each.name for each in jobs)
+        there = f"those that run are {running}" if jobs else "none of this user runs on this host"
+        raise ArgumentError(f"no job is called {job!r}; {there}")
     _show(chosen[0], as_json)
 
 

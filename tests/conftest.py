@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import tempfile
@@ -44,6 +45,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
 
 
+def pytest_collection_finish() -> None:
+    """Keeps all tests and what they have imported from being walked again and again for garbage."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _as_on_a_fresh_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Algorithms are chosen by rule, whatever ``flagcx tune`` has left for this user; nothing is left behind.
@@ -61,6 +68,8 @@ def _as_on_a_fresh_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator
         patch.setattr(tempfile, "tempdir", place)
         for name in ("TMPDIR", "OMPI_MCA_btl_sm_backing_directory"):
             patch.setenv(name, place)
+        # Or else each of a thousand processes compiles flagcx anew, which takes longer than all its imports.
+        patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
         patch.setenv("FLAGCX_TUNING", "0")
         patch.setenv("XDG_STATE_HOME", str(state))
         yield

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from dataclasses import replace
 from itertools import permutations
 from math import log2
@@ -306,15 +305,6 @@ def test_leaping_over_repeated_steps_changes_nothing():
         assert laid.time(nbytes, ALL).time_us == close(last.end_us.max() + ALL.step_us)
 
 
-@pytest.fixture
-def as_in_a_fresh_process():
-    """What other tests have left in memory is not walked again and again for garbage."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 SIZE, GROUPS = 16_384, tuple(tuple(range(first, first + 8)) for first in range(0, 16_384, 8))
 WHOLE = (64 << 20) / (B * 1000)
 LARGE = {  # a candidate, and the least and the most time of its all-reduce of 64 MiB over 16,384 ranks
@@ -325,7 +315,6 @@ LARGE = {  # a candidate, and the least and the most time of its all-reduce of 6
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("as_in_a_fresh_process")
 @pytest.mark.parametrize("name", ["hierarchical", *exhaustive(["ring", "double_binary_tree"])])
 def test_16384_ranks_in_under_ten_seconds(name):
     """As ``Model`` times them: of the ring by way of few ranks, of the tree by way of one piece."""

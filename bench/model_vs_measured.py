@@ -138,18 +138,18 @@ class Fit:
         times = np.maximum(times, np.where(self.replayed, 0.0, constants["launch"] * self.driven))
         return np.log(times / self.time_us)
 
-    def constants(self, without: str = "", pull: float = 0.02) -> dict[str, float]:
+    def constants(self, without: Sequence[str] = (), pull: float = 0.02) -> dict[str, float]:
         """Constants of least mean absolute log error, each machine counting alike, drawn towards the prior.
 
         Pattern search, one constant after the other in factors that shrink: deterministic, and content with
         the kinks that a least over several ways has.
 
         Args:
-            without: A machine that is left out.
+            without: The machines that are left out.
             pull: How much a factor of e away from the prior counts, beside the mean error.
         """
         names, start = list(PRIOR), np.log(list(PRIOR.values()))
-        weight = np.where(self.machine == without, 0.0, self.weight)
+        weight = np.where(np.isin(self.machine, without), 0.0, self.weight)
         weight = weight / weight.sum()
 
         def loss(logs: np.ndarray) -> float:
@@ -176,12 +176,19 @@ def others(path: Path = COLLECTIVES) -> list[dict]:
     return _rows(fit, fit.log_errors(FITTED), lambda name: allowed)
 
 
-def leave_one_out(fit: Fit) -> np.ndarray:
-    """log(predicted / measured) of each point, by constants fitted on all other machines."""
-    errors = np.zeros(len(fit.nbytes))
-    for name in dict.fromkeys(fit.machine.tolist()):
-        own = fit.machine == name
-        errors[own] = fit.log_errors(fit.constants(without=name))[own]
+def unseen(fit: Fit, parts: int | None = None) -> np.ndarray:
+    """log(predicted / measured) of each point, by constants fitted on other machines.
+
+    Args:
+        fit: The points.
+        parts: How many parts the machines are in, each of which is left out once; a machine each by default.
+    """
+    names, errors = list(dict.fromkeys(fit.machine.tolist())), np.zeros(len(fit.nbytes))
+    parts = parts or len(names)
+    for part in range(parts):
+        left_out = names[part::parts]
+        own = np.isin(fit.machine, left_out)
+        errors[own] = fit.log_errors(fit.constants(without=left_out))[own]
     return errors
 
 
@@ -190,7 +197,7 @@ def spreads(fit: Fit, errors: np.ndarray, without: str = "") -> dict[tuple[str, 
 
     Args:
         fit: The points.
-        errors: What unseen machines are off by, as ``leave_one_out`` says.
+        errors: What unseen machines are off by, as ``unseen`` says.
         without: A machine that is left out; each other counts alike.
     """
     found = {}
@@ -346,7 +353,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except FileNotFoundError as error:
             print(f"no tables at {error.filename}; name a file like {PATH} with --tables", file=sys.stderr)
             return 1
-        errors = leave_one_out(fit)
+        errors = unseen(fit)
         if given.fit:
             names = {
                 f"{kind} {'>=' if large else '<'} 1 MiB": v

@@ -29,14 +29,14 @@ def contribution(rank: int, count: int, name: str) -> np.ndarray:
         values = [high, high / 2, high, -high, -high / 2, high / 4, -high, 0, high / 8]
     drawn = random.integers(0, len(values), count)
     drawn[: count // 2] %= 3
-    return np.array([values[i] for i in drawn], object).astype(dtype)
+    return np.array(values, object).astype(dtype)[drawn]
 
 
 def mean_of(size: int, count: int, name: str) -> np.ndarray:
     """By Python's integers, or in double precision."""
     parts = [contribution(q, count, name) for q in range(size)]
     if name in INTEGERS:
-        sums = [sum(int(part[i]) for part in parts) for i in range(count)]
+        sums = sum(part.astype(object) for part in parts).tolist()
         return np.array([abs(s) // size * (1 if s >= 0 else -1) for s in sums], object).astype(parts[0].dtype)
     total = np.sum([part.astype(np.float64) for part in parts], axis=0)
     return (total / size).astype(np.float32).astype(parts[0].dtype)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from flagcx.errors import TopologyError
 from flagcx.topology import speeds
 from flagcx.topology.graph import Device, DeviceKind, Link, LinkKind, Port
-from flagcx.topology.join import nic_speed, place_host
+from flagcx.topology.join import Copies, nic_speed
 from flagcx.topology.topology import Topology
 
 
@@ -57,8 +57,9 @@ def cluster(
     def wire(a: str, b: str, gb_per_s: float) -> None:
         links.append(Link(a, b, LinkKind.NETWORK, gb_per_s, speeds.LATENCY_US["network"]))
 
+    copies = Copies(machine)
     for host in range(hosts):
-        names = place_host(machine, host * len(machine.hosts), devices, links, counts)
+        names = copies.add(host * len(machine.hosts), devices, links, counts)
         for nic, rail in rails:
             leaf = f"leaf{host // hosts_per_leaf}.{rail}"
             wire(names[nic.id], leaf, nic_speed(nic))

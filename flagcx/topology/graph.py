@@ -146,7 +146,8 @@ class Graph:
             self._devices[device.id] = device
         self._adjacency: dict[str, dict[str, Link]] = {id: {} for id in self._devices}
         for link in links:
-            self._add(link)
+            near, far = self._ends(link)
+            near[link.b] = far[link.a] = link
         self._switches_of: dict[str, dict[str, Link]] = {}
         self._name = name
         self._notes = tuple(notes)
@@ -154,21 +155,22 @@ class Graph:
         if len(set(numbers)) != len(numbers):
             raise TopologyError(f"two GPUs have the same index; got the indices {sorted(numbers)}")
 
-    def _add(self, link: Link) -> None:
-        for end in (link.a, link.b):
-            if end not in self._devices:
-                raise TopologyError(f"the link {link.a} - {link.b} ends at {end!r}, which is not a device")
-        if link.a == link.b or link.b in self._adjacency[link.a]:
+    def _ends(self, link: Link) -> tuple[dict[str, Link], dict[str, Link]]:
+        """The links so far of both ends of a new one, which is checked."""
+        try:
+            near, far = self._adjacency[link.a], self._adjacency[link.b]
+        except KeyError as end:
+            raise TopologyError(f"the link {link.a} - {link.b} ends at {end}, which is not a device") from None
+        if near is far or link.b in near:
             raise TopologyError(
                 f"a second link (or a loop) between {link.a} and {link.b}; bond them into one"
             )
-        if not (math.isfinite(link.bandwidth_gb_per_s) and link.bandwidth_gb_per_s > 0):
+        if not 0 < link.bandwidth_gb_per_s < math.inf:
             raise TopologyError(
                 f"the link {link.a} - {link.b} has a bandwidth of {link.bandwidth_gb_per_s!r} GB/s; "
                 "expected a finite number above 0"
             )
-        self._adjacency[link.a][link.b] = link
-        self._adjacency[link.b][link.a] = link
+        return near, far
 
     # -- devices and links
 

@@ -45,7 +45,7 @@ def join(machines: Sequence[Topology]) -> Topology:
     notes: list[str] = []
     counts: Counter[DeviceKind] = Counter()
     for host, machine in enumerate(machines):
-        names = place_host(machine, host, devices, links, counts)
+        names = Copies(machine).add(host, devices, links, counts)
         notes += [note for note in machine.notes if note not in notes]
         for nic in _outward(machine):
             speed = nic_speed(nic)
@@ -56,43 +56,62 @@ def join(machines: Sequence[Topology]) -> Topology:
     return Topology(devices, links, name=f"{len(machines)} hosts", notes=notes)
 
 
-def place_host(
-    machine: Topology, host: int, devices: list[Device], links: list[Link], counts: Counter[DeviceKind]
-) -> dict[str, str]:
-    """Adds a machine to the devices and links of a cluster.
+class Copies:
+    """Adds copies of a machine to the devices and links of a cluster.
+
+    What all copies have in common is found once: a cluster may have 10,000 of them.
 
     Args:
         machine: One host, or one NVLink domain of several.
-        host: Its number in the cluster, or that of the first of its hosts.
-        devices: Takes its devices.
-        links: Takes its links.
-        counts: The first free index of each kind of device, from which its indices run on; moved on.
-
-    Returns:
-        New id by old id.
     """
-    hosts = {old: host + number for number, old in enumerate(machine.hosts)}
-    order = {gpu.id: number for number, gpu in enumerate(machine.gpus)}
-    first = counts.copy()
-    names: dict[str, str] = {}
-    for device in machine.devices():
-        kind, index = device.kind, first[device.kind] + order.get(device.id, device.index)
-        at = hosts.get(device.host, -1)
-        prefix = f"host{at}/" if at > 0 else f"domain{host}/" if at < 0 < host else ""
-        local = f"gpu{index}" if kind is DeviceKind.GPU else device.id.rpartition("/")[2]
-        names[device.id] = prefix + local
-        rest = device.name, device.pci_bus_id, device.attributes, device.ports
-        devices.append(Device(names[device.id], kind, index, at, *rest))
-        counts[kind] = max(counts[kind], index + 1)
-    # The constructor takes a third of the time of dataclasses.replace, for links and devices of many hosts.
-    links += [
-        Link(
-            names[link.a], names[link.b], link.kind, link.bandwidth_gb_per_s, link.latency_us, link.count,
-            link.assumed,
-        )
-        for link in machine.links
-    ]  # fmt: skip
-    return names
+
+    def __init__(self, machine: Topology) -> None:
+        hosts = {old: number for number, old in enumerate(machine.hosts)}
+        order = {gpu.id: number for number, gpu in enumerate(machine.gpus)}
+        self._hosts = range(len(hosts))
+        self._kinds = list(dict.fromkeys(device.kind for device in machine.devices()))
+        self._counts = [0] * len(self._kinds)
+        self._devices = []
+        for device in machine.devices():
+            kind, index = self._kinds.index(device.kind), order.get(device.id, device.index)
+            self._counts[kind] = max(self._counts[kind], index + 1)
+            local = "" if device.kind is DeviceKind.GPU else device.id.rpartition("/")[2]
+            rest = device.name, device.pci_bus_id, device.attributes, device.ports
+            self._devices.append((kind, index, hosts.get(device.host, -1), local, rest))
+        place = {device.id: number for number, device in enumerate(machine.devices())}
+        self._nics = [(nic.id, place[nic.id]) for nic in machine.devices(DeviceKind.NIC)]
+        self._links = [
+            (place[link.a], place[link.b], link.kind, link.bandwidth_gb_per_s, link.latency_us, link.count,
+             link.assumed)
+            for link in machine.links
+        ]  # fmt: skip
+
+    def add(
+        self, host: int, devices: list[Device], links: list[Link], counts: Counter[DeviceKind]
+    ) -> dict[str, str]:
+        """Adds one copy.
+
+        Args:
+            host: Its number in the cluster, or that of the first of its hosts.
+            devices: Takes its devices.
+            links: Takes its links.
+            counts: The first free index of each kind of device, from which its indices run on; moved on.
+
+        Returns:
+            New id by old id, of its NICs.
+        """
+        first = [counts[kind] for kind in self._kinds]
+        prefixes = [f"host{host + number}/" if host + number else "" for number in self._hosts]
+        prefixes.append(f"domain{host}/" if host else "")  # of what is in no host
+        names = []
+        for kind, own, at, local, rest in self._devices:
+            index = first[kind] + own
+            names.append(prefixes[at] + (local or f"gpu{index}"))
+            devices.append(Device(names[-1], self._kinds[kind], index, host + at if at >= 0 else -1, *rest))
+        links += [Link(names[a], names[b], *rest) for a, b, *rest in self._links]
+        for kind, start, count in zip(self._kinds, first, self._counts, strict=True):
+            counts[kind] = start + count
+        return {id: names[place] for id, place in self._nics}
 
 
 def nic_speed(nic: Device) -> float:

@@ -11,7 +11,7 @@ from flagcx.errors import TopologyError
 from flagcx.topology import speeds
 from flagcx.topology.builder import Builder
 from flagcx.topology.graph import Device, DeviceKind, LinkKind, Port
-from flagcx.topology.join import place_host
+from flagcx.topology.join import Copies
 from flagcx.topology.nccl_links import HIDDEN_SWITCH
 from flagcx.topology.topology import Topology
 
@@ -189,8 +189,9 @@ class _Machine(Builder):
         devices: list[Device] = []
         self.links = []
         counts: Counter[DeviceKind] = Counter()
+        copies = Copies(tray)
         for host in range(trays):
-            place_host(tray, host, devices, self.links, counts)
+            copies.add(host, devices, self.links, counts)
         self.devices = {device.id: device for device in devices}
 
     def nvswitches(self) -> None:

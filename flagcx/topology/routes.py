@@ -116,10 +116,10 @@ class Routes:
         found = self._shape_of.get(domain)
         if found is None:
             members = self._members[domain]
-            found = self._shapes.setdefault(
-                _fingerprint(self.topology, members, self._position), _Shape(self.topology, members)
-            )
-            self._shape_of[domain] = found
+            key = _fingerprint(self.topology, members, self._position)
+            if key not in self._shapes:
+                self._shapes[key] = _Shape(self.topology, members)
+            found = self._shape_of[domain] = self._shapes[key]
         return found
 
     def shape_key(self, gpus: Sequence[int]) -> tuple:
@@ -226,14 +226,15 @@ def _domains(topology: Graph) -> tuple[dict[int, int], dict[str, int]]:
 
 def _fingerprint(topology: Graph, members: Sequence[Device], position: Mapping[str, int]) -> tuple:
     """Equal for hosts of one build: devices and links, by position."""
+    # Kinds by their address: there is one object of each, and an enum's own hash takes long.
     parts: list[object] = []
     for place, device in enumerate(members):
-        around = topology.links_of(device.id)
-        outside = sum(link.kind is LinkKind.NETWORK for link in around.values())
-        inside = tuple(
-            (position[id], link.kind, link.bandwidth_gb_per_s, link.latency_us, link.count)
-            for id, link in around.items()
-            if link.kind is not LinkKind.NETWORK and position[id] > place
-        )
-        parts.append((device.kind, outside > 0, inside))
+        parts.append(id(device.kind))
+        outside = "within"
+        for end, link in topology.links_of(device.id).items():
+            if link.kind is LinkKind.NETWORK:
+                outside = "joined"
+            elif (other := position[end]) > place:
+                parts += other, id(link.kind), link.bandwidth_gb_per_s, link.latency_us, link.count
+        parts.append(outside)
     return tuple(parts)

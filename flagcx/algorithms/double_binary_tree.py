@@ -57,10 +57,17 @@ def _parent(size: int, place: int) -> int:
 
 
 def _depth(size: int, place: int) -> int:
-    depth = 0
-    while place:
-        place, depth = _parent(size, place), depth + 1
-    return depth
+    """How many ranks are above a place.
+
+    Above r whose lowest set bit is the k-th are, for each j > k, the rank that has r's bits above the j-th,
+    the j-th set, and none below; but not those of n and more. These are where r has the same bits above the
+    j-th as n - 1, and the j-th of n - 1 is not set.
+    """
+    if place == 0:
+        return 0
+    low = (place & -place).bit_length() - 1
+    alike = max((place ^ (size - 1)).bit_length() - 1, low)
+    return 1 + alike - low + (size - 1 >> alike + 1).bit_count()
 
 
 def allreduce_tree(size: int, which: int, rank: int) -> TreePosition:

@@ -95,16 +95,20 @@ class TopologyRoutes:
         if found is None:
             found = self._columns[shape, u, v] = np.full(len(self.members), -1, np.int64)
             hosts = np.flatnonzero(self.shape_of_host == shape)
-            found[hosts] = self._add_alike([self.members[host] for host in hosts], u, v) + np.arange(
-                len(hosts)
-            )
+            found[hosts] = self._add_alike(hosts, u, v) + np.arange(len(hosts))
         return found
 
-    def _add_alike(self, hosts: Sequence[Sequence[str]], u: int, v: int) -> int:
+    def _add_alike(self, hosts: np.ndarray, u: int, v: int) -> int:
         """Adds one link in each of several hosts of a shape, where they are alike."""
-        link = self.topology.links_of(hosts[0][u])[hosts[0][v]]
+
+        def ends(number: int) -> Edge:
+            names = self.members[hosts[number]]
+            return names[u], names[v]
+
+        a, b = ends(0)
+        link = self.topology.links_of(a)[b]
         facts = (link.bandwidth_gb_per_s, link.latency_us)
-        return self.links.add(len(hosts), link.kind.value, lambda n: (hosts[n][u], hosts[n][v]), *facts)
+        return self.links.add(len(hosts), link.kind.value, ends, *facts)
 
     # -- between hosts
 

@@ -145,9 +145,13 @@ class Graph:
                 raise TopologyError(f"two devices are called {device.id!r}; ids must be unique")
             self._devices[device.id] = device
         self._adjacency: dict[str, dict[str, Link]] = {id: {} for id in self._devices}
+        self._network: dict[str, dict[str, Link]] = {}
         for link in links:
             near, far = self._ends(link)
             near[link.b] = far[link.a] = link
+            if link.kind is LinkKind.NETWORK:
+                self._network.setdefault(link.a, {})[link.b] = link
+                self._network.setdefault(link.b, {})[link.a] = link
         self._switches_of: dict[str, dict[str, Link]] = {}
         self._name = name
         self._notes = tuple(notes)
@@ -160,7 +164,9 @@ class Graph:
         try:
             near, far = self._adjacency[link.a], self._adjacency[link.b]
         except KeyError as end:
-            raise TopologyError(f"the link {link.a} - {link.b} ends at {end}, which is not a device") from None
+            raise TopologyError(
+                f"the link {link.a} - {link.b} ends at {end}, which is not a device"
+            ) from None
         if near is far or link.b in near:
             raise TopologyError(
                 f"a second link (or a loop) between {link.a} and {link.b}; bond them into one"
@@ -186,19 +192,14 @@ class Graph:
 
     def devices(self, kind: DeviceKind | None = None, *, host: int | None = None) -> list[Device]:
         """All devices, or those of one kind or one host or both, in the order they were given."""
-        if host is not None and kind is not None:
-            return list(self._by_host.get((host, kind), ()))
-        return [
-            device
-            for device in self._devices.values()
-            if (kind is None or device.kind is kind) and (host is None or device.host == host)
-        ]
+        found = self._devices.values() if host is None else self._by_host.get(host, ())
+        return list(found) if kind is None else [device for device in found if device.kind is kind]
 
     @cached_property
-    def _by_host(self) -> dict[tuple[int, DeviceKind], list[Device]]:
-        found: dict[tuple[int, DeviceKind], list[Device]] = {}
+    def _by_host(self) -> dict[int, list[Device]]:
+        found: dict[int, list[Device]] = {}
         for device in self._devices.values():
-            found.setdefault((device.host, device.kind), []).append(device)
+            found.setdefault(device.host, []).append(device)
         return found
 
     def device(self, id: str) -> Device:
@@ -261,9 +262,9 @@ class Graph:
             self._switches_of[id] = found
         return found
 
-    def network_links_of(self, id: str) -> dict[str, Link]:
+    def network_links_of(self, id: str) -> Mapping[str, Link]:
         """The links of a NIC or switch to the network between hosts, by the id at their other end."""
-        return {end: link for end, link in self._adjacency[id].items() if link.kind is LinkKind.NETWORK}
+        return self._network.get(id, {})
 
     def link(self, a: str, b: str) -> Link | None:
         """The link between two devices, or None."""

@@ -73,11 +73,12 @@ class Copies:
         self._counts = [0] * len(self._kinds)
         self._devices = []
         for device in machine.devices():
-            kind, index = self._kinds.index(device.kind), order.get(device.id, device.index)
-            self._counts[kind] = max(self._counts[kind], index + 1)
+            code, index = self._kinds.index(device.kind), order.get(device.id, device.index)
+            self._counts[code] = max(self._counts[code], index + 1)
             local = "" if device.kind is DeviceKind.GPU else device.id.rpartition("/")[2]
+            at = hosts.get(device.host, -1)
             rest = device.name, device.pci_bus_id, device.attributes, device.ports
-            self._devices.append((kind, index, hosts.get(device.host, -1), local, rest))
+            self._devices.append((code, device.kind, index, at, local, *rest))
         place = {device.id: number for number, device in enumerate(machine.devices())}
         self._nics = [(nic.id, place[nic.id]) for nic in machine.devices(DeviceKind.NIC)]
         self._links = [
@@ -104,14 +105,19 @@ class Copies:
         prefixes = [f"host{host + number}/" if host + number else "" for number in self._hosts]
         prefixes.append(f"domain{host}/" if host else "")  # of what is in no host
         names = []
-        for kind, own, at, local, rest in self._devices:
-            index = first[kind] + own
-            names.append(prefixes[at] + (local or f"gpu{index}"))
-            devices.append(Device(names[-1], self._kinds[kind], index, host + at if at >= 0 else -1, *rest))
-        links += [Link(names[a], names[b], *rest) for a, b, *rest in self._links]
+        for code, kind, own, at, local, name, bus_id, attributes, ports in self._devices:
+            index = first[code] + own
+            id = prefixes[at] + (local or f"gpu{index}")
+            names.append(id)
+            number = host + at if at >= 0 else -1
+            devices.append(Device(id, kind, index, number, name, bus_id, attributes, ports))
+        links += [
+            Link(names[a], names[b], kind, bandwidth, latency, count, assumed)
+            for a, b, kind, bandwidth, latency, count, assumed in self._links
+        ]
         for kind, start, count in zip(self._kinds, first, self._counts, strict=True):
             counts[kind] = start + count
-        return {id: names[place] for id, place in self._nics}
+        return {nic: names[place] for nic, place in self._nics}
 
 
 def nic_speed(nic: Device) -> float:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from flagcx.errors import TopologyError
 from flagcx.topology import paths
-from flagcx.topology.graph import Device, DeviceKind, Graph, LinkKind
+from flagcx.topology.graph import Device, DeviceKind, Graph
 
 #: A directed use of a link: (id it leaves, id it enters).
 Edge = tuple[str, str]
@@ -38,9 +38,10 @@ class Routes:
         self.topology = topology
         self._domains, switches = _domains(topology)
         self._members: dict[int, list[Device]] = {}
-        for device in topology.devices():
-            domain = switches.get(device.id, self._domains.get(device.host, device.host))
-            self._members.setdefault(domain, []).append(device)
+        for host in topology.hosts:
+            self._members.setdefault(self._domains.get(host, host), []).extend(topology.devices(host=host))
+        for device in topology.devices(host=-1):
+            self._members.setdefault(switches.get(device.id, -1), []).append(device)
         self._position = {
             device.id: position
             for members in self._members.values()
@@ -230,11 +231,9 @@ def _fingerprint(topology: Graph, members: Sequence[Device], position: Mapping[s
     parts: list[object] = []
     for place, device in enumerate(members):
         parts.append(id(device.kind))
-        outside = "within"
+        outside = topology.network_links_of(device.id)
+        parts.append("joined" if outside else "within")
         for end, link in topology.links_of(device.id).items():
-            if link.kind is LinkKind.NETWORK:
-                outside = "joined"
-            elif (other := position[end]) > place:
+            if end not in outside and (other := position[end]) > place:
                 parts += other, id(link.kind), link.bandwidth_gb_per_s, link.latency_us, link.count
-        parts.append(outside)
     return tuple(parts)

@@ -13,27 +13,30 @@ import flagcx as fc
 from flagcx.schedule.compose import recv_reduce, reverse, schedule_of, send, then
 
 
-def torus_reduce_scatter(size):
+def ring(first, ranks, place, width):
+    """One rank's part in a reduce-scatter round some ranks, each of which stands for ``width`` chunks."""
+    for step in range(len(ranks) - 1):
+        leaving, arriving = (ranks[place - back - step] // width * width for back in (1, 2))
+        yield send(first + step, ranks[(place + 1) % len(ranks)], leaving, leaving + width)
+        yield recv_reduce(first + step, ranks[place - 1], arriving, arriving + width)
+
+
+def half(size):
+    """Rings down the columns, in which a rank stands for its row; then along the rows."""
     side = isqrt(size)
-    if side * side != size:
+    if side**2 != size:
         raise fc.ArgumentError(f"a square torus has 1, 4, 9, 16, ... ranks, not {size}")
 
     def transfers(rank):
         row, column = divmod(rank, side)
-        for step in range(side - 1):  # the rows' blocks round the column, then the row's own round the row
-            down, up = (row + 1) % side * side + column, (row - 1) % side * side + column
-            right, left = row * side + (column + 1) % side, row * side + (column - 1) % side
-            block, arriving = (row - 1 - step) % side * side, (row - 2 - step) % side * side
-            yield send(step, down, block, block + side)
-            yield recv_reduce(step, up, arriving, arriving + side)
-            yield send(side - 1 + step, right, row * side + (column - 1 - step) % side)
-            yield recv_reduce(side - 1 + step, left, row * side + (column - 2 - step) % side)
+        yield from ring(0, range(column, size, side), row, side)
+        yield from ring(side - 1, range(row * side, (row + 1) * side), column, 1)
 
     return schedule_of("reduce_scatter", "torus", size, size, 2 * (side - 1), transfers)
 
 
 def torus(size):
-    return then(torus_reduce_scatter(size), reverse(torus_reduce_scatter(size)))
+    return then(half(size), reverse(half(size)))
 
 
 fc.register("torus", "allreduce", torus)  # verified here, for 1, 4 and 9 ranks

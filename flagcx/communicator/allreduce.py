@@ -15,6 +15,7 @@ from flagcx.communicator.buffers import buffers_of, check_many
 from flagcx.communicator.caller import Caller, is_apart, refuse_async
 from flagcx.communicator.foreign_calls import refuse, refuses_foreign
 from flagcx.dtypes import Op, dtype_of, resolve_op
+from flagcx.errors import ArgumentError
 from flagcx.executor.host import Executor
 from flagcx.executor.staging import stage
 from flagcx.foreign_arrays import any_immutable, is_immutable
@@ -207,7 +208,11 @@ def _add(
     """Adds an all-reduce to those that will be made together; returns what the caller gets."""
     check_algorithm(algorithm)
     executor = comm.executor_of(x)
-    sendbuf, recvbuf, _, value = buffers_of(executor, "allreduce", None, x, out, names)
+    try:
+        sendbuf, recvbuf, _, value = buffers_of(executor, "allreduce", None, x, out, names)
+    except ArgumentError as error:
+        comm.note_refusal(error)
+        raise
     dtype = dtype_of(sendbuf.dtype)
     resolved = resolve_op(op, dtype)
     staging = stage(executor, sendbuf, recvbuf)

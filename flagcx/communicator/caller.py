@@ -233,11 +233,15 @@ class Caller:
             again = partial(again, algorithm=algorithm, async_op=async_op, part_of=part_of)
             return functional.call(self, again, collective, root, x, out)
         executor = self.executor_of(out if x is None else x)
-        if counts is None:
-            sendbuf, recvbuf, counts_of, value = buffers_of(executor, collective, root, x, out)
-        else:
-            found = v_buffers_of(executor, collective, root, x, out, counts, dtype)
-            sendbuf, recvbuf, counts_of, value = found
+        try:
+            if counts is None:
+                found = buffers_of(executor, collective, root, x, out)
+            else:
+                found = v_buffers_of(executor, collective, root, x, out, counts, dtype)
+        except ArgumentError as error:
+            self.note_refusal(error)
+            raise
+        sendbuf, recvbuf, counts_of, value = found
         staging = stage(executor, sendbuf, recvbuf, collective != "broadcast" or sendbuf is None)
         if staging is not None:
             sendbuf, recvbuf = staging.sendbuf, staging.recvbuf
@@ -260,6 +264,11 @@ class Caller:
             what = collective, op, root, algorithm, counts
             self._remember(executor, plan, what, first, second, sendbuf, recvbuf)
         return self.run(executor, plan, sendbuf, recvbuf, value, async_op, collective)
+
+    def note_refusal(self, error: ArgumentError) -> None:
+        """Notes for peers that will wait for it that this rank has refused its arrays of a call."""
+        if self._context.waits is not None and self.size > 1:
+            self._context.waits.note_refusal(error)
 
     def _remember(
         self, executor: Executor, plan: Plan, what: tuple, x: Any, out: Any, sendbuf: Any, recvbuf: Any

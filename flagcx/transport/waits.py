@@ -10,6 +10,7 @@ The rank's page shows its waits too, to ``flagcx status``.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -21,7 +22,7 @@ from typing import Any
 
 from flagcx.bootstrap.store import Store
 from flagcx.bootstrap.store_state import NOTES
-from flagcx.errors import CommunicationError, FlagcxError, MismatchError, PeerTimeoutError
+from flagcx.errors import ArgumentError, CommunicationError, FlagcxError, MismatchError, PeerTimeoutError
 
 logger = logging.getLogger("flagcx")
 
@@ -30,6 +31,7 @@ IN_MESSAGES = "sends and receives"
 _KINDS = ON_HOST, ON_GPU
 _NOTES = *_KINDS, IN_MESSAGES
 """A rank may wait for a message while a collective that it has started waits too, so each has a note."""
+_REFUSAL = "refusal"
 _NOTE = 0.8
 """The part of ``after_s`` after which a note is left, so that notes are there when they are looked for."""
 _EARLY_S = 0.5
@@ -179,6 +181,24 @@ class Waits:
             except FlagcxError:
                 logger.debug("the store is closed, and the note of a wait with it")
 
+    def note_refusal(self, error: ArgumentError) -> None:
+        """Leaves a note that this rank has refused its next call, for peers that wait for it in that call.
+
+        It may make the call with other arrays, which makes the note out of date.
+        """
+        counts = {kind: count() for kind, count in self.calls.items()}
+        note = {"communicator": self.name, "counts": counts, "why": f"{type(error).__name__}: {error}"}
+        with contextlib.suppress(FlagcxError):  # the store is closed
+            self._notes.set(f"{self._me}/{_REFUSAL}", json.dumps(note).encode())
+
+    def _refusal(self, rank: int) -> str:
+        """The reason why a rank does not come to this rank's call, if it has refused its own."""
+        note = self._read(rank, _REFUSAL)
+        if note is None or note["communicator"] != self.name:
+            return ""
+        in_that_call = any(count() == note["counts"][kind] + 1 for kind, count in self.calls.items())
+        return f": it has refused its call ({note['why']})" if in_that_call else ""
+
     def join_gpus(self, limit_s: float) -> None:
         """Waits until every rank has come to its first call with an array on a GPU.
 
@@ -283,7 +303,7 @@ class Waits:
             seen.append(rank)
             note = next((n for kind in _NOTES if (n := self._read(rank, kind)) is not None), None)
             if note is None:
-                return f"{text}; {self._name(rank)} itself waits for no rank"
+                return f"{text}; {self._name(rank)} itself waits for no rank{self._refusal(rank)}"
             text += f"; {self._name(rank)} waits"
             if rank in self._ranks:
                 self.waiting.add(self._ranks.index(rank))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 
@@ -126,6 +128,30 @@ def test_a_wrong_color_on_one_rank_is_told_on_all_and_ends_nothing():
             return part.rank, part.size, comm.split(comm.rank == 0).size
 
     assert run_ranks(job, 3) == [(1, 2, 1), (0, 2, 2), (0, 1, 2)]
+
+
+def test_a_rank_that_refuses_its_array_is_named_to_those_that_wait_for_it(tmp_path):
+    told = tmp_path / "told"
+
+    def job():
+        comm = fc.init(timeout_s=0.5)
+        comm.barrier()
+        if comm.rank:
+            frozen = np.broadcast_to(np.ones(1), 4)
+            with pytest.raises(fc.ArrayError, match="read-only"):
+                comm.allreduce(frozen)
+            while not told.exists():
+                time.sleep(0.01)
+            return ""
+        with pytest.raises(fc.PeerTimeoutError) as failure:
+            comm.allreduce(_x())
+        told.touch()
+        return str(failure.value)
+
+    assert (
+        "rank 1 itself waits for no rank: it has refused its call (ArrayError: x is read-only and would"
+        in (run_ranks(job, 2)[0])
+    )
 
 
 def test_equal_counts_are_asked_for_what_a_rank_sends_itself(comm):

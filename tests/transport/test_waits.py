@@ -10,7 +10,7 @@ import pytest
 
 from flagcx.bootstrap.remote_store import RemoteStore
 from flagcx.bootstrap.store_server import StoreServer
-from flagcx.errors import AbortedError, MismatchError, PeerTimeoutError
+from flagcx.errors import AbortedError, ArrayError, MismatchError, PeerTimeoutError
 from flagcx.transport.waits import ON_GPU, ON_HOST, Waits
 
 AFTER_S = 0.3
@@ -55,6 +55,19 @@ def test_the_notes_lead_from_rank_to_rank_and_across_communicators(stores):
     assert "communicator split 1 of world" in said
     second.end(ON_HOST)
     assert late(first, "allreduce", 1) == "; rank 1 itself waits for no rank"
+
+
+def test_a_rank_that_has_refused_its_call_is_known_to_have(stores):
+    waits, other, _ = worlds(stores)
+    other.calls[ON_HOST] = lambda: 4
+    other.note_refusal(ArrayError("x is read-only"))
+    waits.calls[ON_HOST] = lambda: 5
+    assert late(waits, "allreduce", 1).endswith(
+        "rank 1 itself waits for no rank: it has refused its call (ArrayError: x is read-only)"
+    )
+    for calls in (4, 6):  # the call before, and one after the rank has made that one after all
+        waits.calls[ON_HOST] = lambda calls=calls: calls
+        assert late(waits, "allreduce", 1).endswith("waits for no rank")
 
 
 def test_a_long_wait_warns_once(stores, caplog):

@@ -34,10 +34,11 @@ _NOTES = *_KINDS, IN_MESSAGES
 _REFUSAL = "refusal"
 _NOTE = 0.8
 """The part of ``after_s`` after which a note is left, so that notes are there when they are looked for."""
-_EARLY_S = 0.5
+_EARLY_S, _LATEST_S = 0.1, 0.5
 """The length of a wait with NumPy arrays at which a rank looks whether others make their first call with
-arrays on GPUs; again after twice that time, and so on until it leaves a note anyway."""
-_SOON_S = 1.0
+arrays on GPUs; again after twice that time, and so on, then in steps of the latter, until it leaves a note."""
+_SOON_S = 0.6
+"""How long a rank that has found ranks with arrays of the other kind leaves these to find it too."""
 _POLL_S = 0.25
 _RANKS = re.compile(r"\branks? (\d+(?:, \d+)*)(?!\d|, \d| of the job)")
 _MARGIN_S = 0.5
@@ -262,8 +263,8 @@ class Waits:
         return threading.current_thread() is threading.main_thread()
 
     def _others_join_gpus(self) -> bool:
-        """Whether a rank waits in a call with arrays on GPUs; asked ever more rarely."""
-        self._early_s *= 2
+        """Whether a rank waits in a call with arrays on GPUs."""
+        self._early_s += min(self._early_s, _LATEST_S)
         try:
             return self._notes.add(ON_GPU, 0) > 0
         except FlagcxError:

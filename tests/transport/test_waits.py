@@ -140,6 +140,31 @@ def test_who_joins_for_gpus_learns_that_another_rank_calls_with_numpy(stores):
         gpu.join_gpus(20.0)
 
 
+def test_the_first_call_with_arrays_of_two_kinds_is_told_on_all_ranks_within_moments(stores):
+    host, gpu, _ = (Waits(store.scoped("world/"), "world", 60.0) for store in stores)
+    host.calls[ON_HOST] = lambda: 1
+    found = []
+
+    def join() -> None:
+        with pytest.raises(MismatchError, match="rank 0 with NumPy arrays") as failure:
+            gpu.join_gpus(60.0)
+        found.append(failure.value.peer)
+
+    thread = threading.Thread(target=join)
+    begin = time.monotonic()
+    thread.start()
+    with pytest.raises(
+        MismatchError, match=r"rank 0 calls with NumPy arrays .*, and rank 1 with arrays on GPUs"
+    ):
+        while True:
+            waited_s = time.monotonic() - begin
+            if waited_s >= host.due_s(ON_HOST):
+                host.look(ON_HOST, "allreduce of 4 float32", 1, waited_s)
+            time.sleep(0.005)
+    thread.join(30)
+    assert found == [0] and time.monotonic() - begin < 30, "notes are left after 48 s alone"
+
+
 def test_who_joins_for_gpus_learns_that_a_rank_has_given_up(stores):
     waits, _, _ = worlds(stores)
 

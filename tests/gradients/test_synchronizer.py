@@ -436,15 +436,15 @@ def _steady(steps: int) -> None:
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert fc.memory_stats()["shared"] == before, "blocks were taken in the steady state"
-        assert max(sizes[1:]) - sizes[0] < 60_000, f"memory grows: {sizes}"  # 2 bytes a bucket and step
+        assert max(sizes[1:]) - sizes[0] < 6 * steps, f"memory grows: {sizes}"  # 2 bytes a bucket and step
         assert peak < 300_000, f"something of a bucket's size was allocated: {peak} bytes"
     assert all((a == 1).all() for a in g.values())
     assert fc.memory_stats()["shared"].used_nbytes == 0
 
 
 @pytest.mark.slow
-def test_ten_thousand_steps_allocate_nothing():
-    run_ranks(_steady, 2, 10_000)
+def test_three_thousand_steps_allocate_nothing():
+    run_ranks(_steady, 2, 3_000)
 
 
 def _other_calls_between() -> None:

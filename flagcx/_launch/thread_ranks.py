@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flagcx._launch.failure import Failure, name_ranks
+from flagcx.bootstrap.clock import ActiveClock
 from flagcx.bootstrap.remote_store import RemoteStore
 from flagcx.bootstrap.store_server import StoreServer
 from flagcx.bootstrap.thread_rank import ThreadRank, thread_rank
@@ -58,16 +59,16 @@ def _join(threads: Sequence[_RankThread], timeout_s: float | None) -> list[_Rank
     Returns:
         The ranks that did not end within ``timeout_s``.
     """
-    start = time.monotonic()
+    clock = ActiveClock()
     for thread in threads:
         while thread.is_alive():
+            now_s = clock.now()
             failed = [t.failure.at for t in threads if t.failure is not None]
-            now = time.monotonic()
-            if failed and now - min(failed) > _GRACE_S:
+            if failed and time.monotonic() - min(failed) > _GRACE_S:
                 return []
-            if timeout_s is not None and now - start > timeout_s:
+            if timeout_s is not None and now_s > timeout_s:
                 return [t for t in threads if t.is_alive()]
-            left = 0.1 if timeout_s is None else min(0.1, max(start + timeout_s - now, 0) + 1e-3)
+            left = 0.1 if timeout_s is None else min(0.1, max(timeout_s - now_s, 0) + 1e-3)
             thread.join(left)
     return []
 

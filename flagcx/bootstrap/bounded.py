@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
+from flagcx.bootstrap.clock import ActiveClock
 from flagcx.daemon import Daemon
 from flagcx.errors import ResourceError
 
@@ -41,8 +41,8 @@ def bounded(function: Callable[[], object], limit_s: float, check: Callable[[], 
             f"no thread can be started ({error}); allow this process more memory (ulimit -v) or threads "
             f"(ulimit -u)"
         ) from None
-    end = time.monotonic() + limit_s
-    while thread.is_alive() and time.monotonic() < end:
+    clock = ActiveClock()
+    while thread.is_alive() and clock.now() < limit_s:
         thread.join(min(_POLL_S, limit_s))
         if thread.is_alive():
             check()

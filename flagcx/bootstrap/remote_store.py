@@ -9,7 +9,6 @@ import select
 import socket
 import struct
 import threading
-import time
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -58,6 +57,7 @@ class RemoteStore(Store):
         self.rank, self.size = rank, size
         self.authkey = authkey
         self._lock = threading.Lock()
+        self._clock = ActiveClock()
         self._number = 0
         self._owner = os.getpid()
         self._broken: Exception | None = None
@@ -68,7 +68,7 @@ class RemoteStore(Store):
         self._connect(address, timeout_s)
 
     def _connect(self, address: str, timeout_s: float) -> None:
-        self.address, deadline = address, time.monotonic() + timeout_s
+        self.address, deadline = address, self._clock.now() + timeout_s
         self._connection = open_connection(address, min(timeout_s, _LONGEST_OPEN_S), self.rank)
         self._poller = select.poll()
         self._poller.register(self._connection.fileno(), select.POLLIN)
@@ -99,7 +99,7 @@ class RemoteStore(Store):
             if self._standby is None or expelled or os.getpid() != self._owner:
                 raise self._broken
             self._drop()
-            self._find_host(self._standby, time.monotonic() + timeout_s)
+            self._find_host(self._standby, self._clock.now() + timeout_s)
             self._broken = None
 
     def _find_host(self, standby: Standby, deadline: float) -> None:
@@ -112,11 +112,11 @@ class RemoteStore(Store):
             if rank == self.rank and not standby.serves:
                 standby.serve(self._dead)
             try:
-                return self._connect(address, max(deadline - time.monotonic(), 0.1))
+                return self._connect(address, max(deadline - self._clock.now(), 0.1))
             except RefusedError:
                 raise
             except BootstrapError:
-                if time.monotonic() >= deadline:
+                if self._clock.now() >= deadline:
                     raise PeerTimeoutError(
                         f"rank {rank}, the first that may serve the store now that {self._host['host']} is "
                         f"gone, did not come in time; every rank that is left must call comm.shrink()",
@@ -144,7 +144,7 @@ class RemoteStore(Store):
             try:
                 while self._broken is None and self._poller.poll(0):
                     with contextlib.suppress(CommunicationError, BootstrapError):
-                        self._read(time.monotonic() + _MARGIN_S, None)
+                        self._read(self._clock.now() + _MARGIN_S, None)
             finally:
                 self._lock.release()
         return dict(self._dead)
@@ -197,7 +197,7 @@ class RemoteStore(Store):
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 self._connection.send_bytes(wire.write_request(self._number, request))
             margin_s = _SILENT_MARGIN_S if self._silent else _MARGIN_S
-            deadline = time.monotonic() + request.timeout_s + margin_s
+            deadline = self._clock.now() + request.timeout_s + margin_s
             while True:
                 header, body = self._read(deadline, request)
                 if header.get("number") == self._number:  # else a notice, or a late answer to an earlier call
@@ -233,14 +233,12 @@ class RemoteStore(Store):
 
     def _is_readable(self, deadline: float) -> bool:
         """Waits for the server. (Time in which this process is stopped counts for nothing.)"""
-        clock = ActiveClock()
-        left_s = max(0.0, deadline - time.monotonic())
-        end = clock.now() + left_s
-        while not self._poller.poll(min(left_s, TICK_S) * 1000):
-            left_s = end - clock.now()
-            if left_s <= 0:
-                return bool(self._poller.poll(0))
-        return True
+        while True:
+            left_s = max(0.0, deadline - self._clock.now())
+            if self._poller.poll(min(left_s, TICK_S) * 1000):
+                return True
+            if not left_s:
+                return False
 
     def _loss(self) -> Exception:
         host, host_rank = self._host["host"], self._host["host_rank"]

@@ -15,6 +15,7 @@ from time import monotonic
 from time import perf_counter_ns as now
 from typing import Any, Protocol
 
+from flagcx.bootstrap.clock import ActiveClock
 from flagcx.daemon import Daemon
 from flagcx.errors import CommunicationError, CommunicatorError, PeerTimeoutError
 from flagcx.executor.progress_thread import no_thread
@@ -224,8 +225,9 @@ class PointToPoint:
 
     def _wait(self, transfer: Transfer, limit_s: float) -> None:
         messenger = self._messenger
-        start = quiet_since = idle_since = monotonic()  # for this transfer, and for all
-        examine_at, before_s, looks = start + _EXAMINE_S / 5, transfer.waited_s, 0
+        start = idle_since = monotonic()
+        clock, quiet_since_s = ActiveClock(), -transfer.waited_s
+        examine_at, looks = start + _EXAMINE_S / 5, 0
         while transfer.left:
             self._check()
             moved_ns = transfer.moved_ns
@@ -237,8 +239,9 @@ class PointToPoint:
             if moved:
                 idle_since, looks = at, 0
             if transfer.moved_ns != moved_ns:
-                quiet_since, before_s = at, 0.0
-            transfer.waited_s = before_s + at - quiet_since
+                quiet_since_s = clock.now()
+            if at >= examine_at or at - start >= limit_s:
+                transfer.waited_s = clock.now() - quiet_since_s
             if at >= examine_at:
                 self._examine(transfer)
                 examine_at = at + _EXAMINE_S

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from flagcx.bootstrap.clock import ActiveClock
 from flagcx.bootstrap.store import Store
 from flagcx.errors import AbortedError, FlagcxError, MismatchError, PeerDiedError, PeerTimeoutError
 from flagcx.transport.base import HOST, Call, Plan, TransportContext
@@ -63,7 +63,7 @@ class Comparing:
         check_alike(told)
 
     def _told(self, peer: int, number: int, words: str) -> str:
-        store, waits, start = self._store, self._waits, time.monotonic()
+        store, waits, clock = self._store, self._waits, ActiveClock()
         while True:
             try:  # in short waits, since each keeps the store from this rank's other threads
                 told = store.get(f"{self._place}/{number}/{peer}", _POLL_S).decode()
@@ -75,7 +75,7 @@ class Comparing:
                         f"every rank must make the same calls",
                         peer=peer,
                     ) from None
-            waited_s = time.monotonic() - start
+            waited_s = clock.now()
             late, why = waited_s > self._timeout_s, ""
             if store.add(f"{self._place}/failures", 0):
                 reason, culprit = json.loads(store.get(f"{self._place}/reason", _POLL_S))

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from typing import Any
 
+from flagcx.bootstrap.clock import ActiveClock
 from flagcx.daemon import Daemon
 from flagcx.errors import CommunicationError, CommunicatorError, FlagcxError, PeerTimeoutError
 from flagcx.kernels.cuda import PER_THREAD, THREAD_LOCAL, capture_mode, is_capturing
@@ -272,9 +273,9 @@ class StreamOrder:
             CommunicationError: An operation on the GPU failed.
             PeerTimeoutError: The event was not reached in time.
         """
-        start = time.monotonic()
+        clock = ActiveClock()
         while not self._reached(event):
-            waited = time.monotonic() - start
+            waited = clock.now()
             if self.failure is not None:
                 raise self.report()
             if waited > timeout_s:

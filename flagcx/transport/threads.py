@@ -7,7 +7,6 @@ that ends, gives up or makes another call wakes those that wait.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import NoReturn
 
 import numpy as np
 
+from flagcx.bootstrap.clock import TICK_S, ActiveClock
 from flagcx.bootstrap.thread_rank import thread_rank
 from flagcx.errors import AbortedError, MismatchError, PeerDiedError, PeerTimeoutError
 from flagcx.transport.average import averaging
@@ -139,18 +139,18 @@ class ThreadsTransport(HostTransport):
         Raises:
             CommunicationError: A rank ended, gave up or came too late.
         """
-        room, start, waits = self._room, time.monotonic(), self._waits
+        room, clock, waits = self._room, ActiveClock(), self._waits
         begun = perf_counter_ns()
         room.waiting.add((self.rank, STEPS))
         while not ready():
             self.examine(peer, words)
-            waited_s, why = time.monotonic() - start, ""
+            waited_s, why = clock.now(), ""
             late = waited_s >= self._timeout_s
             if waits is not None:
                 why = waits.look(ON_HOST, _name(words), peer, waited_s, late)
             if late:
                 self.give_up_waiting(peer, words, why)
-            left = self._timeout_s - waited_s
+            left = min(self._timeout_s - waited_s, TICK_S)
             room.wakes[self.rank].wait(left if waits is None else min(left, waits.after_s / 5))
         if waits is not None:
             waits.end(ON_HOST)

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from flagcx.bootstrap.clock import ActiveClock
 from flagcx.bootstrap.store import Store
 from flagcx.bootstrap.store_state import NOTES
 from flagcx.errors import ArgumentError, CommunicationError, FlagcxError, MismatchError, PeerTimeoutError
@@ -211,12 +212,12 @@ class Waits:
             PeerTimeoutError: A rank did not come within ``limit_s``.
         """
         self.calls[ON_GPU] = lambda: 1
-        start, call = time.monotonic(), "the first call with arrays on GPUs"
+        clock, call = ActiveClock(), "the first call with arrays on GPUs"
         self._store.set(f"gpu/{self.rank}", b"1")
         for peer in range(self.size):
             while not self._has_come(peer, min(_POLL_S, limit_s, self.after_s)):
                 self.examine()
-                waited_s = time.monotonic() - start
+                waited_s = clock.now()
                 if not self._looks.get(ON_GPU):  # at once: others may wait in a call with NumPy arrays
                     self._looks[ON_GPU] = 1
                     self._leave(ON_GPU, call, peer, waited_s)

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import astuple
 from typing import Protocol
 
+from flagcx.bootstrap.clock import ActiveClock
 from flagcx.bootstrap.store import Store
 from flagcx.daemon import Daemon
 from flagcx.errors import (
@@ -82,6 +83,7 @@ class Watchdog:
         self._order, self._watched, self._store = order, watched, store
         self._timeout_s, self._leave, self._waits = timeout_s, leave, waits
         self._since: float | None = None
+        self._clock, self._stood_s = ActiveClock(), (time.monotonic(), time.monotonic())
         self._compared: object = None
         self._shown: tuple[int, int, float | None] | None = None
         if waits is not None:
@@ -141,13 +143,22 @@ class Watchdog:
             return self.blamed(fault)
         if self._questions.look():
             return self._reason()
-        waited_s = 0.0 if since is None else time.monotonic() - since
+        waited_s = self._waited_s(since)
         if waited_s > self._timeout_s:
             return self._late()
         if waited_s > _ENDED_S:
             self._look_for_closed()
-        self._explain(since)
+        self._explain(since, waited_s)
         return None
+
+    def _waited_s(self, since: float | None) -> float:
+        """For how long an operation has been under way, less the time in which this process was stopped."""
+        at = time.monotonic()
+        stood_s = at - self._clock.now()  # up to a constant
+        # An operation that was not under way at the last look may have begun just before a pause.
+        before_s = self._stood_s[0 if since == self._since else 1]
+        self._stood_s = before_s, stood_s
+        return 0.0 if since is None else at - since - (stood_s - before_s)
 
     def _show(self, since: float | None) -> None:
         """Shows on the rank's page how far it has come, and since when an operation is under way."""
@@ -220,27 +231,27 @@ class Watchdog:
         if not (order.captured or theirs.captured):
             compare_marks({store.rank: list(order.marks), peer: theirs.marks})
 
-    def _explain(self, since: float | None) -> None:
+    def _explain(self, since: float | None, waited_s: float) -> None:
         """Looks into an operation that takes long.
 
         Raises:
             MismatchError: The ranks call different things.
         """
-        waits, now = self._waits, time.monotonic()
+        waits, changed = self._waits, since != self._since
+        self._since = since
         if waits is None:
             return
-        if since is None or since != self._since:
+        if since is None or changed:
             waits.end(ON_GPU)
-            self._since = since
             return
-        if now - since < waits.due_s(ON_GPU):
+        if waited_s < waits.due_s(ON_GPU):
             return
         answers = self._questions.ask()
         made = {rank: answers[rank].calls if rank in answers else -1 for rank in range(self._store.size)}
         behind = min(made, key=lambda rank: made[rank])
         compare(answers)
         peer = behind if made[behind] < made[self._store.rank] else None
-        waits.look(ON_GPU, str(self._order.what), peer, now - since)
+        waits.look(ON_GPU, str(self._order.what), peer, waited_s)
 
     def check_end(self) -> None:
         """Compares the last calls with those of the ranks that have closed, or do within half a second.

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from flagcx.bootstrap.clock import ActiveClock
 from flagcx.bootstrap.store import Store
 from flagcx.errors import (
     AbortedError,
@@ -313,7 +314,8 @@ class Wait:
 
     def __init__(self, watch: Watch, what: str, noticed: Callable[[], bool]) -> None:
         self._watch, self._what, self._noticed = watch, what, noticed
-        self._since = now = time.monotonic()
+        self._clock, self._since_s = ActiveClock(), 0.0
+        now = time.monotonic()
         self._look_at, self._sleep_at = now + _LOOK_S, now + _SPIN_S
 
     def pause(self, held_up: Callable[[], tuple[int, bool]]) -> None:
@@ -333,15 +335,15 @@ class Wait:
         if now >= self._look_at or noticed:
             peer, receives = held_up()
             what = self._what or f"a {'receive' if receives else 'send'}"
-            self._watch.look(what, peer, now - self._since, bool(self._what), noticed)
+            self._watch.look(what, peer, self._clock.now() - self._since_s, bool(self._what), noticed)
             self._look_at = now + _LOOK_S
         time.sleep(_SLEEP_S)
 
     def moved(self) -> None:
         """A part has come or gone, so that the wait for the rest begins now."""
         self._watch.end()
-        self._since = now = time.monotonic()
-        self._look_at = now + _LOOK_S
+        self._since_s = self._clock.now()
+        self._look_at = time.monotonic() + _LOOK_S
 
     def end(self) -> None:
         """The wait is over."""

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from time import perf_counter_ns as now
 
+from flagcx.bootstrap.clock import ActiveClock
 from flagcx.errors import AbortedError, PeerDiedError, PeerTimeoutError
 from flagcx.transport.shared_memory.call_log import CallLog
 from flagcx.transport.shared_memory.deaths import Deaths
@@ -45,7 +46,6 @@ _GIVE_WAY = range(200)
 _YIELDS = 32
 _PATIENCE_NS = 2_000_000
 _EXAMINE_NS = 5_000_000
-_STOOD_STILL_NS = 3_000_000_000
 _STALE_NS = 500_000_000
 _SLOW_NS = 6_000_000_000
 _SHORTEST_SLEEP_S = 20e-6
@@ -226,8 +226,8 @@ class Signals:
             CommunicationError: A rank died, left, gave up, called something else or is late.
         """
         peer = next(q for q, w in enumerate(self.words) if w is words)
+        clock, limit_s = ActiveClock(), timeout_s or self.timeout_s
         start = time.monotonic_ns()
-        deadline = start + int((timeout_s or self.timeout_s) * 1e9)
         examine = start + _EXAMINE_NS // 5
         self.own[HEARTBEAT] = self.own[WAITING_SINCE] = start
         self.own[WAITING_FOR] = peer + 1
@@ -235,10 +235,8 @@ class Signals:
         while not self._looked(ready, yields, examine):
             now = time.monotonic_ns()
             if now >= examine:
-                if now - examine > _STOOD_STILL_NS:  # This process was stopped; its peers may have been, too.
-                    start, deadline = start + now - examine, deadline + now - examine
-                self.own[HEARTBEAT] = now
-                self._examine(peer, ready, now >= deadline, point_to_point, (now - start) / 1e9)
+                self.own[HEARTBEAT], waited_s = now, clock.now()
+                self._examine(peer, ready, waited_s >= limit_s, point_to_point, waited_s)
                 examine = now + _EXAMINE_NS
             if self._background or now - start > _PATIENCE_NS:
                 yields = range(1)

@@ -135,8 +135,16 @@ class RemoteStore(Store):
         if self._broken is None and rank != self._host["host_rank"]:
             return super().expel(rank, why)
         with self._lock:  # nothing serves the store now: ``recover`` passes it on
-            self._broken = self._broken or self._loss()
+            if self._broken is None:
+                self._leave_word(StoreRequest("expel", why, amount=rank))
+                self._broken = self._loss()
             self._dead.setdefault(rank, why)
+
+    def _leave_word(self, request: StoreRequest) -> None:
+        """Sends a request that the server reads should its process, which stands still, ever wake."""
+        self._number += 1
+        with contextlib.suppress(OSError):
+            self._connection.send_bytes(wire.write_request(self._number, request))
 
     def lost(self) -> dict[int, str]:
         # The thread that holds the lock reads the notices too; a poll object serves one thread at a time.

@@ -596,6 +596,36 @@ signal.pause()
         assert store.get("k", 10) == b"w"
 
 
+def test_a_stopped_rank_that_served_the_store_learns_as_it_wakes_that_it_was_left_out(monkeypatch):
+    monkeypatch.setattr("flagcx.bootstrap.remote_store._MARGIN_S", 0.1)
+    body = """
+from flagcx.bootstrap.remote_store import RemoteStore
+from flagcx.bootstrap.store import StoreServer
+server = StoreServer(3, authkey=b"k", host="rank 0", host_rank=0).start()
+store = RemoteStore(server.address, b"k", 0, 3)
+tell(server.address)
+sys.stdin.readline()
+for call in (lambda: store.agree("left", b"", 0), lambda: store.recover(1)):
+    try:
+        tell(call())
+    except AbortedError as error:
+        tell(error)
+"""
+    with spawned(body, bare_environment()) as (process,):
+        address = line(process)
+        others = [RemoteStore(address, b"k", rank, 3) for rank in (1, 2)]
+        stop(process)
+        for other in others:
+            with pytest.raises(PeerTimeoutError):
+                other.set("k", b"v")
+            other.expel(0, "it did not come")
+            other.close()
+        process.send_signal(signal.SIGCONT)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert {line(process), line(process)} == {"the other ranks go on without rank 0: it did not come"}
+
+
 # A lone rank.
 
 

@@ -18,6 +18,7 @@ import signal
 from typing import Any
 
 from flagcx._launch.failure import Exit
+from flagcx._launch.interrupts import held_back
 from flagcx._launch.output import RankOutput, Tail
 from flagcx._launch.ranks import Ranks
 from flagcx.bootstrap.store_server import StoreServer
@@ -70,19 +71,17 @@ class ElasticRanks(Ranks):
             self._server.rank_restarts(rank, how)
         with contextlib.suppress(ProcessLookupError):  # what the lost process had started goes with it
             os.killpg(self._processes[rank].pid, signal.SIGKILL)
-        for descriptor in [one for one, (owner, _) in self._open.items() if owner == rank]:
-            while self._read(descriptor):
-                pass
-            if descriptor in self._open:
-                self._finish(descriptor)
-        os.close(self._guards[rank])
-        if (pidfd := self._pidfds[rank]) is not None:
-            os.close(pidfd)
-        self._restarts[rank] += 1
-        self.tails[rank] = Tail()
-        del self.exits[rank]
-        streams = RankOutput.streams(self._output, rank)  # not the terminal itself, which rank 0 may have had
-        self._start_rank(rank, streams, FLAGCX_RESTARTS=str(self._restarts[rank]))
+        self._drain(rank)
+        with held_back():
+            os.close(self._guards[rank])
+            if (pidfd := self._pidfds[rank]) is not None:
+                os.close(pidfd)
+            self._restarts[rank] += 1
+            self.tails[rank] = Tail()
+            del self.exits[rank]
+            # Not the terminal itself, which rank 0 may have had.
+            streams = RankOutput.streams(self._output, rank)
+            self._start_rank(rank, streams, FLAGCX_RESTARTS=str(self._restarts[rank]))
 
     def first_failure(self) -> Exit | None:
         """The exit to blame, if the job failed; it did not if it went on without the ranks that failed."""

@@ -107,9 +107,8 @@ class FarRanks(Ranks):
             if number == signal.SIGKILL:
                 super().signal_rank(rank, number)
 
-    def close(self) -> None:
-        """Ends the ranks that still run, and closes everything."""
-        super().close()
+    def _close(self) -> None:
+        super()._close()
         for descriptor in self._inputs:
             os.close(descriptor)
         self._inputs.clear()

@@ -8,25 +8,24 @@ import selectors
 import signal
 import subprocess
 import sys
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from flagcx._launch.failure import Exit, is_consequence, name_ranks
+from flagcx._launch.interrupts import held_back
 from flagcx._launch.job import check_size, job_environment
 from flagcx._launch.no_aslr import without_aslr
 from flagcx._launch.output import RankOutput, Tail
 from flagcx._launch.process_groups import end_with_launcher, is_stopped, reporting_children, sweep
+from flagcx.bootstrap.clock import TICK_S, ActiveClock
 from flagcx.bootstrap.store_server import StoreServer
 from flagcx.config import Config
 from flagcx.errors import LaunchError
 
 _GRACE_S = 3.0
 _POLL_S = 0.02
-_LONGEST_SELECT_S = 3600.0
-_LOOK_FOR_STOPPED_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +82,7 @@ class Ranks:
         self._open: dict[int, tuple[int, int]] = {}
         self._kill_after_s = Config.from_environment(environ).kill_after_s
         self._settings = contextlib.ExitStack()
+        self._clock = ActiveClock()
         self._stopped_since: float | None = None
         self._woken: set[int] = set()
         self.exits: dict[int, Exit] = {}
@@ -96,6 +96,17 @@ class Ranks:
             LaunchError: The system cannot start another process.
             ArgumentError: There are far more ranks than cores.
         """
+        with held_back():
+            self._prepare()
+        for rank in range(self.size):
+            with held_back():
+                self._start_rank(rank, self._streams(rank))
+        if self._server is not None:
+            with held_back():
+                self._server.start()
+
+    def _prepare(self) -> None:
+        """Makes what the ranks share: their environment, and the store, if there are several."""
         self._settings.enter_context(reporting_children())
         if advice := self._advice():
             self._output.say(advice)
@@ -106,10 +117,6 @@ class Ranks:
             environ["FLAGCX_STORE_ADDRESS"] = self._server.address
             environ["FLAGCX_STORE_KEY"] = self._server.authkey.hex()
         self._environ = environ
-        for rank in range(self.size):
-            self._start_rank(rank, self._streams(rank))
-        if self._server is not None:
-            self._server.start()
 
     def wait(self, timeout_s: float | None = None) -> tuple[int, ...]:
         """Passes on output until all ranks have ended.
@@ -119,16 +126,17 @@ class Ranks:
         Returns:
             The ranks that were still running after ``timeout_s``.
         """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = None if timeout_s is None else self._clock.now() + timeout_s
         late: tuple[int, ...] = ()
         while len(self.exits) < len(self._processes):
             self._turn(self._patience(deadline))
-            if deadline is not None and time.monotonic() >= deadline:
+            if deadline is not None and self._clock.now() >= deadline:
                 deadline, late = None, self.running()
                 self._plan(signal.SIGTERM, 0.0)
         self._drain()
         if self._server is not None:
-            self._server.settle()
+            with held_back():  # for a moment: interrupted, a wait for a thread raises RuntimeError
+                self._server.settle()
         return late
 
     def end(self, number: int = signal.SIGTERM) -> None:
@@ -159,6 +167,10 @@ class Ranks:
 
     def close(self) -> None:
         """Kills the ranks that still run, and closes everything."""
+        with held_back():
+            self._close()
+
+    def _close(self) -> None:
         self.signal_all(signal.SIGKILL)
         for process in self._processes:
             process.wait()
@@ -269,16 +281,17 @@ class Ranks:
         return True
 
     def _finish(self, descriptor: int) -> None:
-        rank, stream = self._open.pop(descriptor)
-        self.selector.unregister(descriptor)
-        os.close(descriptor)
+        with held_back():
+            rank, stream = self._open.pop(descriptor)
+            self.selector.unregister(descriptor)
+            os.close(descriptor)
         if stream == 2:
             self.tails[rank].finish()
         self._output.finish(rank, stream)
 
-    def _drain(self) -> None:
-        """Takes the rest of the output. (A process that a rank left running may keep a stream open.)"""
-        for descriptor in list(self._open):
+    def _drain(self, rank: int | None = None) -> None:
+        """Takes the rest of a rank's output, or of all. (What a rank left running may keep a stream open.)"""
+        for descriptor in [one for one, (owner, _) in self._open.items() if rank in (None, owner)]:
             while self._read(descriptor):
                 pass
             if descriptor in self._open:
@@ -290,21 +303,24 @@ class Ranks:
         for rank in self.running():
             if self._pidfds[rank] is None:
                 self._reap(rank)
-        while self._planned and self._planned[0][0] <= time.monotonic():
+        while self._planned and self._planned[0][0] <= self._clock.now():
             _, number = self._planned.pop(0)
             self._signalled.update(self.running())
             self.signal_all(number)
             self.signal_all(signal.SIGCONT)  # A stopped process would not heed it.
         if self._may_be_stopped():
-            self._wake_stopped(time.monotonic())
+            self._wake_stopped(self._clock.now())
 
     def _patience(self, deadline: float | None) -> float | None:
-        moments = [moment for moment, _ in self._planned[:1]] + ([] if deadline is None else [deadline])
+        now = self._clock.now()
+        lengths = [moment - now for moment, _ in self._planned[:1]]
+        if deadline is not None:
+            lengths.append(deadline - now)
         if None in self._pidfds:
-            moments.append(time.monotonic() + _POLL_S)
+            lengths.append(_POLL_S)
         if self._may_be_stopped():
-            moments.append(time.monotonic() + _LOOK_FOR_STOPPED_S)
-        return min(max(0.0, min(moments) - time.monotonic()), _LONGEST_SELECT_S) if moments else None
+            lengths.append(TICK_S)
+        return min(max(0.0, min(lengths)), TICK_S) if lengths else None
 
     def _may_be_stopped(self) -> bool:
         """Whether a rank that stands still would be noticed by no other rank."""
@@ -331,13 +347,14 @@ class Ranks:
             self.signal_all(signal.SIGCONT)
 
     def _reap(self, rank: int) -> None:
-        code = self._processes[rank].poll()
-        if code is None:
-            return
-        pidfd = self._pidfds[rank]
-        if pidfd is not None:
-            self.selector.unregister(pidfd)
-        ended = self.exits[rank] = self._exit_of(rank, code)
+        with held_back():
+            code = self._processes[rank].poll()
+            if code is None:
+                return
+            pidfd = self._pidfds[rank]
+            if pidfd is not None:
+                self.selector.unregister(pidfd)
+            ended = self.exits[rank] = self._exit_of(rank, code)
         self._react(ended)
 
     def _exit_of(self, rank: int, code: int) -> Exit:
@@ -357,7 +374,7 @@ class Ranks:
 
     def _plan(self, number: int, after_s: float) -> None:
         """Plans a signal to all ranks, then SIGKILL to those that ignore it."""
-        moment = time.monotonic() + after_s
+        moment = self._clock.now() + after_s
         self._planned = [(moment, number), (moment + self._kill_after_s, signal.SIGKILL)]
 
     def first_failure(self) -> Exit | None:

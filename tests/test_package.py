@@ -12,6 +12,7 @@ import networkx as nx
 import pytest
 
 import flagcx as fc
+from tests.bootstrap.processes import bare_environment
 from tests.sources import Module, modules, parsed
 
 PUBLIC = [
@@ -121,6 +122,27 @@ print(took, *sorted(heavy))
         times.append(float(took))
         assert not heavy
     assert min(times) < 0.150
+
+
+HEAVY = {
+    *("asyncio", "cupy", "email", "importlib.metadata", "jsonschema", "matplotlib", "mpi4py", "networkx"),
+    *("rich", "ssl", "torch", "typer"),
+}
+
+
+@pytest.mark.parametrize(
+    ("start", "also"),
+    [
+        ("import flagcx, numpy; flagcx.init().allreduce(numpy.ones(3))", set()),
+        ("import flagcx.cli.run_script", {"numpy", "shutil", "tempfile"}),
+    ],
+)
+def test_a_rank_and_its_launcher_import_nothing_heavy_as_they_start(start, also):
+    program = f"{start}; import sys; print(*sys.modules)"
+    out = subprocess.run(
+        [sys.executable, "-c", program], env=bare_environment(), capture_output=True, text=True, check=True
+    )
+    assert not (HEAVY | also) & set(out.stdout.split())
 
 
 def _imports(nodes):

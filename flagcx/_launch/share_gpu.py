@@ -11,9 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
 import subprocess
-import tempfile
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
@@ -51,6 +49,9 @@ def shared_gpu(environ: Mapping[str, str], control: str = CONTROL) -> Iterator[d
     Raises:
         LaunchError: The daemon cannot be started, or has no directory for its files.
     """
+    import shutil  # not on import: every launcher would start later
+    import tempfile
+
     program = shutil.which(control, path=environ.get("PATH"))
     if program is None or "CUDA_MPS_PIPE_DIRECTORY" in environ:
         if program is None:

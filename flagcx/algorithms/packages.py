@@ -13,7 +13,10 @@ from __future__ import annotations
 import logging
 import threading
 from functools import lru_cache
-from importlib import metadata
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from importlib import metadata
 
 GROUP = "flagcx.algorithms"
 logger = logging.getLogger("flagcx")
@@ -30,6 +33,8 @@ class _Packages:
     def load(self) -> list[str]:
         with self.lock:
             if not self.loaded:
+                from importlib import metadata  # not on import: every rank would start later
+
                 self.loaded = True
                 for point in metadata.entry_points(group=GROUP):
                     self._load(point)

@@ -88,6 +88,11 @@ def text_of(error: BaseException) -> str:
         return "<its text cannot be made>"
 
 
+def what_it_raised(error: BaseException) -> str:
+    """How a rank ended that raised an exception, as its peers are told."""
+    return f"it raised {type(error).__name__}: {text_of(error)[:500]}"
+
+
 class LaunchError(FlagcxError):
     """A launched rank failed.
 

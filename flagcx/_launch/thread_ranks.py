@@ -12,7 +12,7 @@ from flagcx.bootstrap.clock import ActiveClock
 from flagcx.bootstrap.remote_store import RemoteStore
 from flagcx.bootstrap.store_server import StoreServer
 from flagcx.bootstrap.thread_rank import ThreadRank, thread_rank
-from flagcx.errors import LaunchError
+from flagcx.errors import LaunchError, what_it_raised
 
 _GRACE_S = 5.0
 """How long the other ranks may go on after one has failed."""
@@ -107,7 +107,7 @@ class _RankThread(threading.Thread):
             self.rank.end()
         except BaseException as error:
             self.error, self.failure = error, Failure.of(error, __file__)
-            self.rank.fail(f"it raised {type(error).__name__}: {str(error)[:500]}")
+            self.rank.fail(what_it_raised(error))
 
     def stop(self) -> None:
         """Has a rank that still runs, and the ranks that wait for it, end with their next call."""

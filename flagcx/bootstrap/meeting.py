@@ -17,12 +17,10 @@ from typing import Any, TypeVar
 
 from flagcx.bootstrap.environment import Identity, host_name
 from flagcx.bootstrap.rendezvous import join_told
-from flagcx.bootstrap.sockets import own_addresses
+from flagcx.bootstrap.sockets import told_addresses
 from flagcx.bootstrap.store import LocalStore, StoreServer
 from flagcx.bootstrap.thread_rank import ThreadRank, thread_rank
-
-_LINGER_S = 1.0
-_ADDRESSES_TOLD = 64
+from flagcx.errors import what_it_raised
 
 Result = TypeVar("Result")
 
@@ -57,9 +55,7 @@ def open_meeting(size: int, one_host: bool, job: str) -> tuple[Meeting, StoreSer
     server = StoreServer(size, address, key, host="rank 0", host_rank=0).start()
     if one_host:
         return Meeting(size, (server.address,), key, job), server
-    port = server.address.rpartition(":")[2]
-    told = tuple(f"tcp:{one}:{port}" for one in own_addresses()[:_ADDRESSES_TOLD])
-    return Meeting(size, told, key, job), server
+    return Meeting(size, tuple(told_addresses(server.address)), key, job), server
 
 
 class MetRank(ThreadRank):
@@ -114,16 +110,14 @@ class MetRank(ThreadRank):
         atexit.unregister(self._end_at_exit)
         server = self._server or getattr(self.store, "server", None)
         if server is not None:
-            server.close_when_idle()
-            server.join(_LINGER_S)
-            server.close()
+            server.linger()
 
     def _end_at_exit(self) -> None:
         error = getattr(sys, "last_value", None)
         if error is None:
             self.end()
         else:
-            self.fail(f"it raised {type(error).__name__}: {str(error)[:500]}")
+            self.fail(what_it_raised(error))
 
     def call(self, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
         """Calls a function in which ``fc.init()`` gives this rank's communicator."""
@@ -141,6 +135,6 @@ def met(rank: MetRank) -> Iterator[MetRank]:
     try:
         yield rank
     except BaseException as error:
-        rank.fail(f"it raised {type(error).__name__}: {str(error)[:500]}")
+        rank.fail(what_it_raised(error))
         raise
     rank.end()

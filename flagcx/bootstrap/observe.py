@@ -6,11 +6,10 @@ An observer shows that it knows the key, as a rank does, and gets one answer; th
 from __future__ import annotations
 
 import json
-import secrets
 from typing import Any
 
 from flagcx.bootstrap import wire
-from flagcx.bootstrap.remote_store import open_connection
+from flagcx.bootstrap.greeting import greet, open_connection
 from flagcx.bootstrap.store_state import OBSERVER
 from flagcx.errors import BootstrapError
 
@@ -34,16 +33,9 @@ def observe(address: str, authkey: bytes, timeout_s: float = 5.0) -> dict[str, A
     """
     connection = open_connection(address, timeout_s, -1)
     try:
-        opening = _hear(connection, timeout_s)
-        server_nonce, client_nonce = opening[len(wire.MAGIC) :], secrets.token_bytes(wire.NONCE_NBYTES)
-        claim = wire.pack({OBSERVER: True})
-        shown = wire.proof(authkey, "client", server_nonce, client_nonce, claim)
-        connection.send_bytes(client_nonce + shown + claim)
-        answer = _hear(connection, timeout_s)
-        expected = wire.proof(authkey, "server", server_nonce, client_nonce, answer[wire.PROOF_NBYTES :])
-        if not wire.same_proof(answer[: wire.PROOF_NBYTES], expected):
-            raise BootstrapError(f"the store at {address} does not know this job's key")
-        header, body = wire.unpack(answer[wire.PROOF_NBYTES :])
+        header, body = greet(
+            address, authkey, {OBSERVER: True}, connection, lambda: _hear(connection, timeout_s)
+        )
         if "error" in header:
             raise BootstrapError(f"the store at {address} lets nobody look: {header['error']}")
         found: dict[str, Any] = json.loads(body)

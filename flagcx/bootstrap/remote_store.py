@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import select
 import socket
-import struct
 import threading
 from multiprocessing.connection import Connection
 from typing import Any
 
 from flagcx.bootstrap import wire
 from flagcx.bootstrap.clock import TICK_S, ActiveClock
-from flagcx.bootstrap.sockets import is_own_user, parse_address, tune
+from flagcx.bootstrap.greeting import greet, open_connection
 from flagcx.bootstrap.store import Store
 from flagcx.bootstrap.store_server import StoreServer
 from flagcx.bootstrap.store_state import StoreAnswer, StoreRequest
@@ -257,19 +255,8 @@ class RemoteStore(Store):
         return PeerDiedError(f"{host} died ({how})", peer=host_rank)
 
     def _greet(self, authkey: bytes, deadline: float) -> None:
-        """Shows the server that this rank knows the key, and has the server show the same."""
-        opening = self._hear(deadline)
-        if len(opening) != len(wire.MAGIC) + wire.NONCE_NBYTES or not opening.startswith(wire.MAGIC):
-            raise BootstrapError(f"the server at {self.address} is no flagcx store", rank=self.rank)
-        server_nonce, client_nonce = opening[len(wire.MAGIC) :], secrets.token_bytes(wire.NONCE_NBYTES)
-        claim = wire.pack({"rank": self.rank, "size": self.size, "pid": os.getpid()})
-        shown = wire.proof(authkey, "client", server_nonce, client_nonce, claim)
-        self._connection.send_bytes(client_nonce + shown + claim)
-        answer = self._hear(deadline)
-        expected = wire.proof(authkey, "server", server_nonce, client_nonce, answer[wire.PROOF_NBYTES :])
-        if not wire.same_proof(answer[: wire.PROOF_NBYTES], expected):
-            raise BootstrapError(f"the store at {self.address} does not know this job's key", rank=self.rank)
-        header, _ = wire.unpack(answer[wire.PROOF_NBYTES :])
+        claim = {"rank": self.rank, "size": self.size, "pid": os.getpid()}
+        header, _ = greet(self.address, authkey, claim, self._connection, lambda: self._hear(deadline))
         if "error" in header:
             raise RefusedError(f"the store turned rank {self.rank} away: {header['error']}", rank=self.rank)
         self._host = header
@@ -292,31 +279,6 @@ class RemoteStore(Store):
 
 class RefusedError(BootstrapError):
     """The job's own store refused this rank, so there is no use in trying again."""
-
-
-def open_connection(address: str, timeout_s: float, rank: int) -> Connection:
-    """Connects to a store's address, for a rank (-1: an observer)."""
-    try:
-        family, place = parse_address(address)
-    except ValueError as error:
-        raise BootstrapError(f"the store of rank {rank} cannot be found: {error}", rank=rank) from None
-    link = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        link.settimeout(timeout_s)
-        link.connect(place)
-        link.settimeout(None)
-        # In the middle of a message, a silence of this length is the end: a stopped server must not hang us.
-        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            link.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(_MARGIN_S), 0))
-        tune(link)
-        if not is_own_user(link):
-            raise OSError("another user listens there")
-    except OSError as error:
-        link.close()
-        raise BootstrapError(
-            f"rank {rank} cannot reach the store at {address}: {error}", rank=rank
-        ) from error
-    return Connection(link.detach())
 
 
 def _own_address(connection: Connection) -> str:

@@ -52,16 +52,14 @@ from flagcx.bootstrap.key import read_key
 from flagcx.bootstrap.mpi_process import MPI_PROCESS
 from flagcx.bootstrap.other_directory import OtherDirectory
 from flagcx.bootstrap.remote_store import RefusedError, RemoteStore
-from flagcx.bootstrap.sockets import distance_from, own_addresses
+from flagcx.bootstrap.sockets import distance_from, own_addresses, told_addresses
 from flagcx.bootstrap.store import LocalStore, Store, StoreServer
 from flagcx.config import Config
-from flagcx.errors import BootstrapError, MissingDependencyError, text_of
+from flagcx.errors import BootstrapError, MissingDependencyError, what_it_raised
 
 _ADDRESS = "FLAGCX_STORE_ADDRESS"
 _KEY = "FLAGCX_STORE_KEY"
 _PORTS_TRIED = 16
-_ADDRESSES_TOLD = 64
-_LINGER_S = 1.0
 _MPI_POLL_S = 1e-3
 
 
@@ -131,9 +129,7 @@ class _Job:
             leave(self.store)
         server = self.server or (None if self.store is None else self.store.server)
         if server is not None:
-            server.close_when_idle()
-            server.join(_LINGER_S)
-            server.close()
+            server.linger()
 
 
 @cache
@@ -224,9 +220,8 @@ def _host(identity: Identity, environ: Mapping[str, str], job: _Job, deadline: f
     if _meets_by_file(identity, environ):
         _show_by_file(server, _file(identity, environ))
     elif _ADDRESS not in environ and identity.launcher != "torchrun":
-        port = server.address.rpartition(":")[2]
-        addresses = [f"tcp:{address}:{port}" for address in own_addresses()[:_ADDRESSES_TOLD]]
-        _broadcast(identity, {"addresses": addresses, "key": server.authkey.hex()}, deadline)
+        told = {"addresses": told_addresses(server.address), "key": server.authkey.hex()}
+        _broadcast(identity, told, deadline)
     own = server.address.replace("tcp:0.0.0.0:", "tcp:127.0.0.1:")
     return _fixed(Place(own, server.authkey))
 
@@ -285,7 +280,7 @@ def leave(store: Store, lives_on: bool = False) -> None:
     if error is None:
         store.close()
     else:
-        store.abort(f"it raised {type(error).__name__}: {text_of(error)[:500]}", lives_on)
+        store.abort(what_it_raised(error), lives_on)
 
 
 # One host: a file.

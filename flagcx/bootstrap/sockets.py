@@ -14,6 +14,7 @@ from flagcx.errors import BootstrapError
 
 _CREDENTIALS = struct.Struct("3i")
 _SIOCGIFADDR = 0x8915
+_ADDRESSES_TOLD = 64
 
 
 def parse_address(address: str) -> tuple[socket.AddressFamily, str | tuple[str, int]]:
@@ -107,6 +108,12 @@ def own_addresses() -> list[str]:
                 reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
                 found.append(socket.inet_ntoa(reply[20:24]))
     return sorted(found, key=lambda address: address.startswith("127."))
+
+
+def told_addresses(bound: str) -> list[str]:
+    """Where other hosts may reach a server that listens on all of this host's interfaces."""
+    port = bound.rpartition(":")[2]
+    return [f"tcp:{address}:{port}" for address in own_addresses()[:_ADDRESSES_TOLD]]
 
 
 def distance_from(own: list[str]) -> Callable[[str], int]:

@@ -157,10 +157,12 @@ class StoreServer:
         """Has the server end by itself as soon as no rank is connected any more."""
         self._call(partial(setattr, self, "_ends_when_idle", True))
 
-    def join(self, timeout_s: float) -> None:
-        """Waits until the server has ended, at most ``timeout_s`` seconds."""
+    def linger(self, longest_s: float = 1.0) -> None:
+        """Serves until no rank is connected any more, at most for ``longest_s`` seconds, and ends."""
+        self.close_when_idle()
         if self._thread is not None:
-            self._thread.join(timeout_s)
+            self._thread.join(longest_s)
+        self.close()
 
     def close(self) -> None:
         """Tells all connected ranks that the store is closed, and ends."""

@@ -46,10 +46,10 @@ class GroupCommunicator:
         leave(self._store)
         server, self._server = self._server, None
         if server is not None:
-            server.close_when_idle()
             if linger_s:
-                server.join(linger_s)
-                server.close()
+                server.linger(linger_s)
+            else:
+                server.close_when_idle()
 
 
 def _end(reference: weakref.ref[GroupCommunicator]) -> None:

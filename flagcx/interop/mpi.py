@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from flagcx.bootstrap.environment import host_name
 from flagcx.bootstrap.meeting import MetRank, open_meeting
 from flagcx.config import Config, environment
-from flagcx.errors import ArgumentError
+from flagcx.errors import ArgumentError, what_it_raised
 from flagcx.world import init
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def from_mpi(comm: Any, **settings: Any) -> Communicator:
     try:
         made = met.call(init, **settings)
     except BaseException as error:
-        met.fail(f"it raised {type(error).__name__}: {error}")
+        met.fail(what_it_raised(error))
         raise
     made.at_close(met.end)
     return made

@@ -27,7 +27,7 @@ from flagcx.arguments import check_integer, check_rank
 from flagcx.bootstrap.environment import host_name
 from flagcx.bootstrap.meeting import Meeting, MetRank, open_meeting
 from flagcx.config import Config, environment
-from flagcx.errors import ArgumentError, BootstrapError, MissingDependencyError
+from flagcx.errors import ArgumentError, BootstrapError, MissingDependencyError, what_it_raised
 from flagcx.world import init
 
 try:
@@ -111,7 +111,7 @@ class _Group:
         try:
             self.comm = self.rank.call(init, **settings)
         except BaseException as error:
-            self.rank.fail(f"it raised {type(error).__name__}: {error}")
+            self.rank.fail(what_it_raised(error))
             raise
         self.comm.at_close(self.rank.end)
 

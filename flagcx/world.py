@@ -34,6 +34,7 @@ from flagcx.errors import (
 from flagcx.forks import abandon_in_children
 
 if TYPE_CHECKING:
+    from flagcx.bootstrap.environment import Identity
     from flagcx.bootstrap.store import Store
     from flagcx.diagnosis.own_page import OwnPage
     from flagcx.topology import Topology
@@ -318,17 +319,14 @@ class _LostWhileJoining(Exception):
         self.error = error
 
 
-def _join_once(config: Config, environ: Mapping[str, str]) -> Communicator:
+def _meet(config: Config, environ: Mapping[str, str]) -> tuple[Store, Identity]:
+    """This rank's end of the store of its job, and its place in the job."""
     from flagcx.bootstrap.environment import identify, launched_by_mpi, located
-    from flagcx.bootstrap.rendezvous import connect, leave
-    from flagcx.diagnosis.own_page import OwnPage
-    from flagcx.transport.device import bind_local_device
+    from flagcx.bootstrap.rendezvous import connect
 
     thread = thread_rank.get()
     if thread is not None:
         store, identity = thread.store, thread.identity
-        if not thread.own_process:
-            config = replace(config, transport=config.transport or "threads")
     else:
         identity = identify(environ)
         if identity.rank == 0:
@@ -336,10 +334,21 @@ def _join_once(config: Config, environ: Mapping[str, str]) -> Communicator:
                 logger.warning("%s", text)
         MPI_PROCESS.launched = launched_by_mpi(identity, environ)
         store = _WORLD.store = connect(identity, config, environ)
-    limit_s = config.init_timeout_s
     if not identity.local_size:
-        told = store.scoped("located/").exchange("hosts", identity.host.encode(), limit_s)
+        told = store.scoped("located/").exchange("hosts", identity.host.encode(), config.init_timeout_s)
         identity = located(identity, [host.decode() for host in told])
+    return store, identity
+
+
+def _join_once(config: Config, environ: Mapping[str, str]) -> Communicator:
+    from flagcx.bootstrap.rendezvous import leave
+    from flagcx.diagnosis.own_page import OwnPage
+    from flagcx.transport.device import bind_local_device
+
+    thread, limit_s = thread_rank.get(), config.init_timeout_s
+    if thread is not None and not thread.own_process:
+        config = replace(config, transport=config.transport or "threads")
+    store, identity = _meet(config, environ)
     page = _world().page = OwnPage(store, identity, config)
     try:
         bind_local_device(identity.local_rank, config.share_gpu)

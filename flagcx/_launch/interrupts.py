@@ -29,5 +29,5 @@ def held_back() -> Iterator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        for number in came:
-            handlers[signal.Signals(number)](number, None)
+        for caught in came:
+            handlers[signal.Signals(caught)](caught, None)

@@ -1,7 +1,7 @@
 """Process groups: each rank leads one, to which the processes that it starts belong too.
 
-``end_with_launcher`` ends a group when the launcher dies, ``sweep`` ends what ended ranks left running,
-``reporting_children`` has the kernel keep how a rank ended until the launcher asks.
+``own_group`` makes a group, ``end_with_launcher`` ends it when the launcher dies, ``sweep`` ends what ended
+ranks left running, ``reporting_children`` has the kernel keep how a rank ended until the launcher asks.
 """
 
 from __future__ import annotations
@@ -11,14 +11,39 @@ import fcntl
 import os
 import select
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 _SETTLE_S = 0.3
 _HEED_S = 1.0
 _LOOK_AGAIN_S = 0.005
+
+
+def own_group(reads: bool) -> dict[str, Any]:
+    """Options that give a rank a process group of its own, so that it can be ended with its children.
+
+    All ranks stay in one session where that is possible: Linux schedules each session as a group, and ranks
+    that outnumber the cores give way to each other only within one. A rank that reads from
+    a terminal gets a session of its own.
+
+    Args:
+        reads: Whether the rank has this process's standard input.
+    """
+    if sys.version_info >= (3, 11) and not (reads and os.isatty(0)):
+        return {"process_group": 0}
+    return {"start_new_session": True}
+
+
+def open_pidfd(pid: int) -> int | None:
+    """A descriptor that becomes readable when the process ends; None on a kernel without them."""
+    try:
+        return os.pidfd_open(pid)
+    except (OSError, AttributeError):
+        return None
 
 
 def end_with_launcher(pipe: int) -> None:

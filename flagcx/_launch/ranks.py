@@ -7,7 +7,6 @@ import os
 import selectors
 import signal
 import subprocess
-import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +17,14 @@ from flagcx._launch.interrupts import held_back
 from flagcx._launch.job import check_size, job_environment
 from flagcx._launch.no_aslr import without_aslr
 from flagcx._launch.output import RankOutput, Tail
-from flagcx._launch.process_groups import end_with_launcher, is_stopped, reporting_children, sweep
+from flagcx._launch.process_groups import (
+    end_with_launcher,
+    is_stopped,
+    open_pidfd,
+    own_group,
+    reporting_children,
+    sweep,
+)
 from flagcx.bootstrap.clock import TICK_S, ActiveClock
 from flagcx.bootstrap.store_server import StoreServer
 from flagcx.config import Config
@@ -230,18 +236,18 @@ class Ranks:
 
     def _start_rank(self, rank: int, streams: Mapping[str, Any], **variables: str) -> None:
         place = {"FLAGCX_RANK": str(rank), "FLAGCX_LOCAL_RANK": str(rank)}
+        options = {**streams, **own_group(reads=rank == 0)}
         pipe, held = os.pipe()
         self._guards[rank : rank + 1] = [held]  # in the place of that of a process that has ended
         try:
             with without_aslr(self.size):
-                environ, options = {**self._environ, **place, **variables}, {**streams, **_own_group(rank)}
-                process = self._popen(rank, environ, pipe, options)
+                process = self._popen(rank, {**self._environ, **place, **variables}, pipe, options)
         except OSError as error:
             raise LaunchError(f"rank {rank} of {self.size} cannot be started: {error}", rank=rank) from error
         finally:
             os.close(pipe)
         self._processes[rank : rank + 1] = [process]
-        pidfd = _open_pidfd(process.pid)
+        pidfd = open_pidfd(process.pid)
         self._pidfds[rank : rank + 1] = [pidfd]
         if pidfd is not None:
             self.selector.register(pidfd, selectors.EVENT_READ, lambda: self._reap(rank))
@@ -313,9 +319,8 @@ class Ranks:
 
     def _patience(self, deadline: float | None) -> float | None:
         now = self._clock.now()
-        lengths = [moment - now for moment, _ in self._planned[:1]]
-        if deadline is not None:
-            lengths.append(deadline - now)
+        ends = [moment for moment, _ in self._planned[:1]] + ([] if deadline is None else [deadline])
+        lengths = [end - now for end in ends]
         if None in self._pidfds:
             lengths.append(_POLL_S)
         if self._may_be_stopped():
@@ -393,23 +398,3 @@ class Ranks:
         if first in told and first.code in (-signal.SIGTERM, -signal.SIGKILL):
             return replace(first, code=1)  # an exception ended it, but for a thread that went on
         return first
-
-
-def _open_pidfd(pid: int) -> int | None:
-    """A descriptor that becomes readable when the process ends; None on a kernel without them."""
-    try:
-        return os.pidfd_open(pid)
-    except (OSError, AttributeError):
-        return None
-
-
-def _own_group(rank: int) -> dict[str, Any]:
-    """Options that give a rank a process group of its own, so that it can be ended with its children.
-
-    All ranks stay in one session where that is possible: Linux schedules each session as a group, and ranks
-    that outnumber the cores give way to each other only within one. If rank 0 reads from a terminal, it gets
-    a session of its own.
-    """
-    if sys.version_info >= (3, 11) and not (rank == 0 and os.isatty(0)):
-        return {"process_group": 0}
-    return {"start_new_session": True}

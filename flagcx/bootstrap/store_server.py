@@ -363,8 +363,6 @@ class StoreServer:
             told = [p for p in self._peers if p.joined and self._members.misses(p.rank, rank)]
             self._notify({"notice": "died", "rank": rank, "detail": how}, told)
 
-    # Sending.
-
     def _deliver(self, answers: Answers) -> None:
         """Sends answers, that of the rank whose process this is last.
 

@@ -37,7 +37,7 @@ _NOTE = 0.8
 """The part of ``after_s`` after which a note is left, so that notes are there when they are looked for."""
 _EARLY_S, _LATEST_S = 0.1, 0.5
 """The length of a wait with NumPy arrays at which a rank looks whether others make their first call with
-arrays on GPUs; again after twice that time, and so on, then in steps of the latter, until it leaves a note."""
+arrays on GPUs; again after twice that time, and so on, at last in steps of the latter."""
 _SOON_S = 0.6
 """How long a rank that has found ranks with arrays of the other kind leaves these to find it too."""
 _POLL_S = 0.25

@@ -153,9 +153,7 @@ def test_the_first_call_with_arrays_of_two_kinds_is_told_on_all_ranks_within_mom
     thread = threading.Thread(target=join)
     begin = time.monotonic()
     thread.start()
-    with pytest.raises(
-        MismatchError, match=r"rank 0 calls with NumPy arrays .*, and rank 1 with arrays on GPUs"
-    ):
+    with pytest.raises(MismatchError, match=r"rank 0 calls with NumPy arrays .*, and rank 1 with arrays on"):
         while True:
             waited_s = time.monotonic() - begin
             if waited_s >= host.due_s(ON_HOST):

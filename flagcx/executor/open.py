@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ from flagcx.profiler import RecordBuffer
 from flagcx.selection.rules import HostRules, MultiHostRules
 from flagcx.selection.selector import PiggybackExchange, Selector, TuningInfo, look_for_table
 from flagcx.selection.table import fit_here
-from flagcx.transport.base import DEVICE, HOST, TransportContext
+from flagcx.transport.base import DEVICE, HOST, TransportContext, groups_of
 from flagcx.transport.compared import comparing
 from flagcx.transport.registry import TransportEntry, find_transport, open_transport
 from flagcx.transport.throttled import throttled
@@ -86,18 +85,6 @@ def _compare_modes(flushes: list[bool]) -> None:
 def _look_for_table(context: TransportContext, entry: TransportEntry) -> TuningInfo:
     settings = entry.load().settings(context.config)
     return look_for_table(context.config, fit_here(context.size, entry.name, settings), environment())
-
-
-def groups_of(hosts: Sequence[str]) -> Groups:
-    """The ranks of each host, in the order in which the hosts come first.
-
-    Example:
-        >>> groups_of(["a", "b", "a"])
-        ((0, 2), (1,))
-    """
-    return tuple(
-        tuple(rank for rank, other in enumerate(hosts) if other == host) for host in dict.fromkeys(hosts)
-    )
 
 
 def open_device_executor(context: TransportContext, ring: RecordBuffer | None) -> DeviceExecutor:

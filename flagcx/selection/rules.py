@@ -25,7 +25,6 @@ NOT_ATTACHED = "the system does not let these processes read each other's memory
 _PIPELINE_NBYTES = 256 << 10
 _ATTACH_NBYTES = 128 << 10
 _TINY_NBYTES = 4 << 10
-_LANE_NBYTES = 1 << 20
 _WORTH_SHARING_NBYTES = 1 << 20
 _ATTACH_REDUCE_NBYTES = 1 << 20
 _STRIPED_RANKS, _STRIPED_NBYTES = 4, 128 << 10
@@ -147,16 +146,6 @@ class MultiHostRules(Rules):
         """The choice: nothing is measured between hosts."""
         return choose_across_hosts(request, self._groups)
 
-    def choose_named(self, algorithm: str, request: Request) -> Candidate:
-        """The choice where the caller names an algorithm; see ``Rules.choose_named``."""
-
-        def pieces(collective: str, name: str, nbytes: int) -> int:
-            if (collective, name) == ("allreduce", Algorithm.HIERARCHICAL):
-                return pieces_between(self._groups, nbytes)
-            return pieces_for(collective, name, nbytes)
-
-        return named(algorithm, request, pieces)
-
 
 def choose_on_host(request: Request, attached: bool = True, striped: bool = False) -> Candidate:
     """Chooses for NumPy arrays on one host.
@@ -225,26 +214,14 @@ def choose_across_hosts(request: Request, groups: Groups) -> Candidate:
         reason = "pieces flow from host to host, over each link once"
         return Candidate(Algorithm.CHAIN, _pieces(nbytes), reason=reason)
     if collective == "allreduce":
-        if nbytes <= _TINY_NBYTES:
+        if nbytes <= _TINY_NBYTES and all(len(group) == 1 for group in groups):
             return Candidate(Algorithm.RECURSIVE_DOUBLING, reason="tiny: fewest steps")
-        if all(len(group) == 1 for group in groups):
-            reason = "one rank a host: the least traffic over each link"
-            return Candidate(Algorithm.RING, reason=reason)
         reason = "within hosts first: the message crosses the network once"
-        pieces = pieces_between(groups, nbytes)
-        if pieces > 1:
-            reason += ", in pieces, of which some are on the network while others are within hosts"
-        return Candidate(Algorithm.HIERARCHICAL, pieces, reason=reason)
+        return Candidate(Algorithm.HIERARCHICAL, reason=reason)
     if collective in ("allgather", "reduce_scatter") and not request.uneven:
         reason = "in the order of the hosts: each block crosses each link once"
         return Candidate(Algorithm.RING, reason=reason)
     return Candidate(Algorithm.DIRECT, reason="every block goes straight to where it belongs")
-
-
-def pieces_between(groups: Groups, nbytes: int) -> int:
-    """How many pieces a message between hosts is cut into, so that each lane sends about 1 MiB at a time."""
-    lanes = min(map(len, groups))
-    return max(min(nbytes // (lanes * len(groups) * _LANE_NBYTES), MOST_PIECES), 1)
 
 
 def named(algorithm: str, request: Request, pieces: Callable[[str, str, int], int]) -> Candidate:

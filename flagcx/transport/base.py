@@ -59,6 +59,18 @@ def signature_of(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
+def groups_of(hosts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """The ranks of each host, in the order in which the hosts come first.
+
+    Example:
+        >>> groups_of(["a", "b", "a"])
+        ((0, 2), (1,))
+    """
+    return tuple(
+        tuple(rank for rank, other in enumerate(hosts) if other == host) for host in dict.fromkeys(hosts)
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """One collective call as every rank makes it, less the arrays.

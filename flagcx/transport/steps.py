@@ -192,14 +192,19 @@ class Steps(ABC):
         for messages, local in self._steps:
             if messages is not None:
                 exchange(messages, arrays)
-            for reduce, (b, b0, b1), (a, a0, a1) in local:
-                dst, src = arrays[a][a0:a1], arrays[b][b0:b1]
-                if reduce:
-                    self._ufunc(dst, src, out=dst)
-                else:
-                    dst[...] = src
+            if local:
+                self._work(local, arrays)
         if self._divisor and recvbuf is not None:
             np.true_divide(arrays[1], self._divisor, out=arrays[1])
+
+    def _work(self, local: Sequence[tuple[bool, Part, Part]], arrays: Sequence[np.ndarray]) -> None:
+        """Does the local work of a step."""
+        for reduce, (b, b0, b1), (a, a0, a1) in local:
+            dst, src = arrays[a][a0:a1], arrays[b][b0:b1]
+            if reduce:
+                self._ufunc(dst, src, out=dst)
+            else:
+                dst[...] = src
 
 
 class MessageSteps(Steps):

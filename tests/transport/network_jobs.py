@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from zlib import crc32
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from flagcx.transport.network.message import Message, stamp_of
 from flagcx.transport.network.wire import MESSAGE_TAG, TRANSFER_TAG
 from tests.communicator import checks
 from tests.communicator.messages import PROGRAMS, run_programs
+from tests.communicator.oracle import assert_same, contribution, reduced
 from tests.communicator.random_messages import run_random
 
 
@@ -33,7 +35,7 @@ def engine() -> str:
 
 def everything() -> None:
     """All that a communicator does, against NumPy; on the way, each part says that it is done."""
-    for part in (collectives, facade, messages):
+    for part in (collectives, hierarchies, facade, messages):
         part()
         if fc.init().rank == 0:
             print("done", part.__name__)
@@ -78,6 +80,24 @@ def facade() -> None:
     total = across.allreduce(np.full(1, r))
     assert total[0] == sum(q for q in range(n) if q % 2 == r % 2)
     assert len(set(comm.hosts)) > 1 and (r % 2 or across._host.transport.name == engine())
+
+
+def hierarchies() -> None:
+    """All-reduces of one piece and of many, whose shared slots come again; results have the same bits."""
+    comm = fc.init()
+    reductions = ("f8", "max"), ("f2", "avg"), ("c16", "prod"), ("u1", "bxor"), ("f4", "sum"), ("i8", "avg")
+    for count in (3, 8193, 700_001):
+        for dtype, op in reductions if count < 10_000 else reductions[-2:]:
+            x, want = contribution(comm.rank, count, dtype, op), reduced(comm.size, count, dtype, op)
+            what = f"{dtype} {op} of {count}"
+            out = comm.allreduce(x, op, out=np.empty_like(x), algorithm="hierarchical")
+            assert_same(out, want, what)
+            assert_same(comm.allreduce(x, op, algorithm="hierarchical"), want, f"{what} in place")
+    zeros = np.where(np.arange(100_000) % comm.size == comm.rank, 0.0, -0.0)
+    rows = np.random.default_rng(comm.rank).standard_normal((3, 400_000)).astype(np.float32)
+    for x, op in ((zeros, "max"), (rows, np.hypot)):
+        bits = comm.allgather_object(crc32(comm.allreduce(x, op, algorithm="hierarchical")))
+        assert len(set(bits)) == 1, f"the ranks' results of {op} have not the same bits"
 
 
 def wait_for_the_others(comm: fc.Communicator) -> None:

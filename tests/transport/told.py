@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+PARTS = ["done collectives", "done hierarchies", "done facade", "done messages"]
+"""What rank 0 prints in ``everything``."""
+
 
 def told_by(printed: str) -> dict[str, dict[int, list[str]]]:
     """What the ranks printed in each case: the case, the rank, and what it was told, between bars."""

@@ -70,7 +70,8 @@ class MpiTransport(NetworkTransport):
     def __init__(self, context: TransportContext) -> None:
         assert context.store is not None
         mpi, kind, problem = find_mpi(context.config.init_timeout_s, context.store.check)
-        numbers = compare_cards(context, kind, problem, mpi and mpi.COMM_WORLD.Get_rank())
+        number = mpi and mpi.COMM_WORLD.Get_rank()
+        numbers, memory = compare_cards(context, kind, problem, number)
         if len(set(numbers)) != context.size:
             raise BootstrapError(
                 f"MPI knows the {context.size} ranks of this job as its ranks {numbers}: it did not start "
@@ -83,7 +84,7 @@ class MpiTransport(NetworkTransport):
             context.store.check()  # which names a rank that has died
             raise BootstrapError(f"MPI made no communicator of the job's ranks: {error}") from error
         MPI_PROCESS.arm(mpi)
-        super().__init__(context, MpiEngine(mpi, comm))
+        super().__init__(context, MpiEngine(mpi, comm), memory)
 
 
 def _open_communicator(mpi: Any, numbers: list[Any], after_loss: str) -> Any:

@@ -4,4 +4,6 @@ The engine, which is MPI or UCX, only carries the messages. The schedule says wh
 it is added up, so results are the same as on one host. Each message says which call it belongs to
 (``message.py``), and is checked before its data is used (``wire.py``). Every wait has a deadline, and is
 explained before it (``watch.py``).
+
+Inside a host a hierarchical all-reduce goes through memory that its ranks share (``hierarchy.py``).
 """

@@ -84,18 +84,22 @@ class Message:
         self.rest = tuple((start, min(start + each, count)) for start in starts)
 
     def check(self, rank: int, stamp: bytes, slot: Slot) -> None:
-        """Checks that the head that came to this rank is that of this message.
+        """Checks that the head that came to this rank is that of this message; see ``check_head``."""
+        check_head(slot.head.tobytes(), stamp + self.kind, self.peer, rank)
 
-        Raises:
-            MismatchError: It is that of another one.
-        """
-        head = slot.head.tobytes()
-        if head != stamp + self.kind:
-            raise MismatchError(
-                f"ranks disagree: rank {self.peer} sent {in_words(head)}, and rank {rank} expects "
-                f"{in_words(stamp + self.kind)}; {SAME_CALLS}",
-                peer=self.peer,
-            )
+
+def check_head(came: bytes, expected: bytes, peer: int, rank: int) -> None:
+    """Checks the head that a peer has left for this rank.
+
+    Raises:
+        MismatchError: It is that of another message.
+    """
+    if came != expected:
+        raise MismatchError(
+            f"ranks disagree: rank {peer} sent {in_words(came)}, and rank {rank} expects "
+            f"{in_words(expected)}; {SAME_CALLS}",
+            peer=peer,
+        )
 
 
 class Slot:

@@ -11,7 +11,7 @@ from flagcx.schedule.model import Buffer
 from flagcx.transport.base import Call
 from flagcx.transport.network.message import SHORT_NBYTES, Message, kind_of
 from flagcx.transport.network.watch import Watch
-from flagcx.transport.network.wire import COLLECTIVE_TAG, Wire
+from flagcx.transport.network.wire import COLLECTIVE_TAG, Flight, Wire
 from flagcx.transport.scratch import Scratch
 from flagcx.transport.steps import Part, StepParts, Steps
 
@@ -84,14 +84,19 @@ class NetworkSteps(Steps):
         self._watch.calls += 1
 
     def _exchange(self, messages: _Exchange, arrays: Sequence[np.ndarray]) -> None:
-        self._wire.exchange(
+        self._end(messages, self._begin(messages, arrays), arrays)
+
+    def _begin(self, messages: _Exchange, arrays: Sequence[np.ndarray]) -> Flight:
+        return self._wire.begin(
             [(message, arrays[x][a:b]) for message, (x, a, b) in messages.sends],
             [(message, arrays[x][a:b]) for message, (x, a, b) in messages.receives],
             COLLECTIVE_TAG,
             self._words,
             self._watch.calls,
-            self._ufunc,
         )
+
+    def _end(self, messages: _Exchange, flight: Flight, arrays: Sequence[np.ndarray]) -> None:
+        self._wire.end(flight, self._ufunc)
         for (x, a, b), (_, start, stop) in messages.late:
             target = arrays[x][a:b]
             self._ufunc(target, arrays[_SCRATCH][start:stop], out=target)

@@ -10,8 +10,10 @@ import numpy as np
 
 from flagcx.errors import ArgumentError, FlagcxError, MissingDependencyError
 from flagcx.transport.average import averaging
-from flagcx.transport.base import Call, Plan, TransportContext
+from flagcx.transport.base import Call, Plan, TransportContext, groups_of
 from flagcx.transport.network.engine import Engine
+from flagcx.transport.network.hierarchy import HierarchicalAllReduce, Hosts
+from flagcx.transport.network.host_memory import HostMemory, Offer
 from flagcx.transport.network.message import Message, kind_of
 from flagcx.transport.network.messenger import NetworkMessenger
 from flagcx.transport.network.steps import NetworkSteps
@@ -30,20 +32,24 @@ class NetworkTransport(HostTransport):
     Args:
         context: The communicator, which must have a store; ``config.timeout_s`` matters here.
         engine: Carries its messages, and no others.
+        memory: What this rank shares with the others of its host; see ``Offer.accept``.
     """
 
     takes_cores = False
 
-    def __init__(self, context: TransportContext, engine: Engine) -> None:
+    def __init__(self, context: TransportContext, engine: Engine, memory: HostMemory | None) -> None:
         assert context.store is not None
         self.rank, self.size, self._engine = context.rank, context.size, engine
         self._watch = Watch(context.store, context.config.timeout_s, context.waits)
         self._wire = Wire(engine, self._watch)
         self.messenger = NetworkMessenger(self._wire, self._watch, self._message, context.config.timeout_s)
+        self._hosts = Hosts(groups_of(context.hosts), self._wire, self._watch, self.scratch, memory)
         self._known = lru_cache(_MOST_KNOWN)(_message_of)
 
     def _compile(self, call: Call) -> Plan:
-        words = call.describe()
+        words, hosts = call.describe(), self._hosts
+        if hosts.serves(call):
+            return averaging(call, lambda call: HierarchicalAllReduce(hosts, call, words))
         return averaging(call, lambda call: NetworkSteps(self._wire, self._watch, call, self.scratch, words))
 
     def transfer(self, sends: Messages, receives: Messages) -> None:
@@ -65,15 +71,21 @@ class NetworkTransport(HostTransport):
     def abort(self, reason: str, culprit: int | None) -> None:
         """Tells the peers why this rank cannot go on; see ``Transport.abort``."""
         self._watch.give_up(reason, culprit)
+        if self._hosts.memory is not None:
+            self._hosts.memory.give_up()
         self._wire.notify()
 
     def close(self) -> None:
         """Tells the peers so."""
         self._watch.close()
         self._engine.close(self._watch.all_have_ended)
+        if self._hosts.memory is not None:
+            self._hosts.memory.close()
 
 
-def compare_cards(context: TransportContext, kind: str, problem: str, card: object) -> list[object]:
+def compare_cards(
+    context: TransportContext, kind: str, problem: str, card: object
+) -> tuple[list[object], HostMemory | None]:
     """Tells all ranks what each brings; where one lacks something, all raise the same error.
 
     Args:
@@ -83,17 +95,19 @@ def compare_cards(context: TransportContext, kind: str, problem: str, card: obje
         card: What the other ranks must know of this one; a value for JSON.
 
     Returns:
-        Each rank's card.
+        Each rank's card, and what this rank shares with the others of its host.
 
     Raises:
         MissingDependencyError: A package is not installed, on any of the ranks.
         ArgumentError: It is not set up for flagcx, on any of the ranks.
     """
-    cards = [json.loads(told) for told in context.exchange(json.dumps([kind, problem or card]).encode())]
-    for rank, (kind, problem) in enumerate(cards):
+    offer = Offer(context)
+    mine = json.dumps([kind, problem or card, offer.card]).encode()
+    cards = [json.loads(told) for told in context.exchange(mine)]
+    for rank, (kind, problem, _) in enumerate(cards):
         if kind:
             raise _PROBLEMS[kind](f"rank {rank}: {problem}")
-    return [card for _, card in cards]
+    return [card for _, card, _ in cards], offer.accept([offered for *_, offered in cards])
 
 
 def _message_of(peer: int, count: int, dtype: np.dtype) -> Message:

@@ -17,7 +17,7 @@ import contextlib
 import ctypes
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -35,6 +35,62 @@ Messages = Sequence[tuple[Message, np.ndarray]]
 """Messages, and the one-dimensional array that each brings, or goes to."""
 
 
+class Flight:
+    """Messages that were begun together and are under way.
+
+    Args:
+        sends: Messages that this rank sends.
+        receives: Messages to this rank.
+        tag: Their tag.
+        what: The call that all ranks make, in words; empty for one of two ranks.
+        stamp: What heads begin with; see ``stamp_of``.
+
+    Attributes:
+        requests: The engine's: the heads received, what is sent, and then what follows the heads.
+        landed: Where the heads land that are received.
+        sent: From where heads are sent.
+        long: Whether data of some message follows its head.
+        heads: The receives whose heads, which data follows, have not been checked.
+        followed: For each request after the first ones, the rank that it waits for.
+    """
+
+    __slots__ = (
+        "followed", "heads", "landed", "long", "receives", "requests", "sends", "sent", "stamp", "tag",
+        "what",
+    )  # fmt: skip
+
+    def __init__(self, sends: Messages, receives: Messages, tag: int, what: str, stamp: bytes) -> None:
+        self.sends, self.receives, self.tag, self.what, self.stamp = sends, receives, tag, what, stamp
+        self.requests: list[Any] = []
+        self.landed: list[Slot] = []
+        self.sent: list[Slot] = []
+        self.heads = [number for number, (message, _) in enumerate(receives) if message.long]
+        self.long = bool(self.heads) or any(message.long for message, _ in sends)
+        self.followed: list[tuple[int, bool]] = []
+
+    @property
+    def name(self) -> str:
+        """What this rank is in, in words."""
+        return self.what or "a send or receive"
+
+    @property
+    def after_first(self) -> int:
+        """How many requests there are before those for what follows heads."""
+        return len(self.receives) + sum(1 + len(message.rest) for message, _ in self.sends)
+
+    def ends(self) -> list[tuple[int, bool]]:
+        """For each request the rank at the other end, and whether it sends."""
+        ends = [(message.peer, True) for message, _ in self.receives]
+        ends += [(message.peer, False) for message, _ in self.sends for _ in range(1 + len(message.rest))]
+        return ends + self.followed
+
+    def check_short(self, rank: int, pending: Sequence[bool]) -> None:
+        """Checks the short messages that have come; see ``Message.check``."""
+        for (message, _), slot, absent in zip(self.receives, self.landed, pending, strict=False):
+            if not (absent or message.long):
+                message.check(rank, self.stamp, slot)
+
+
 class Wire:
     """One rank's messages to and from the other ranks of a communicator.
 
@@ -47,6 +103,7 @@ class Wire:
         rank: This rank.
         sending: Memory to send from that is free.
         landing: Memory to receive into that is free.
+        flights: What was begun and is under way, in this order; messages of ``messenger.py`` aside.
     """
 
     def __init__(self, engine: Engine, watch: Watch) -> None:
@@ -55,6 +112,7 @@ class Wire:
         self.moved, self.is_done, self._all_done = engine.some_done, engine.is_done, engine.all_done
         self.sending: list[Slot] = []
         self.landing: list[Slot] = []
+        self.flights: list[Flight] = []
 
     def exchange(
         self,
@@ -65,7 +123,11 @@ class Wire:
         number: int = 0,
         ufunc: Any = None,
     ) -> None:
-        """Sends and receives messages, all at once.
+        """Sends and receives messages, all at once; see ``begin`` and ``end``."""
+        self.end(self.begin(sends, receives, tag, what, number), ufunc)
+
+    def begin(self, sends: Messages, receives: Messages, tag: int, what: str = "", number: int = 0) -> Flight:
+        """Begins to send and receive messages. What is begun is ended in the same order.
 
         Args:
             sends: Messages that this rank sends.
@@ -73,43 +135,65 @@ class Wire:
             tag: ``COLLECTIVE_TAG`` or ``TRANSFER_TAG``.
             what: The call that all ranks make, in words; empty for one of two ranks.
             number: The number of that call.
+
+        Raises:
+            CommunicationError: The engine failed.
+        """
+        flight = Flight(sends, receives, tag, what, stamp_of(number))
+        self.flights.append(flight)
+        requests = flight.requests
+        try:
+            for message, _ in receives:
+                flight.landed.append(self.land(message.peer, tag, requests))
+            for message, array in sends:
+                flight.sent.append(self.send(message, flight.stamp, array, tag, requests))
+        except BaseException as error:
+            self.fail(error, flight.name)
+        return flight
+
+    def end(self, flight: Flight, ufunc: Any = None) -> None:
+        """Waits until the messages have come and gone, and puts the short ones where they belong.
+
+        Args:
+            flight: What was begun.
             ufunc: Adds what comes to what is there.
 
         Raises:
             MismatchError: A rank sent something else.
             CommunicationError: A rank died, gave up or came too late.
         """
-        rank, long, stamp = self.rank, False, stamp_of(number)
-        requests: list[Any] = []
-        landed: list[Slot] = []
-        sent: list[Slot] = []
+        rank, long = self.rank, flight.long
         try:
-            for message, _ in receives:
-                landed.append(self.land(message.peer, tag, requests))
-                long = long or message.long
-            for message, array in sends:
-                sent.append(self.send(message, stamp, array, tag, requests))
-                long = long or message.long
-            if long or not self._all_done(requests):
-                self._finish(sends, receives, landed, requests, tag, stamp, what)
+            if long or not self._all_done(flight.requests):
+                self._wait(flight)
             if long and self.noticed():
                 # A rank that gave up may have gone on to change the array of which the last data came.
-                self._watch.check_failures(what or "a send or receive")
-            for (message, _), slot in zip(receives, landed, strict=True):
+                self._watch.check_failures(flight.name)
+            for (message, _), slot in zip(flight.receives, flight.landed, strict=True):
                 if not message.long:
-                    message.check(rank, stamp, slot)
-            for (message, array), slot in zip(receives, landed, strict=True):
+                    message.check(rank, flight.stamp, slot)
+            for (message, array), slot in zip(flight.receives, flight.landed, strict=True):
                 if not message.long:
                     put(message, array, slot, ufunc)
         except BaseException as error:
-            arrays = [array for _, array in (*sends, *receives)]
-            follow = len(receives) + sum(1 + len(message.rest) for message, _ in sends)
-            self.abandon(requests, [sent, landed, arrays], requests[follow:])
-            if isinstance(error, self.error):
-                raise self.failed(error, what or "a send or receive") from error
-            raise
-        self.sending += reversed(sent)  # so that the same call gets the same memory
-        self.landing += reversed(landed)
+            self.fail(error, flight.name)
+        self.flights.remove(flight)
+        self.sending += reversed(flight.sent)  # so that the same call gets the same memory
+        self.landing += reversed(flight.landed)
+
+    def fail(self, error: BaseException, what: str) -> NoReturn:
+        """Leaves all that was begun to the engine, and raises what ``error`` means.
+
+        Args:
+            error: The error.
+            what: What this rank was in.
+        """
+        flights, self.flights = self.flights, []
+        for flight in flights:
+            self.abandon(flight.requests, flight, flight.requests[flight.after_first :])
+        if isinstance(error, self.error):
+            raise self.failed(error, what) from error
+        raise error
 
     # -- one message ---------------------------------------------------------------------------------
 
@@ -166,65 +250,49 @@ class Wire:
         why = self._watch.explain_failure(what, self._engine.lost(), name)
         return why or CommunicationError(f"rank {self.rank}: {name} failed in {what}: {error}")
 
-    # -- the messages of a step ------------------------------------------------------------------------
+    # -- waiting ---------------------------------------------------------------------------------------
 
-    def _finish(
-        self,
-        sends: Messages,
-        receives: Messages,
-        landed: list[Slot],
-        requests: list[Any],
-        tag: int,
-        stamp: bytes,
-        what: str,
-    ) -> None:
-        """Waits until all messages have come and gone; receives what follows the heads of long ones.
-
-        Args:
-            sends: Messages that this rank sends.
-            receives: Messages to this rank.
-            landed: Where the heads of the latter land.
-            requests: The engine's: the heads received, what is sent, and then what follows the heads.
-            tag: The tag of the heads.
-            stamp: What they begin with.
-            what: The call, in words.
-        """
-        heads = [number for number, (message, _) in enumerate(receives) if message.long]
-        done, is_done = len(requests), self.is_done
+    def _wait(self, flight: Flight) -> None:
+        """Waits until all messages of a flight have come and gone."""
+        wait, done = Wait(self._watch, flight.what, self.noticed), len(flight.requests)
 
         def held_up() -> tuple[int, bool]:
             nonlocal done
-            ends = [(message.peer, True) for message, _ in receives]
-            ends += [(message.peer, False) for message, _ in sends for _ in range(1 + len(message.rest))]
-            ends += followed
-            pending = [not is_done(request) for request in requests]
-            for (message, _), slot, absent in zip(receives, landed, pending, strict=False):
-                if not (absent or message.long):
-                    message.check(self.rank, stamp, slot)
+            pending = [not self.is_done(request) for request in flight.requests]
+            flight.check_short(self.rank, pending)
             before, done = done, pending.count(False)
-            if done > before and any(message.long for message, _ in (*sends, *receives)):
+            if done > before and flight.long:
                 wait.moved()
-            return ends[pending.index(True)] if True in pending else (self.rank, False)
+            return flight.ends()[pending.index(True)] if True in pending else (self.rank, False)
 
-        wait, followed = Wait(self._watch, what, self.noticed), list[tuple[int, bool]]()
-        while heads:
-            later: list[int] = []
-            late: set[int] = set()  # ranks whose first head has not come
-            for number in heads:
-                message, array = receives[number]
-                if message.peer in late or not is_done(requests[number]):
-                    late.add(message.peer)
-                    later.append(number)
-                    continue
-                message.check(self.rank, stamp, landed[number])
-                followed += [(message.peer, True)] * len(message.rest)
-                self.receive_rest(message, array, tag, requests)
-            if len(later) == len(heads):
-                wait.pause(held_up)
-            heads = later
-        while not self._all_done(requests):
+        self.advance()
+        while flight.heads or not self._all_done(flight.requests):
             wait.pause(held_up)
+            self.advance()
         wait.end()
+
+    def advance(self) -> None:
+        """Begins to receive what follows those heads of long messages that have come.
+
+        Heads of a rank come in the order of flights, and so does what follows them.
+        """
+        late: set[int] = set()  # ranks whose first head has not come
+        for flight in self.flights:
+            for number in [*flight.heads]:
+                message, array = flight.receives[number]
+                if message.peer in late or not self.is_done(flight.requests[number]):
+                    late.add(message.peer)
+                    continue
+                message.check(self.rank, flight.stamp, flight.landed[number])
+                flight.heads.remove(number)
+                flight.followed += [(message.peer, True)] * len(message.rest)
+                self.receive_rest(message, array, flight.tag, flight.requests)
+
+    def keep_moving(self) -> None:
+        """Lets what is under way move while this rank waits for something else."""
+        self.advance()
+        for flight in self.flights:
+            self._all_done(flight.requests)
 
     # -- the end -----------------------------------------------------------------------------------
 

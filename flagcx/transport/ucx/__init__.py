@@ -39,6 +39,6 @@ class UcxTransport(NetworkTransport):
                 f"NumPy arrays travel between hosts by UCX, which needs ucxx ({error}): {REMEDY}; or start "
                 f"the ranks with mpirun, for MPI"
             )
-        cards = compare_cards(context, kind, problem, card)
+        cards, memory = compare_cards(context, kind, problem, card)
         addresses = [base64.b64decode(str(told)) for told in cards]
-        super().__init__(context, UcxEngine(ucxx, worker, context.rank, addresses))
+        super().__init__(context, UcxEngine(ucxx, worker, context.rank, addresses), memory)

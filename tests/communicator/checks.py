@@ -29,12 +29,12 @@ def in_turn(values: Sequence[T], size: int, number: int, few: int = 1) -> Sequen
     return values if size <= 3 else [values[(few * number + i) % len(values)] for i in range(few)]
 
 
-def check_allreduce_dtypes() -> int:
-    """Every dtype with every operation that it has."""
+def check_allreduce_dtypes(counts: Sequence[int] = ()) -> int:
+    """Every dtype with every operation that it has; of these counts, or of some that matter."""
     comm, done = fc.init(), 0
     both = [(dtype, op) for dtype in DTYPES.values() for op in OPS.values() if dtype.kind in op.kinds]
     for number, (dtype, op) in enumerate(both):
-        for count in in_turn(counts_for(comm.size), comm.size, number, few=2):
+        for count in counts or in_turn(counts_for(comm.size), comm.size, number, few=2):
             expected = reduced(comm.size, count, dtype.numpy, op.name)
             what = f"allreduce {dtype.name} {op.name} count {count} of {comm.size}"
             x = contribution(comm.rank, count, dtype.numpy, op.name)

@@ -46,7 +46,7 @@ def collectives() -> None:
     comm = fc.init()
     assert comm._host.transport.name == engine()
     for check in (
-        checks.check_allreduce_dtypes,
+        lambda: checks.check_allreduce_dtypes((17, 1009)),  # short messages and long ones
         checks.check_allreduce_algorithms,
         checks.check_others,
         checks.check_uneven,
@@ -175,8 +175,9 @@ def losses() -> None:
         print(f"rank {me} goes on as {comm.rank} of {n}, lost {comm.lost}", flush=True)
 
 
-def finalizes() -> None:
-    """The program ends MPI itself, with a communicator open that needs it."""
+def mistakes_and_finalize() -> None:
+    """Mistakes; then the program ends MPI itself, with a communicator open that needs it."""
+    mistakes()
     comm = fc.init()
     comm.allreduce(np.ones(5))
     from mpi4py import MPI
@@ -234,7 +235,10 @@ def mistakes() -> None:
 
 
 def waits() -> None:
-    """Waits for what never comes, each in a communicator of its own: every rank prints what it is told."""
+    """Waits for what never comes, each in a communicator of its own: every rank prints what it is told.
+
+    In the last one it comes too late: the array stays as it is, and may be freed.
+    """
     world = fc.init(timeout_s=1.5, explain_wait_s=0.3)
     rank = world.rank
     warned: list[str] = []
@@ -256,6 +260,7 @@ def waits() -> None:
             told = f"{type(error).__name__} ({getattr(error, 'peer', None)}): {error}"
         print(f"{name} | {rank} | {' | '.join(warned)} | {told}", flush=True)
         arrive(world, name)
+    late(world)
 
 
 def arrive(world: fc.Communicator, name: str) -> None:
@@ -267,14 +272,13 @@ def arrive(world: fc.Communicator, name: str) -> None:
         time.sleep(0.01)
 
 
-def late() -> None:
+def late(world: fc.Communicator) -> None:
     """A receive times out, then its message comes: the array stays as it is, and may be freed."""
-    world = fc.init(timeout_s=1.0, explain_wait_s=0.3)
     rank, count = world.rank, 4 << 20
     comm, told = world.split(0), "nothing"
     out = np.zeros(count)
     if rank == 1:
-        time.sleep(1.5)
+        time.sleep(2.0)
     try:
         if rank == 0:
             comm.recv(out, 1)
@@ -284,9 +288,16 @@ def late() -> None:
         told = type(error).__name__
     arrive(world, "late")
     for _ in range(50):
-        world.barrier()  # while MPI works on all that is under way
+        world.barrier()  # while the engine works on all that is under way
     print(f"rank {rank} {told} untouched={not out.any()}", flush=True)
     del out
+
+
+def to_self() -> None:
+    """What a rank alone sends to itself."""
+    pieces()
+    fc.init().close()
+    taken_back()
 
 
 def pieces() -> None:

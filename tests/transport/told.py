@@ -52,6 +52,8 @@ def check_waits(printed: str) -> None:
     assert error.startswith("PeerTimeoutError (0): ranks 0, 2 did not take part within"), error
     warning, error = told["a long send"][0]
     assert "for rank 2 in a send" in warning and error.startswith("PeerTimeoutError (2): rank 2 did not")
+    assert printed.count("untouched=True") == 3, printed
+    assert "rank 0 PeerTimeoutError untouched=True" in printed, printed
 
 
 def check_losses(printed: str) -> None:

@@ -64,8 +64,8 @@ class Flight:
         self.requests: list[Any] = []
         self.landed: list[Slot] = []
         self.sent: list[Slot] = []
-        self.heads = [number for number, (message, _) in enumerate(receives) if message.long]
-        self.long = bool(self.heads) or any(message.long for message, _ in sends)
+        self.heads: list[int] = []
+        self.long = False
         self.followed: list[tuple[int, bool]] = []
 
     @property
@@ -144,8 +144,13 @@ class Wire:
         requests = flight.requests
         try:
             for message, _ in receives:
+                if message.long:
+                    flight.heads.append(len(flight.landed))
+                    flight.long = True
                 flight.landed.append(self.land(message.peer, tag, requests))
             for message, array in sends:
+                if message.long:
+                    flight.long = True
                 flight.sent.append(self.send(message, flight.stamp, array, tag, requests))
         except BaseException as error:
             self.fail(error, flight.name)

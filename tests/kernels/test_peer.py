@@ -454,10 +454,12 @@ def _kernels() -> list[PeerKernel]:
     ],
 )
 def test_kernels_compile_without_a_warning(architecture, kernels):
+    """To PTX where there are many ranks, whose machine code would have the same instructions more often."""
     kernels = _kernels()[kernels]
 
     def compiled(kernel):
-        return nvrtc.compile_for(kernel.source(), architecture, OPTIONS)
+        target = architecture if kernel.layout.ranks <= 4 else architecture.replace("sm", "compute")
+        return nvrtc.compile_for(kernel.source(), target, OPTIONS)
 
     with ThreadPoolExecutor(2) as pool:
         for kernel, made in zip(kernels, pool.map(compiled, kernels), strict=True):

@@ -47,15 +47,18 @@ def test_a_training_that_falls_short_is_a_miss():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("task", ["digits", "cnn"])
-def test_a_short_training_runs(tmp_path, task):
+@pytest.mark.parametrize(
+    ("task", "codecs", "options"), [("digits", "int8,int4+", ["--threads"]), ("cnn", "int4+", [])]
+)
+def test_a_short_training_runs(tmp_path, task, codecs, options):
     if task == "cnn":
         pytest.importorskip("torch", reason="the network is torch's")
     path = tmp_path / "rows.jsonl"
-    options = ["--steps", "20", "--ranks", "2", "--seeds", "2", "--codecs", "int8,int4+"]
-    assert convergence.main(["--tasks", task, *options, "--json", str(path)]) == 0
+    few = ["--steps", "5", "--ranks", "2", "--seeds", "2", "--codecs", codecs]
+    assert convergence.main(["--tasks", task, *options, *few, "--json", str(path)]) == 0
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [r["codec"] for r in rows] == ["dense", "int8", "int4+"]
+    assert [r["codec"] for r in rows] == ["dense", *codecs.split(",")]
+    assert [r["threads"] for r in rows] == [task == "digits"] * len(rows)
     assert all(r["equal"] and len(r["losses"]) == 2 and max(r["losses"]) < 2.5 for r in rows)
     assert all(r["versions"]["numpy"] and "cpu" in r for r in rows)
 

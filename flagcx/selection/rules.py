@@ -169,14 +169,18 @@ def choose_on_host(request: Request, attached: bool = True, striped: bool = Fals
         return Candidate(Algorithm.TWO_SHOT, reason=reason)
     if collective == "barrier":
         return Candidate(Algorithm.DISSEMINATION, reason="fewest steps")
-    if collective == "broadcast" and attached and size > 2 and nbytes >= _ATTACH_NBYTES:
+    if (
+        collective == "broadcast"
+        and attached
+        and nbytes >= (_ATTACH_NBYTES if size > 2 else ONE_SHOT_NBYTES + 1)
+    ):
         reason = "large: all read the root's memory at once"
         return Candidate(Algorithm.DIRECT, 1, CROSS_MEMORY, reason=reason)
     if collective == "reduce":
         return _reduce_on_host(nbytes, size, attached)
     if collective == "broadcast":
         return _broadcast_on_host(nbytes, size)
-    if collective == "reduce_scatter" and size == 2 and nbytes > ONE_SHOT_NBYTES:
+    if collective == "reduce_scatter" and size == 2 and nbytes > ONE_SHOT_NBYTES and not attached:
         reason = "two ranks: each adds up its block as it reads the other's"
         return Candidate(Algorithm.RING, reason=reason)
     return Candidate(Algorithm.DIRECT, reason="one host: every pair of ranks is one hop apart")

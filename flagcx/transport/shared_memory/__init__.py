@@ -18,6 +18,7 @@ Plans
 ``two_shot.TwoShotSlots`` all-reduce ``two_shot``: pieces through a ring of slots
 ``direct.Direct``         all-reduce ``two_shot``, large or in shared arrays: in the peers' own memory, or
                           through slots while that is quicker (``quicker.py``)
+``pulled.Pulled``         the others ``direct``, longer blocks: each rank reads them where they lie
 ``one_shot.Barrier``      an exchange of nothing
 ``steps.ChannelSteps``    any schedule of any collective: messages (``channel.py``), a step's together
                           (``exchange.py``)
@@ -45,6 +46,7 @@ from flagcx.transport.shared_memory.exchange import Exchange
 from flagcx.transport.shared_memory.messages import SharedMemoryMessenger
 from flagcx.transport.shared_memory.one_shot import Barrier, OneShot
 from flagcx.transport.shared_memory.places import Places
+from flagcx.transport.shared_memory.pulled import Pulled
 from flagcx.transport.shared_memory.steps import ChannelSteps
 from flagcx.transport.shared_memory.striped import Striped
 from flagcx.transport.shared_memory.two_shot import through_slots
@@ -127,12 +129,14 @@ class SharedMemoryTransport(HostTransport):
         signature = arena.signals.log.signature(call.describe())
         if schedule.collective == "barrier":
             return Barrier(arena, signature)
-        if not call.protocol and isinstance(call.counts, int):
-            nbytes = call.counts * call.dtype.numpy.itemsize
-            if OneShot.serves(schedule.collective, schedule.algorithm, nbytes, self.size):
+        if isinstance(call.counts, int):
+            what = schedule.collective, schedule.algorithm, call.counts * call.dtype.numpy.itemsize
+            if not call.protocol and OneShot.serves(*what, self.size):
                 return OneShot(arena, call, signature)
-            if Broadcast.serves(schedule.collective, schedule.algorithm, nbytes, self.size):
+            if not call.protocol and Broadcast.serves(*what, self.size):
                 return Broadcast(arena, call, signature)
+            if call.protocol != SLOTS and self.cross_memory and Pulled.serves(*what, self.size):
+                return Pulled(arena, call, signature)
         two_shot = schedule.collective == "allreduce" and schedule.algorithm == "two_shot"
         if two_shot and call.counts and self.size > 1:
             return self._compile_two_shot(call, signature)

@@ -14,23 +14,15 @@ from time import perf_counter_ns as now
 
 import numpy as np
 
-from flagcx.errors import CommunicationError, ResourceError
 from flagcx.transport.base import Call
 from flagcx.transport.shared_memory.areas import stripes
 from flagcx.transport.shared_memory.arena import COPIED_PART_NBYTES, MAPPED_PART_NBYTES, Arena
 from flagcx.transport.shared_memory.heap import SHARED
+from flagcx.transport.shared_memory.in_place import InPlace
 from flagcx.transport.shared_memory.quicker import QuickerOfTwo
 from flagcx.transport.shared_memory.reduction import accumulator_dtype, combiner
 from flagcx.transport.shared_memory.two_shot import through_slots
-from flagcx.transport.shared_memory.words import (
-    ABORTED,
-    CALL_LOG_MASK,
-    CLOSED,
-    DONE,
-    LOCATIONS,
-    SHARED_BIT,
-    WAYS,
-)
+from flagcx.transport.shared_memory.words import ABORTED, LOCATIONS, SHARED_BIT, WAYS
 
 _SLOTS, _IN_PLACE = range(2)
 
@@ -72,7 +64,7 @@ class _Binding:
         self.places, self.pieces = [], []
 
 
-class Direct:
+class Direct(InPlace):
     """All-reduce in the peers' arrays; through slots where neither way into them is open.
 
     Args:
@@ -86,8 +78,7 @@ class Direct:
     def __init__(
         self, arena: Arena, call: Call, signature: int, cross_memory: bool, adapts: bool = False
     ) -> None:
-        self._arena, self._signals, self._signature = arena, arena.signals, signature
-        self._dtype, self._count = call.dtype.numpy, int(call.counts)  # type: ignore[arg-type]
+        super().__init__(arena, call, signature)
         self._cross_memory = cross_memory
         self._quicker, self._way = QuickerOfTwo() if adapts else None, _SLOTS
         self._slots = None if cross_memory and not adapts else through_slots(arena, call, signature)
@@ -110,9 +101,9 @@ class Direct:
         elif self._quicker is not None:
             self._run_the_quicker_way(binding, shared, sendbuf, recvbuf)
         else:
-            index = self._enter(binding, shared)
+            index = self._enter(binding.sent_from, binding.received_at, shared)
             if self._cross_memory or all(words[index] & SHARED_BIT for words in self._signals.words):
-                self._run_in_place(binding, index, sendbuf, recvbuf)
+                self._finish(self._work_in_arrays, binding, index, sendbuf, recvbuf)
             else:
                 self._slots.run_entered(sendbuf.reshape(-1), recvbuf.reshape(-1))  # type: ignore[union-attr]
 
@@ -130,7 +121,7 @@ class Direct:
             slots.contribute(sent)  # type: ignore[union-attr]
         signals.own[WAYS] = through | quicker.next() << 1  # type: ignore[union-attr]
         contributed = now()
-        index = self._enter(binding, shared)
+        index = self._enter(binding.sent_from, binding.received_at, shared)
         entered = now()
         for words in signals.words:
             through = through and words[WAYS] & 1
@@ -138,45 +129,26 @@ class Direct:
         if through:
             slots.finish(sent, recvbuf.reshape(-1))  # type: ignore[union-attr]
         else:
-            self._run_in_place(binding, index, sendbuf, recvbuf)
+            self._finish(self._work_in_arrays, binding, index, sendbuf, recvbuf)
         if bool(through) == (way == _SLOTS):
             quicker.note(way, now() - entered + contributed - began)  # type: ignore[union-attr]
-
-    def _enter(self, binding: _Binding, shared: int) -> int:
-        """Enters the call with where its arrays lie, and waits for all. Returns its place in the log."""
-        signals = self._signals
-        own = signals.own
-        index = signals.sequence & CALL_LOG_MASK
-        at = LOCATIONS + 2 * index
-        own[at], own[at + 1] = binding.sent_from, binding.received_at
-        if signals.fence:
-            signals.fence()
-        value = signals.enter(self._signature | SHARED_BIT if shared else self._signature)
-        signals.await_calls(index, value)
-        return index
-
-    def _run_in_place(self, binding: _Binding, index: int, sendbuf: np.ndarray, recvbuf: np.ndarray) -> None:
-        """Works on the arrays where they lie."""
-        signals, at = self._signals, LOCATIONS + 2 * index
-        places = [words[i] for words in signals.words for i in (at, at + 1)]
-        try:
-            if places != binding.places:
-                binding.pieces = self._prepare(sendbuf, recvbuf, places)
-                binding.places = places
-                self._arena.prepared.add(binding)
-            self._work(binding.pieces)
-        except (CommunicationError, ResourceError):
-            for q, words in enumerate(signals.words):
-                if words[ABORTED] or words[CLOSED]:  # its memory went with it
-                    signals.blame(q, False)
-            raise
-        self._leave()
 
     def _locate(self, sendbuf: np.ndarray, recvbuf: np.ndarray) -> _Binding:
         heap = self._arena.heap
         sent_from = heap.place(sendbuf)
         received_at = sent_from if recvbuf is sendbuf else heap.place(recvbuf)
         return _Binding(sendbuf, recvbuf, sent_from, received_at)
+
+    def _work_in_arrays(
+        self, binding: _Binding, index: int, sendbuf: np.ndarray, recvbuf: np.ndarray
+    ) -> None:
+        at = LOCATIONS + 2 * index
+        places = [words[i] for words in self._signals.words for i in (at, at + 1)]
+        if places != binding.places:
+            binding.pieces = self._prepare(sendbuf, recvbuf, places)
+            binding.places = places
+            self._arena.prepared.add(binding)
+        self._work(binding.pieces)
 
     def _work(self, pieces: list[_Piece]) -> None:
         combine = self._combine
@@ -203,8 +175,8 @@ class Direct:
         """Prepares the pieces. Views of the caller's arrays are made by address, so that they keep no
         array alive; they are used only while ``_Binding`` sees the very arrays alive."""
         rank = self._arena.rank
-        inputs = [self._map(q, place) for q, place in enumerate(places[::2])]
-        outputs = [self._map(q, place) for q, place in enumerate(places[1::2])]
+        inputs = [self._map(q, place, self._count) for q, place in enumerate(places[::2])]
+        outputs = [self._map(q, place, self._count) for q, place in enumerate(places[1::2])]
         inputs[rank] = _unowned(_address(sendbuf), self._count, self._dtype)
         outputs[rank] = _unowned(_address(recvbuf), self._count, self._dtype)
         copied = any(a is None for a in (*inputs, *outputs))
@@ -234,19 +206,6 @@ class Direct:
             if outputs[q] is None
         ]
         return _Piece(fetches, sources, out, self._accumulator[: stop - start], stores, pushes)
-
-    def _map(self, peer: int, location: int) -> np.ndarray | None:
-        """A peer's array that is shared, or None for one that only cross-memory attach reaches."""
-        if peer == self._arena.rank or not location & SHARED:
-            return None
-        raw = self._arena.peer_heaps.view(peer, location, self._count * self._dtype.itemsize)
-        return raw.view(self._dtype)
-
-    def _leave(self) -> None:
-        """The barrier after: no peer touches this rank's arrays any more."""
-        self._arena.done = done = self._arena.done + 1
-        self._signals.count(DONE, done)
-        self._signals.await_counts(DONE, done)
 
 
 def _address(array: np.ndarray) -> int:

@@ -58,5 +58,11 @@ def application(asked: str = "") -> typer.Typer:
     made.callback()(several_commands)
     for name in [asked] if asked in COMMANDS else COMMANDS:
         command: Callable[..., None] = getattr(importlib.import_module(f"flagcx.cli.{name}"), name)
-        made.command(name, context_settings=_VERBATIM if name == "run" else {})(command)
+        settings = _VERBATIM if name == "run" else {}
+        made.command(name, help=_help_of(command), context_settings=settings)(command)
     return made
+
+
+def _help_of(command: Callable[..., None]) -> str:
+    """A command's docstring with each paragraph in one line, to be broken where the terminal ends."""
+    return "\n\n".join(" ".join(part.split()) for part in (command.__doc__ or "").split("\n\n"))

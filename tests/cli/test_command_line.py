@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import flagcx as fc
-from flagcx.cli import COMMANDS
+from flagcx.cli import COMMANDS, application
 from tests.bootstrap.processes import bare_environment
 
 COMPLETED = """
@@ -23,6 +23,13 @@ def test_python_m_flagcx_is_flagcx():
     command = [sys.executable, "-m", "flagcx", "--version"]
     ended = subprocess.run(command, capture_output=True, text=True, env=bare_environment(), timeout=60)
     assert ended.stdout == f"flagcx {fc.__version__}\n"
+
+
+def test_help_is_broken_where_the_terminal_ends():
+    (tune,) = application("tune").registered_commands
+    first, second = tune.help.split("\n\n")
+    assert first.startswith("Measure all algorithms") and "\n" not in tune.help.replace("\n\n", "")
+    assert "and loaded by fc.init(), or with --gpu" in second
 
 
 @pytest.mark.parametrize(

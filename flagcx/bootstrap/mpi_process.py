@@ -11,21 +11,26 @@ returns or not.
 from __future__ import annotations
 
 import ctypes
+import json
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
 from flagcx.bootstrap.bounded import bounded
+from flagcx.bootstrap.clock import ActiveClock
+from flagcx.bootstrap.environment import Identity
 from flagcx.bootstrap.mpi_leftovers import remove_own
 from flagcx.config import environment
-from flagcx.errors import BootstrapError, FlagcxError, ResourceError
+from flagcx.errors import BootstrapError, FlagcxError, MissingDependencyError, ResourceError
 
 logger = logging.getLogger("flagcx")
 
 _SURVIVES = "OMPI_MCA_mpi_ft_enable"
 """What ``mpirun --with-ft ulfm`` sets, where a lost rank ends no other."""
+_MESSAGE_NBYTES, _POLL_S = 4096, 1e-3
 _FINALIZE_S, _FINALIZE_LOST_S = 5.0, 1.0
 """For how long MPI_Finalize is waited for where a rank may be lost, and where one is."""
 
@@ -161,3 +166,50 @@ def _finalize_within(finalize: Callable[[], object], limit_s: float) -> None:
 
 MPI_PROCESS = MpiProcess()
 """The process's own; a process has one MPI."""
+
+
+def broadcast(identity: Identity, message: dict | None, limit_s: float) -> dict:
+    """Sends rank 0's message, of at most 4 KiB as JSON, to all ranks through MPI, as plain bytes.
+
+    Args:
+        identity: This rank's place in the job, which MPI must confirm.
+        message: The message, on rank 0.
+        limit_s: How long to wait for the other ranks, in seconds.
+
+    Raises:
+        BootstrapError: MPI numbers the ranks otherwise, or they did not come in time.
+        MissingDependencyError: mpi4py is not installed.
+    """
+    clock = ActiveClock()
+    try:
+        mpi = MPI_PROCESS.load(max(limit_s, 0.0))
+    except (ImportError, RuntimeError) as error:
+        raise MissingDependencyError(
+            f"the ranks of this job, started by {identity.launcher}, are on several hosts; to find each "
+            f"other they need mpi4py (pip install 'flagcx[mpi]'), or FLAGCX_STORE_ADDRESS=host:port of rank "
+            f"0, on all"
+        ) from error
+    _check_place(identity, mpi.COMM_WORLD)
+    buffer = bytearray((b"" if message is None else json.dumps(message).encode()).ljust(_MESSAGE_NBYTES))
+    try:
+        request = mpi.COMM_WORLD.Ibcast([buffer, mpi.BYTE], root=0)
+        while not request.Test():
+            if clock.now() >= limit_s:
+                raise BootstrapError(
+                    f"rank {identity.rank} of {identity.size} did not hear from rank 0 by MPI in time; did "
+                    f"all ranks start, and call init?",
+                    rank=0,
+                )
+            time.sleep(_POLL_S)
+    except mpi.Exception as error:
+        text = f"rank {identity.rank} did not hear from rank 0 by MPI: {error}"
+        raise BootstrapError(text, rank=0) from error
+    return json.loads(buffer)
+
+
+def _check_place(identity: Identity, world: Any) -> None:
+    if (world.Get_rank(), world.Get_size()) != (identity.rank, identity.size):
+        raise BootstrapError(
+            f"mpi4py says rank {world.Get_rank()} of {world.Get_size()}, {identity.launcher} says rank "
+            f"{identity.rank} of {identity.size}; install mpi4py for the MPI whose mpirun starts the ranks"
+        )

@@ -28,7 +28,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import hashlib
-import json
 import math
 import os
 import secrets
@@ -49,18 +48,17 @@ from flagcx.bootstrap.announcement import (
 )
 from flagcx.bootstrap.environment import Identity, of_the_job
 from flagcx.bootstrap.key import read_key
-from flagcx.bootstrap.mpi_process import MPI_PROCESS
+from flagcx.bootstrap.mpi_process import broadcast
 from flagcx.bootstrap.other_directory import OtherDirectory
 from flagcx.bootstrap.remote_store import RefusedError, RemoteStore
 from flagcx.bootstrap.sockets import distance_from, own_addresses, told_addresses
 from flagcx.bootstrap.store import LocalStore, Store, StoreServer
 from flagcx.config import Config
-from flagcx.errors import BootstrapError, MissingDependencyError, what_it_raised
+from flagcx.errors import BootstrapError, what_it_raised
 
 _ADDRESS = "FLAGCX_STORE_ADDRESS"
 _KEY = "FLAGCX_STORE_KEY"
 _PORTS_TRIED = 16
-_MPI_POLL_S = 1e-3
 
 
 def connect(identity: Identity, config: Config, environ: Mapping[str, str]) -> Store:
@@ -221,7 +219,7 @@ def _host(identity: Identity, environ: Mapping[str, str], job: _Job, deadline: f
         _show_by_file(server, _file(identity, environ))
     elif _ADDRESS not in environ and identity.launcher != "torchrun":
         told = {"addresses": told_addresses(server.address), "key": server.authkey.hex()}
-        _broadcast(identity, told, deadline)
+        broadcast(identity, told, deadline - time.monotonic())
     own = server.address.replace("tcp:0.0.0.0:", "tcp:127.0.0.1:")
     return _fixed(Place(own, server.authkey))
 
@@ -252,7 +250,7 @@ def _search(identity: Identity, environ: Mapping[str, str], deadline: float) -> 
     if identity.launcher == "torchrun":
         key = _key(environ)
         return _fixed(*(Place(address, key) for address in _master_addresses(environ)))
-    message = _broadcast(identity, None, deadline)
+    message = broadcast(identity, None, deadline - time.monotonic())
     nearest = sorted(message["addresses"], key=distance_from(own_addresses()))
     return _fixed(*(Place(address, bytes.fromhex(message["key"])) for address in nearest))
 
@@ -344,39 +342,3 @@ def _master_addresses(environ: Mapping[str, str]) -> list[str]:
         raise BootstrapError(f"MASTER_PORT={port!r} is no port number below {65536 - _PORTS_TRIED}")
     host = f"[{host}]" if ":" in host else host
     return [f"tcp:{host}:{int(port) + step}" for step in range(1, _PORTS_TRIED + 1)]
-
-
-# Several hosts: MPI.
-
-
-def _broadcast(identity: Identity, message: dict | None, deadline: float) -> dict:
-    """Sends rank 0's message to all ranks through MPI, as plain bytes."""
-    try:
-        mpi = MPI_PROCESS.load(max(deadline - time.monotonic(), 0.0))
-    except (ImportError, RuntimeError) as error:
-        raise MissingDependencyError(
-            f"the ranks of this job, started by {identity.launcher}, are on several hosts; to find each "
-            f"other they need mpi4py (pip install 'flagcx[mpi]'), or {_ADDRESS}=host:port of rank 0, on all"
-        ) from error
-    world = mpi.COMM_WORLD
-    if (world.Get_rank(), world.Get_size()) != (identity.rank, identity.size):
-        raise BootstrapError(
-            f"mpi4py says rank {world.Get_rank()} of {world.Get_size()}, {identity.launcher} says rank "
-            f"{identity.rank} of {identity.size}; install mpi4py for the MPI whose mpirun starts the ranks"
-        )
-    content = json.dumps(message).encode() if message is not None else b""
-    buffer = bytearray(content.ljust(4096))
-    try:
-        request = world.Ibcast([buffer, mpi.BYTE], root=0)
-        while not request.Test():
-            if time.monotonic() >= deadline:
-                raise BootstrapError(
-                    f"rank {identity.rank} of {identity.size} did not hear from rank 0 by MPI in time; did "
-                    f"all ranks start, and call init?",
-                    rank=0,
-                )
-            time.sleep(_MPI_POLL_S)
-    except mpi.Exception as error:
-        text = f"rank {identity.rank} did not hear from rank 0 by MPI: {error}"
-        raise BootstrapError(text, rank=0) from error
-    return json.loads(buffer)

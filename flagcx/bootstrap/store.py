@@ -41,7 +41,7 @@ class Store:
     Attributes:
         rank: This rank.
         size: How many ranks share the store.
-        elastic: Whether lost ranks may be started again: then ranks agree on who is there when they join.
+        elastic: Whether lost ranks may be started again: then the ranks that join agree on which are there.
         blames: Whether a peer's failure is why this rank will leave, so that its launcher blames the peer.
         page: The page on which this rank shows where it is, if it has one; of the whole job's store alone.
     """

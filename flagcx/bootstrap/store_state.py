@@ -242,7 +242,7 @@ class StoreState:
     def _agree(self, rank: int, request: StoreRequest, ticket: Ticket, now: float) -> Answers:
         """Joins an agreement, which is complete when every rank of its group has joined or is gone.
 
-        All that have joined get the same answer, whoever dies next.
+        All that have joined get the same answer, whichever of them dies next.
         """
         place = (self._group(request), request.key)
         agreement = self._agreements.setdefault(place, _OpenExchange(place[0], math.inf))

@@ -6,7 +6,7 @@ addresses in the order of the ranks::
 
     refused, or ended      that rank is gone too: the next one
     silent                 it lives, and has yet to find out: wait
-    its own address        all ranks before it are gone: it serves, and looks after those that do not come
+    its own address        all ranks before it are gone: it serves, and watches those that have not come
     a store's greeting     join it
 
 A listening socket goes with its process, so this works between hosts too.
@@ -61,10 +61,10 @@ class Standby:
             self.server.rank_ended(rank, how)
         self.server.start()
         others = [rank for rank in range(len(self.addresses)) if rank != self.rank and rank not in gone]
-        Daemon(self._look_after, "flagcx-standby", (others,)).start()
+        Daemon(self._watch, "flagcx-standby", (others,)).start()
 
-    def _look_after(self, ranks: list[int]) -> None:
-        """Tells the store which ranks are gone, until the others have come, whom it looks after itself."""
+    def _watch(self, ranks: list[int]) -> None:
+        """Tells the store which ranks end, until each has connected to it: from then on the store sees it."""
         with contextlib.ExitStack() as probes:
             waiting = {}
             for rank in ranks:

@@ -1,4 +1,4 @@
-"""Which rank waits for which, in words: who cannot go on, and which rank keeps the others waiting."""
+"""Which rank waits for which, in words: the ranks that cannot go on, and the one that keeps them waiting."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ class Waits:
             late: Whether the wait is about to end in an error, which the explanation shall complete.
 
         Returns:
-            Who waits for whom, after a semicolon; empty where nothing is said now.
+            Which rank waits for which, after a semicolon; empty where nothing is said now.
 
         Raises:
             MismatchError: A rank calls with arrays of the other kind.
@@ -163,7 +163,7 @@ class Waits:
         except MismatchError:
             raise
         except FlagcxError:
-            return ""  # the store is closed, or a rank died: whoever waits finds out by itself
+            return ""  # the store is closed, or a rank died: the rank that waits finds out by itself
         if chain and not late:
             logger.warning(
                 "%s has waited %.3g s for %s in %s of communicator %s%s",
@@ -299,7 +299,7 @@ class Waits:
                 )
 
     def _chain(self, rank: int) -> str:
-        """For whom the rank that is waited for waits, and so on."""
+        """For which rank the one that is waited for waits, and so on from rank to rank."""
         seen, text, self.waiting = [self._me], "", set()
         while rank not in seen:
             seen.append(rank)

@@ -140,11 +140,8 @@ if __name__ == "__main__":
 """
 
 
-def run(script, *start: str) -> None:
-    arguments = ["torch"] if find_spec("torch") else []
-    done = subprocess.run(
-        [*start, str(script), *arguments], env=bare_environment(), capture_output=True, text=True, timeout=100
-    )
+def run(*command: str) -> None:
+    done = subprocess.run(command, env=bare_environment(), capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("the job went on") == 2, done.stdout + done.stderr
 
@@ -158,14 +155,14 @@ def script(tmp_path):
 
 @pytest.mark.slow
 def test_a_job_of_flagcx_run_goes_on(script):
-    run(script, *command("-n", "2"))
+    run(*command("-n", "2"), str(script), *(["torch"] if find_spec("torch") else []))
 
 
 @pytest.mark.slow
 def test_a_job_of_mpirun_goes_on(script):
     if not MPIRUN.exists():
         pytest.skip("no mpirun beside this Python; the extra 'test' brings Open MPI's")
-    run(script, str(MPIRUN), "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable)
+    run(str(MPIRUN), "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, str(script))
 
 
 def _fork_and_return(how: str) -> tuple[int, float]:

@@ -106,12 +106,12 @@ def _survive(rounds: list[dict[int, Kill]], size: int, start: Callable[[str], An
         assert slot not in dead or processes[slot].returncode == -9, (rounds, told)
 
 
-@pytest.mark.parametrize("seed", [0, *exhaustive(range(1, 15))])
+@pytest.mark.parametrize("seed", [0, *exhaustive(range(1, 8))])
 def test_survivors_go_on_wherever_ranks_are_killed(seed):
     _survive(_rounds(seed, 6, IN_JOINING), 6, partial(job, 6))
 
 
-@pytest.mark.parametrize("seed", [0, *exhaustive(range(1, 8))])
+@pytest.mark.parametrize("seed", [0, *exhaustive(range(1, 4))])
 def test_another_rank_serves_the_store_when_the_rank_that_did_is_killed(seed, tmp_path):
     size = 6
     environs = [mpirun_environment(rank, size, f"job-{seed}", tmp_path) for rank in range(size)]

@@ -166,8 +166,6 @@ def digest_of(ranks: int, *options: object, script: Path = SCRIPT, code: int = 0
         ("topk", "backward"),  # in the middle of a step
         # in the middle of saving: only one rank has the new state
         pytest.param("powersgd", "replace", marks=pytest.mark.exhaustive),
-        pytest.param("none", "backward", marks=pytest.mark.exhaustive),
-        pytest.param("int8", "replace", marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_training_that_was_killed_goes_on_and_ends_with_the_same_bits(tmp_path, codec, where):

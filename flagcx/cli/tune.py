@@ -109,7 +109,10 @@ def _tune(
             return measure(task, report)
     count = count_ranks(ranks, task.gpu, share_gpu)
     if task.total_s < math.inf:
-        typer.echo(f"measuring for about {task.total_s:g} s; --budget 0: as long as it takes", err=True)
+        typer.echo(
+            f"measuring for about {task.total_s:g} s, longer where other work runs; --budget 0: no limit",
+            err=True,
+        )
     with progress_bar() as report:
         return launch_reporting(ranked, count, task, report, share_gpu)
 

@@ -80,7 +80,7 @@ class Channels:
         nbytes = np.asarray(nbytes, np.float64)
         found = np.clip(np.ceil(nbytes / self.least_part_nbytes), 1, first).astype(np.int64)
         doubled = found * 2
-        while np.any(more := (nbytes > found * self.most_part_nbytes) & (doubled <= self.most)):
+        while (more := (nbytes > found * self.most_part_nbytes) & (doubled <= self.most)).any():
             found = np.where(more, doubled, found)
             doubled = found * 2
         return found

@@ -175,7 +175,7 @@ def rounds(collective: str, candidate: Candidate, size: int, root: int | None = 
         return relabelled(plain, candidate.order)
     schedule = candidate.build(collective, size, root)
     if size >= _MANY and candidate.other is None and candidate.groups is None and root is None:
-        few = [rounds_of(candidate.build(collective, ranks)) for ranks in _FEW]
+        few = (rounds_of(candidate.build(collective, ranks)) for ranks in _FEW)
         if (found := grown(few, schedule)) is not None:
             return found
     if candidate.pieces > 1 and candidate.other is None and candidate.algorithm != "ring":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -13,30 +13,37 @@ from flagcx.schedule.model import Schedule
 from flagcx.schedule.traffic import NOTHING, LevelTraffic, Rounds, Side, runs_of, sides_of
 
 
-def grown(few: Sequence[Rounds], schedule: Schedule) -> Rounds | None:
+def grown(few: Iterable[Rounds], schedule: Schedule) -> Rounds | None:
     """The traffic of a rotation of many ranks from that of few, where it goes on as it began.
 
     In a ring all ranks do the same, whatever their number, and only the number of levels grows with it. That
     is taken from three numbers of ranks that follow each other.
 
     Args:
-        few: The traffic of the same algorithm for three numbers of ranks, each one more than the last.
+        few: The traffic of the same algorithm for three numbers of ranks, each one more than the last. Where
+            the ranks of the first differ, the others are not asked for.
         schedule: The same for many ranks.
 
     Returns:
         The traffic, or None where it does not grow evenly, or ranks differ.
     """
-    size = schedule.size
-    kinds = [[_turn(kind, one.size) for kind in one.kinds] for one in few]
-    shapes = [[key for key, _ in one.runs] for one in few]
-    cuts = {one.chunks / one.size for one in few} | {schedule.chunks / size}
-    if None in kinds[0] or kinds[1:] != kinds[:-1] or shapes[1:] != shapes[:-1] or len(cuts) > 1:
+    size, asked = schedule.size, iter(few)
+    first = next(asked)
+    turns = [_turn(kind, first.size) for kind in first.kinds]
+    if None in turns:
         return None
-    counts = np.array([[count for _, count in one.runs] for one in few], np.int64)
+    further = list(asked)
+    known = [first, *further]
+    kinds = [turns, *([_turn(kind, one.size) for kind in one.kinds] for one in further)]
+    shapes = [[key for key, _ in one.runs] for one in known]
+    cuts = {one.chunks / one.size for one in known} | {schedule.chunks / size}
+    if kinds[1:] != kinds[:-1] or shapes[1:] != shapes[:-1] or len(cuts) > 1:
+        return None
+    counts = np.array([[count for _, count in one.runs] for one in known], np.int64)
     if not np.array_equal(counts[2] - counts[1], counts[1] - counts[0]):
         return None
     every = np.arange(size)
-    levels = counts[0] + (counts[1] - counts[0]) * (size - few[0].size)
+    levels = counts[0] + (counts[1] - counts[0]) * (size - first.size)
     made = tuple(
         LevelTraffic(
             np.repeat(every, len(ends)),

@@ -25,6 +25,7 @@ PIECE_NBYTES = (4 << 20,)
 """The length of piece that is tried on GPUs, besides whole blocks: a step costs a group and a launch."""
 _LEAST_PIECE_NBYTES = 4 << 10
 """No piece is cut smaller: its time would be latency alone."""
+_HOPELESS = 3.0
 _WORTH_SPLITTING = 0.95
 _MOST_SPLIT = 6
 _SHARES = 16
@@ -93,11 +94,15 @@ def in_pieces(
     model: Model, collective: str, candidate: Candidate, nbytes: float, root: int | None = None
 ) -> Prediction:
     """What the model says of a candidate with the pieces that serve it best."""
-    one = model.predict(collective, candidate, nbytes, root)
-    pieces = best_pieces(collective, candidate, one.steps, one.latency_us, one.time_us, nbytes)
+    return _in_pieces(model, collective, model.predict(collective, candidate, nbytes, root), nbytes, root)
+
+
+def _in_pieces(model: Model, collective: str, one: Prediction, nbytes: float, root: int | None) -> Prediction:
+    """The better of a prediction for one piece and that for as many as serve the candidate best."""
+    pieces = best_pieces(collective, one.candidate, one.steps, one.latency_us, one.time_us, nbytes)
     if pieces == 1:
         return one
-    cut = model.predict(collective, replace(candidate, pieces=pieces), nbytes, root)
+    cut = model.predict(collective, replace(one.candidate, pieces=pieces), nbytes, root)
     return min(one, cut, key=lambda prediction: prediction.time_us)
 
 
@@ -110,6 +115,7 @@ def compare(
 ) -> tuple[Prediction, ...]:
     """All candidates, two at once included where they gain, the fastest first.
 
+    A candidate is not tried in pieces where its steps alone take ``_HOPELESS`` times the fastest's time.
     Ties keep the order of the catalogue, so that all ranks find the same.
 
     Args:
@@ -123,12 +129,19 @@ def compare(
     """
     found = candidates(collective, model.size, model.topology, model.gpus)
     nbytes = 0 if collective == "barrier" else nbytes
-    simple = []
+    whole = []
     for number, candidate in enumerate(found):
         report(number, len(found), candidate.name)
-        simple.append(in_pieces(model, collective, candidate, nbytes, root))
-    report(len(found), len(found), "pairs")
-    ranked = sorted(simple, key=lambda prediction: prediction.time_us)
+        whole.append(model.predict(collective, candidate, nbytes, root))
+    report(len(found), len(found), "pieces and pairs")
+    limit = _HOPELESS * min(one.time_us for one in whole)
+    ranked = sorted(
+        (
+            _in_pieces(model, collective, one, nbytes, root) if one.latency_us < limit else one
+            for one in whole
+        ),
+        key=lambda prediction: prediction.time_us,
+    )
     paired = [one for one in ranked if entry(collective, one.candidate.algorithm).trusted]
     pairs = list(_pairs(model, collective, paired, nbytes, root)) if 2 < model.size <= MOST_PLANNED else []
     return tuple(sorted([*ranked, *pairs], key=lambda prediction: prediction.time_us))
@@ -144,9 +157,12 @@ def _pairs(
             order = part.order or tuple(range(model.size))
             parts.append(replace(part, order=order[::-1]))
     best = ranked[0].time_us
+    loads = [model.timing(collective, part, nbytes, root).link_nbytes for part in parts]
+    speed = model.network.bandwidth_gb_per_s * 1000  # of all links that any of them uses
+    busy = [np.pad(load, (0, len(speed) - len(load))) / speed for load in loads]
     gains: list[tuple[float, int, Candidate]] = []
-    for a, b in combinations(parts, 2):
-        share, gain = _share(model, collective, a, b, nbytes, root)
+    for (a, one), (b, other) in combinations(zip(parts, busy, strict=True), 2):
+        share, gain = _share(one, other)
         if gain < _WORTH_SPLITTING:
             gains.append((gain, len(gains), replace(a, other=b, share=share)))
     for _, _, pair in sorted(gains)[:_MOST_SPLIT]:
@@ -155,17 +171,17 @@ def _pairs(
             yield prediction
 
 
-def _share(
-    model: Model, collective: str, a: Candidate, b: Candidate, nbytes: float, root: int | None
-) -> tuple[Fraction, float]:
-    """The share of ``a`` with which the busiest link has least to do, and that over the better alone."""
-    speed = model.network.bandwidth_gb_per_s * 1000
-    alone = [model.timing(collective, candidate, nbytes, root).link_nbytes for candidate in (a, b)]
-    busy = [np.pad(load, (0, len(speed) - len(load))) / speed for load in alone]
-    least = min(load.max() for load in busy)
+def _share(one: np.ndarray, other: np.ndarray) -> tuple[Fraction, float]:
+    """The first one's share with which the busiest link has least to do, and that over the better alone.
+
+    Args:
+        one: How long each link is busy if the first has the whole message.
+        other: Likewise for the second.
+    """
+    least = min(one.max(), other.max())
     if not least:
         return Fraction(1, 2), 1.0
-    shares = [Fraction(part, _SHARES) for part in range(1, _SHARES)]
-    worst = [float((busy[0] * float(x) + busy[1] * float(1 - x)).max()) for x in shares]
-    chosen = int(np.argmin(worst))
-    return shares[chosen], worst[chosen] / float(least)
+    parts = np.arange(1, _SHARES)[:, None] / _SHARES
+    worst = (parts * one + (1 - parts) * other).max(axis=1)
+    chosen = int(worst.argmin())
+    return Fraction(chosen + 1, _SHARES), float(worst[chosen] / least)

@@ -112,4 +112,4 @@ def test_who_waits_for_an_explanation_hears_how_far_it_is():
     told = []
     explain("allreduce", 4096, 8, preset("dgx-a100"), report=lambda *report: told.append(report))
     done, total, names = zip(*told, strict=True)
-    assert done == tuple(range(total[0] + 1)) and names[0] == "ring" and names[-1] == "pairs"
+    assert done == tuple(range(total[0] + 1)) and names[0] == "ring" and names[-1] == "pieces and pairs"

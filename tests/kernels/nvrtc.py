@@ -54,6 +54,11 @@ def compile_for(source: str, architecture: str, options: tuple[str, ...]) -> Com
     return Compiled(status, log, code)
 
 
+def target(architecture: str, ranks: int) -> str:
+    """PTX for kernels of many ranks: their machine code would have the instructions of few, more often."""
+    return architecture if ranks <= 4 else architecture.replace("sm_", "compute_")
+
+
 def _text(size_of, fill, program: ctypes.c_void_p) -> bytes:
     size = ctypes.c_size_t()
     assert size_of(program, ctypes.byref(size)) == 0

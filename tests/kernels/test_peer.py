@@ -454,11 +454,10 @@ def _kernels() -> list[PeerKernel]:
     ],
 )
 def test_kernels_compile_without_a_warning(architecture, kernels):
-    """To PTX where there are many ranks, whose machine code would have the same instructions more often."""
     kernels = _kernels()[kernels]
 
     def compiled(kernel):
-        target = architecture if kernel.layout.ranks <= 4 else architecture.replace("sm", "compute")
+        target = nvrtc.target(architecture, kernel.layout.ranks)
         return nvrtc.compile_for(kernel.source(), target, OPTIONS)
 
     with ThreadPoolExecutor(2) as pool:

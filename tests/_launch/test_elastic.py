@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from flagcx.cli import main
 from tests.cli.launching import flagcx_run
 from tests.ranges import exhaustive
 
@@ -68,8 +69,16 @@ def test_the_job_fails_with_too_few_ranks(tmp_path):
     assert done.stderr.rstrip().endswith("ValueError: no such file"), done
 
 
-def test_bounds_need_elastic_and_must_be_possible(tmp_path):
-    done = flagcx_run("-n", "2", "--min-ranks", "2", "script.py")
-    assert done.returncode == 2 and "--min-ranks has no meaning without --elastic" in done.stderr, done
-    done = elastic(tmp_path, 0, "exit", "--min-ranks", "4")
-    assert done.returncode == 2 and "--min-ranks 4 is more than the 3 ranks of -n" in done.stderr, done
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--min-ranks", "2"], "--min-ranks has no meaning without --elastic"),
+        (["--elastic", "--min-ranks", "4"], "--min-ranks 4 is more than the 3 ranks of -n"),
+    ],
+)
+def test_bounds_need_elastic_and_must_be_possible(options, message, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["flagcx", "run", "-n", "3", *options, __file__])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err

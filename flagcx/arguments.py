@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterator, Sequence
 from numbers import Real
@@ -63,14 +64,19 @@ def result_array(out, what: str, shape: tuple[int, ...], dtype: np.dtype) -> np.
     if out is None:
         return np.empty(shape, dtype)
     view = host_array(out, what, writable=True)
+    check_result(view, what, shape, dtype)
+    return view
+
+
+def check_result(view: Any, what: str, shape: tuple[int, ...], dtype: Any) -> None:
+    """Raises ArrayError where a NumPy or CuPy array for a result has another dtype or number of elements."""
     if view.dtype != dtype:
         raise ArrayError(f"{what} has dtype {view.dtype}, expected {dtype}")
-    count = int(np.prod(shape, dtype=np.int64))
+    count = math.prod(shape)
     if view.size != count:
         raise ArrayError(
             f"{what} has {view.size} elements (shape {view.shape}), expected {count}: shape {shape}"
         )
-    return view
 
 
 def check_shape(shape) -> tuple[int, ...]:
@@ -184,7 +190,7 @@ def check_algorithm(algorithm: Any) -> None:
         raise ArgumentError(f"algorithm={algorithm!r} is no name of an algorithm, such as 'ring'")
 
 
-def blocks_of(array: np.ndarray, size: int, what: str) -> tuple[int, tuple[int, ...]]:
+def blocks_of(x: np.ndarray, size: int) -> tuple[int, tuple[int, ...]]:
     """Cuts the first axis of an array into one block a rank.
 
     Returns:
@@ -193,12 +199,12 @@ def blocks_of(array: np.ndarray, size: int, what: str) -> tuple[int, tuple[int, 
     Raises:
         ArrayError: The first axis is not a multiple of ``size``.
     """
-    if array.ndim == 0 or array.shape[0] % size:
+    if x.ndim == 0 or x.shape[0] % size:
         raise ArrayError(
-            f"{what} has shape {array.shape}; its first axis must be a multiple of {size}, one block a rank. "
+            f"x has shape {x.shape}; its first axis must be a multiple of {size}, one block a rank. "
             f"For blocks of different sizes use the v form"
         )
-    shape = (array.shape[0] // size, *array.shape[1:])
+    shape = (x.shape[0] // size, *x.shape[1:])
     return int(np.prod(shape, dtype=np.int64)), shape
 
 

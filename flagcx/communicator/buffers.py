@@ -71,9 +71,9 @@ def buffers_of(
     if collective in ("allgather", "gather"):
         shape = (size, *shape)
     elif collective == "alltoall":
-        count, _ = blocks_of(sendbuf, size, "x")
+        count, _ = blocks_of(sendbuf, size)
     elif collective in ("reduce_scatter", "scatter"):
-        count, shape = blocks_of(sendbuf, size, "x")
+        count, shape = blocks_of(sendbuf, size)
     if not receives:
         return Buffers(sendbuf, None, count, None)
     if in_place:

@@ -7,12 +7,12 @@ from typing import Any
 from flagcx.arguments import untangle
 from flagcx.communicator.buffers import buffers_of
 from flagcx.communicator.caller import Caller
-from flagcx.compression.allreduce import Compressor, FunctionPlan
+from flagcx.compression.allreduce import Compressor
 from flagcx.compression.auto import Decision
 from flagcx.dtypes import Op
 from flagcx.errors import ArgumentError
 from flagcx.executor.host import Executor
-from flagcx.executor.staging import stage
+from flagcx.executor.staging import FunctionPlan, stage
 from flagcx.executor.work import Work
 from flagcx.fusion.group import Pending
 from flagcx.transport.base import Plan

@@ -12,7 +12,7 @@ from flagcx.dtypes import dtype_of
 from flagcx.errors import ArgumentError, ArrayError
 from flagcx.executor.host import Executor
 from flagcx.executor.rows import find_rows
-from flagcx.executor.staging import Staged
+from flagcx.executor.staging import PlainArrays
 from flagcx.foreign_arrays import in_kind
 from flagcx.kernels.epilogue import (
     COLUMN,
@@ -44,27 +44,24 @@ class RowBuffers(NamedTuple):
         arrays: What this rank gives.
         out: Where the result goes.
         value: What the caller gets.
-        before: Copies before the call.
-        after: Copies after it.
+        plain: The arrays in the place of those that were not plain.
     """
 
     rows: Rows
     arrays: RowArrays
     out: Any
     value: Any
-    before: Sequence[tuple[Any, Any]]
-    after: Sequence[tuple[Any, Any]]
+    plain: PlainArrays
 
     def plan(self, executor: Executor, algorithm: str | None, key: tuple = ()) -> Plan:
         """The plan of the call, with the copies if there are any; without, calls with the key go there."""
         plan = find_rows(executor, self.rows, self.out is self.arrays.x, algorithm)
-        if self.before or self.after:
-            return Staged(plan, self.before, self.after)
-        if key and self.value is self.out:
+        around = self.plain.around(plan)
+        if key and around is plan and self.value is self.out:
             operands = self.rows.epilogue.operands
             written = {"out", *(operand.name for operand in operands if operand.keeps)}
             executor.remember(key, RowRepeat(plan, operands, written))
-        return plan
+        return around
 
 
 class RowRepeat(NamedTuple):
@@ -152,12 +149,13 @@ def row_buffers(
     arrays = {o.name: _operand(executor, o, given.get(o.name), taken.shape) for o in operands}
     if "residual_out" in arrays and arrays["residual_out"] is None:
         arrays["residual_out"] = executor.take(given["residual"], "residual", True)
-    plain = _Plain(executor)
-    placed = {"x": plain.read(taken), "out": plain.written(target)}
+    plain = PlainArrays(executor)
+    placed = {"x": plain.take(taken), "out": plain.take(target, reads=False, writes=True)}
     for operand in operands:
         array = arrays[operand.name]
         if array is not None:
-            placed[operand.name] = plain.written(array) if operand.keeps else plain.read(array)
+            keeps = bool(operand.keeps)
+            placed[operand.name] = plain.take(array, reads=not keeps, writes=keeps)
     _check_apart(executor, placed, {"out", *(o.name for o in operands if o.keeps)})
     dtypes = tuple(None if arrays[o.name] is None else dtype_of(arrays[o.name].dtype) for o in operands)
     rows = Rows(taken.size // max(columns, 1), columns, kind, Epilogue(pieces, numbers, dtypes, made))
@@ -166,7 +164,7 @@ def row_buffers(
         scales = given.get("scales")
         value = value, in_kind(x, arrays["scales"]) if scales is None else scales
     used = RowArrays(placed["x"], [placed.get(o.name) for o in operands])
-    return RowBuffers(rows, used, placed["out"], value, plain.before, plain.after)
+    return RowBuffers(rows, used, placed["out"], value, plain)
 
 
 def _check_names(pieces: Sequence[Piece], operands: Sequence[Operand], given: Mapping[str, Any]) -> None:
@@ -210,31 +208,6 @@ def _operand(executor: Executor, operand: Operand, array: Any, shape: tuple[int,
 def _words(operand: Operand) -> str:
     each = {ELEMENT: "the shape of x", COLUMN: "one value for each column", ROW: "one value for each row"}
     return each.get(operand.shape, "one value")
-
-
-class _Plain:
-    """Replaces arrays that a plan cannot take as they are."""
-
-    def __init__(self, executor: Executor) -> None:
-        self._executor = executor
-        self.before: list[tuple[Any, Any]] = []
-        self.after: list[tuple[Any, Any]] = []
-
-    def read(self, array: Any) -> Any:
-        """An array that is read alone."""
-        if self._executor.is_plain(array):
-            return array
-        plain = self._executor.plain_like(array)
-        self.before.append((plain, array))
-        return plain
-
-    def written(self, array: Any) -> Any:
-        """An array that is written alone."""
-        if self._executor.is_plain(array):
-            return array
-        plain = self._executor.plain_like(array)
-        self.after.append((array, plain))
-        return plain
 
 
 def _check_apart(executor: Executor, arrays: Mapping[str, Any], written: set[str]) -> None:

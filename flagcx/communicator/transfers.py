@@ -21,7 +21,7 @@ from flagcx.arguments import check_rank
 from flagcx.communicator.caller import Caller
 from flagcx.communicator.foreign_calls import refuse, refuses_foreign
 from flagcx.executor.host import Executor
-from flagcx.executor.staging import Staged, copy
+from flagcx.executor.staging import FunctionPlan, PlainArrays, copy
 from flagcx.fusion.group import Pending
 
 if TYPE_CHECKING:
@@ -181,28 +181,23 @@ def _together(
     executor: Executor, items: list[tuple[Messages, Messages]], value: Any = None, async_op: bool = False
 ) -> Any:
     """Sends and receives all messages of some calls at once."""
-    sends = [message for item in items for message in item[0]]
-    receives = [message for item in items for message in item[1]]
+    plain = PlainArrays(executor)
+    sends = [(plain.take(array), peer) for item in items for array, peer in item[0]]
+    receives = [
+        (plain.take(array, reads=False, writes=True), peer) for item in items for array, peer in item[1]
+    ]
     nbytes = sum(array.nbytes for array, _ in (*sends, *receives))
-    before: list[tuple[Any, Any]] = []
-    after: list[tuple[Any, Any]] = []
-    for messages, copies in ((sends, before), (receives, after)):
-        for i, (array, peer) in enumerate(messages):
-            if not executor.is_plain(array):
-                plain = executor.plain_like(array)
-                copies.append((plain, array) if messages is sends else (array, plain))
-                messages[i] = plain, peer
     device: Any = executor
-    if async_op and executor.messages is None and device.transport.messages.may_start:
-        copy(before)
-        return device.start_messages(sends, receives, partial(copy, after) if after else None, nbytes, value)
-    if executor.messages is None:
-        plan = executor.recorded_transfer(_Transfer(executor.transport, sends, receives), nbytes)
-        plan = Staged(plan, before, after) if before or after else plan
+    starts = executor.messages is not None or (async_op and device.transport.messages.may_start)
+    if not starts:
+        transfer = FunctionPlan(lambda *_: executor.transport.transfer(sends, receives))
+        plan = plain.around(executor.recorded_transfer(transfer, nbytes))
         return Caller.run(executor, plan, None, None, value, async_op, "send and receive")
-    copy(before)
+    copy(plain.before)
+    back = partial(copy, plain.after) if plain.after else None
+    if executor.messages is None:
+        return device.start_messages(sends, receives, back, nbytes, value)
     what = executor.transfer_info(nbytes)
-    back = partial(copy, after) if after else None
     if async_op:
         return executor.messages.start(sends, receives, back, what, value)
     executor.messages.run(sends, receives, back, what)
@@ -252,16 +247,3 @@ class _Exchange:
         """Sends and receives at once."""
         sends = [] if sendbuf is None else [(sendbuf, self.to)]
         self.transport.transfer(sends, [] if recvbuf is None else [(recvbuf, self.source)])
-
-
-@dataclass(frozen=True, slots=True)
-class _Transfer:
-    """Messages between ranks, as a plan that is run once."""
-
-    transport: Any
-    sends: Messages
-    receives: Messages
-
-    def run(self, sendbuf: object, recvbuf: object) -> None:
-        """Sends and receives all of them at once; a plan's two arrays have no meaning here."""
-        self.transport.transfer(self.sends, self.receives)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from time import perf_counter_ns as now
 from typing import Any
@@ -213,15 +213,6 @@ class CompressedPlan:
         if isinstance(self._reduce, AutoReduce):
             return self._reduce.settle()
         return named(self._codec, self._count, self._peers.size, self._itemsize, self.sent_nbytes)
-
-
-class FunctionPlan:
-    """A function of two arrays as a plan."""
-
-    __slots__ = ("run",)
-
-    def __init__(self, run: Callable[[Any, Any], object]) -> None:
-        self.run: Any = run
 
 
 def _agree_on_load(peers: Peers, slot: Slot) -> None:

@@ -62,11 +62,11 @@ def is_crowded(x: Any, threshold: int, density: float, seed: int, add: Any = Non
     return int((found >= threshold).sum()) > (_CROWD * density + _CHANCE) * found.size
 
 
-def density_of(x: Any, seed: int, size: int = _LEAST_SAMPLE) -> float:
+def density_of(x: Any, seed: int) -> float:
     """The share of an array's numbers that is not zero, estimated by a sample."""
     if not x.size:
         return 0.0
-    found = magnitudes(sample(x, size, seed))
+    found = magnitudes(sample(x, _LEAST_SAMPLE, seed))
     return int((found != 0).sum()) / found.size
 
 

@@ -12,6 +12,7 @@ from flagcx.algorithms.catalogue import Algorithm
 from flagcx.errors import ArrayError, CommunicatorError
 from flagcx.executor.host import Executor
 from flagcx.executor.point_to_point import TWO_THREADS, Messages
+from flagcx.executor.staging import FunctionPlan
 from flagcx.executor.work import Work, seconds
 from flagcx.forks import FORKED, keep_in_child
 from flagcx.profiler import RecordBuffer, RecordedPlan
@@ -123,9 +124,10 @@ class DeviceExecutor(Executor):
             nbytes: Bytes of all of them.
             value: What the work's ``wait`` returns.
         """
-        plan = _StartedMessages(self.transport, sends, receives)
+        events: list[Any] = []
+        plan = FunctionPlan(lambda *_: events.extend(self.transport.messages.start(sends, receives)))
         self._begin(lambda: self.recorded_transfer(plan, nbytes).run(None, None))
-        return DeviceWork(self.transport, plan.events, value, "send and receive", after)
+        return DeviceWork(self.transport, events, value, "send and receive", after)
 
     def _begin(self, enqueue: Callable[[], Any]) -> Any:
         self.check()
@@ -149,18 +151,6 @@ class DeviceExecutor(Executor):
 
 def _refuse_in_child(*_: object) -> NoReturn:
     raise CommunicatorError(FORKED)
-
-
-class _StartedMessages:
-    """Messages that are started, as a plan that is run once; then it has the events of their ends."""
-
-    def __init__(self, transport: NcclTransport, sends: Messages, receives: Messages) -> None:
-        self._transport, self._sends, self._receives = transport, sends, receives
-        self.events: list[Any] = []
-
-    def run(self, sendbuf: object, recvbuf: object) -> None:
-        """Starts them; a plan's two arrays have no meaning here."""
-        self.events = self._transport.messages.start(self._sends, self._receives)
 
 
 class DeviceWork(Work):

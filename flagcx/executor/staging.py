@@ -1,4 +1,6 @@
-"""Arrays that are not contiguous, or misaligned: copied into plain ones before a call, and back after it.
+"""Plans that are run once, above all those with copies: of arrays that are not contiguous, or misaligned.
+
+Such arrays are copied into plain ones before a call, and back after it.
 
 A plain array has the same shape, so elements are sent in the order of C whatever the strides, and a rank
 with strides meets ranks without.
@@ -6,7 +8,7 @@ with strides meets ranks without.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from flagcx.arguments import overlap, place_of
@@ -50,6 +52,47 @@ class Staged:
         copy(self._before)
         self._plan.run(sendbuf, recvbuf)
         copy(self._after)
+
+
+class FunctionPlan:
+    """A function of two arrays as a plan."""
+
+    __slots__ = ("run",)
+
+    def __init__(self, run: Callable[[Any, Any], object]) -> None:
+        self.run: Any = run
+
+
+class PlainArrays:
+    """Plain arrays for a call, in the place of those that a plan cannot take as they are.
+
+    Args:
+        executor: Makes them.
+
+    Attributes:
+        before: The copies before the call.
+        after: The copies after it.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self.before: list[tuple[Any, Any]] = []
+        self.after: list[tuple[Any, Any]] = []
+
+    def take(self, array: Any, reads: bool = True, writes: bool = False) -> Any:
+        """The array, or a plain one in its place, which the call reads or writes."""
+        if self._executor.is_plain(array):
+            return array
+        plain = self._executor.plain_like(array)
+        if reads:
+            self.before.append((plain, array))
+        if writes:
+            self.after.append((array, plain))
+        return plain
+
+    def around(self, plan: Plan) -> Plan:
+        """The plan with the copies; the plan itself where there are none."""
+        return Staged(plan, self.before, self.after) if self.before or self.after else plan
 
 
 def stage(executor: Executor, sendbuf: Any, recvbuf: Any, writes: bool = True) -> Staging | None:

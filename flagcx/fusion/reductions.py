@@ -11,7 +11,7 @@ from flagcx.arguments import are_apart
 from flagcx.dtypes import DType, ReduceOp
 from flagcx.errors import ArgumentError
 from flagcx.executor.host import Executor
-from flagcx.executor.staging import StagedArrays, Staging
+from flagcx.executor.staging import FunctionPlan, StagedArrays, Staging
 from flagcx.executor.work import Work
 from flagcx.fusion.cache import Bound, identities
 from flagcx.fusion.fuse import Fused, Fusion
@@ -314,19 +314,12 @@ class Reductions:
                 f"{'both' if executors else 'an empty list'}"
             )
         what = f"allreduce of {len(self._arrays)} arrays"
-        return calls[0].executor.start(_Several(calls), calls, calls, value, what)
 
+        def run(*_: Any) -> None:
+            for call in calls:
+                call.plan.run(call.sendbufs, call.recvbufs)
 
-class _Several:
-    """Plans with their arrays, as one plan that is run once."""
-
-    def __init__(self, calls: Sequence[FusedCall]) -> None:
-        self._calls = calls
-
-    def run(self, sendbuf: object, recvbuf: object) -> None:
-        """Runs all of them, each with arrays of its own."""
-        for call in self._calls:
-            call.plan.run(call.sendbufs, call.recvbufs)
+        return calls[0].executor.start(FunctionPlan(run), calls, calls, value, what)
 
 
 def never(*_: Any) -> bool:

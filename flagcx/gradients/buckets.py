@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from flagcx.dtypes import DType, ReduceOp, dtype_of, resolve_op
 from flagcx.executor.host import Executor
-from flagcx.executor.staging import Staged, stage
+from flagcx.executor.staging import PlainArrays
 from flagcx.executor.work import Work
 from flagcx.fusion.fuse import Packing
 from flagcx.kernels.pack import ALIGNMENT
@@ -132,12 +132,9 @@ class Bucket:
 
     def _staged(self, gradients: Sequence[Any]) -> tuple[Plan, Sequence[Any]]:
         """This bucket as the plan for some gradients, with copies of those that are not contiguous."""
-        if all(map(self.executor.is_plain, gradients)):
-            return self, gradients
-        pairs = [stage(self.executor, gradient, gradient) for gradient in gradients]
-        arrays = [g if pair is None else pair.sendbuf for g, pair in zip(gradients, pairs, strict=True)]
-        before, after = ([c for pair in pairs if pair for c in pair[i]] for i in (2, 3))
-        return Staged(self, before, after), arrays
+        plain = PlainArrays(self.executor)
+        arrays = [plain.take(gradient, writes=True) for gradient in gradients]
+        return plain.around(self), arrays
 
     def run(self, sendbuf: Sequence[Any], recvbuf: Sequence[Any]) -> None:
         """Packs, reduces and unpacks the gradients, in place."""

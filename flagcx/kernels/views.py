@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from flagcx.arguments import check_result
 from flagcx.errors import ArrayError
 from flagcx.foreign_arrays import as_carried, is_immutable, library_of, tell_of_writes
 
@@ -41,13 +42,7 @@ def device_result(cupy: Any, out: Any, what: str, shape: tuple[int, ...], dtype:
     if out is None:
         return empty(cupy, shape, dtype)
     view = device_array(cupy, out, what, True)
-    if view.dtype != dtype:
-        raise ArrayError(f"{what} has dtype {view.dtype}, expected {dtype}")
-    if view.size != math.prod(shape):
-        raise ArrayError(
-            f"{what} has {view.size} elements (shape {view.shape}), expected {math.prod(shape)}: "
-            f"shape {shape}"
-        )
+    check_result(view, what, shape, dtype)
     return view
 
 

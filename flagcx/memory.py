@@ -28,7 +28,7 @@ from dataclasses import asdict, astuple, dataclass, replace
 from functools import lru_cache
 from typing import Any, Protocol
 
-from flagcx.report import Report
+from flagcx.report import Report, Reported
 
 ALIGNMENT = 4096
 SHARED, DEVICE, PINNED = "shared", "device", "pinned"
@@ -245,7 +245,7 @@ class MemoryHolder(Protocol):
         """The statistics as they are now."""
 
 
-class MemoryReport(Mapping[str, PoolStats]):
+class MemoryReport(Reported, Mapping[str, PoolStats]):
     """Statistics by kind of memory: "shared", "device", "pinned". Prints as a table, in a notebook too."""
 
     def __init__(self, kinds: Mapping[str, PoolStats]) -> None:
@@ -260,7 +260,7 @@ class MemoryReport(Mapping[str, PoolStats]):
     def __len__(self) -> int:
         return len(self._kinds)
 
-    def as_dict(self) -> dict[str, dict[str, float]]:
+    def to_dict(self) -> dict[str, dict[str, float]]:
         """Everything as plain values."""
         return {k: {**asdict(s), "fragmentation": s.fragmentation} for k, s in self._kinds.items()}
 
@@ -277,9 +277,6 @@ class MemoryReport(Mapping[str, PoolStats]):
         return "\n".join(self.report().lay_out())
 
     __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return self.report()._repr_html_()
 
 
 def memory_stats() -> MemoryReport:

@@ -197,7 +197,7 @@ def test_the_report_prints_as_a_table():
     assert row.split() == ["shared", "40,960", "16,384", "24,576", "2", "1", "33%"]
     assert list(memory_stats()) == ["shared", "device", "pinned"] and len(report) == 1
     assert '">shared</td><td>40,960</td>' in report._repr_html_()
-    assert report.as_dict()["shared"]["fragmentation"] == pytest.approx(1 / 3)
+    assert report.to_dict()["shared"]["fragmentation"] == pytest.approx(1 / 3)
 
 
 def test_anything_with_figures_can_be_counted():

@@ -38,7 +38,6 @@ import numpy as np
 
 from flagcx.arguments import check_shape
 from flagcx.communicator import allreduce as reductions
-from flagcx.communicator import barrier as barriers
 from flagcx.communicator import objects, operations, recovery, rows, transfers, v_operations
 from flagcx.communicator import split as splitting
 from flagcx.communicator.caller import Caller, Lineage
@@ -115,7 +114,7 @@ class Communicator(Caller, ForeignNames):
     gather = operations.gather
     scatter = operations.scatter
     alltoall = operations.alltoall
-    barrier = barriers.barrier
+    barrier = operations.barrier
 
     allgatherv = v_operations.allgatherv
     reduce_scatterv = v_operations.reduce_scatterv

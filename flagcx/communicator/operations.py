@@ -1,4 +1,4 @@
-"""The collectives with blocks of one size: what each does, and which arrays it takes and returns.
+"""The collectives with blocks of one size, and the barrier: what each does, and its arrays.
 
 Each is a method of ``Communicator``: it asks for a call like an earlier one (``run_again``), and leaves any
 other to ``call``; both stand in ``caller.py``. ``algorithm``, ``async_op`` and ``stream`` mean the same in
@@ -12,13 +12,17 @@ from typing import TYPE_CHECKING, Any, NoReturn, overload
 from flagcx.arguments import check_rank
 from flagcx.communicator.caller import MISS, Caller
 from flagcx.communicator.foreign_calls import refuse, refuses_foreign
-from flagcx.dtypes import Op
+from flagcx.dtypes import Op, dtype_of, resolve_op
+from flagcx.errors import ArgumentError
+from flagcx.fusion.group import Pending
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from flagcx.communicator.options import A, B, Either, Later, Now, S, Unpack
+    from flagcx.executor.host import Executor
     from flagcx.executor.work import Work
+    from flagcx.transport.base import Plan
 
 
 @overload
@@ -329,3 +333,33 @@ def alltoall(
         if done is not MISS:
             return done
     return comm.call("alltoall", x, out, algorithm=algorithm, async_op=async_op, stream=stream)
+
+
+def barrier(comm: Caller, *, stream: Any = None) -> None:
+    """Waits until every rank has come.
+
+    Args:
+        stream: A stream of a GPU, which then waits instead of the host: what is enqueued on it later begins
+            when the streams of all ranks have come to their barrier.
+    """
+    if stream is not None:
+        if comm._group is not None:
+            raise ArgumentError(
+                "barrier(stream=) has no meaning inside comm.group(), whose calls run at its end"
+            )
+        device = comm.device_executor()
+        with stream:
+            device.run(_meeting(device), None, None)
+        return
+    executor = comm._host
+    plan = _meeting(executor)
+    if comm._group is not None:
+        comm.put_off(Pending(lambda: executor.run(plan, None, None)), False, None)
+    else:
+        executor.run(plan, None, None)
+
+
+def _meeting(executor: Executor) -> Plan:
+    """The plan of a barrier."""
+    unsigned = dtype_of("uint8")
+    return executor.find("barrier", 0, unsigned, resolve_op("max", unsigned))

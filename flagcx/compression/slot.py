@@ -43,7 +43,7 @@ class Slot:
         keeps: Whether lost parts of a lossy codec are kept for the next call.
         residual: The part of this rank's gradients that is not sent yet (float32, one dimension), or None.
         velocity: The momentum of this rank's gradients, or None.
-        carried, momenta: The residual and the velocity, now and before the step; or None.
+        residuals, velocities: The residual and the velocity, now and before the step; or None.
         step: Calls so far that left something; the same on every rank. Where the host does not wait for a
             GPU to see whether they did, all calls.
         shape: The shape of the caller's arrays, if it matters to the codec.
@@ -87,8 +87,8 @@ class Slot:
 
     def reset(self) -> None:
         """Clears the memory, as at the start of a training. Call it on all ranks."""
-        self.carried: Carried | None = None
-        self.momenta: Carried | None = None
+        self.residuals: Carried | None = None
+        self.velocities: Carried | None = None
         self._loaded: dict[str, np.ndarray] = {}
         self.step = 0
         self.memory: dict[str, Any] = {}
@@ -211,15 +211,15 @@ class Slot:
         return self.runs or (work is not None and not work.done())
 
     def _all_carried(self) -> list[Carried]:
-        return [carried for carried in (self.carried, self.momenta) if carried is not None]
+        return [carried for carried in (self.residuals, self.velocities) if carried is not None]
 
     @property
     def residual(self) -> Any:
-        return None if self.carried is None else self.carried.now
+        return None if self.residuals is None else self.residuals.now
 
     @property
     def velocity(self) -> Any:
-        return None if self.momenta is None else self.momenta.now
+        return None if self.velocities is None else self.velocities.now
 
     def _other_shape(self, shape: tuple[int, ...] | None) -> ArgumentError:
         return ArgumentError(
@@ -258,9 +258,9 @@ class Slot:
                 clipped = scratch.get(f"clipped {x.dtype.itemsize}", x.size, x.dtype, x)
                 namespace(x).multiply(x, x.dtype.type(limit / norm), out=clipped)
                 x = clipped
-        if self.momenta is None:
+        if self.velocities is None:
             return x
-        before, velocity = self.momenta.before, self.momenta.now
+        before, velocity = self.velocities.before, self.velocities.now
         namespace(x).multiply(before, before.dtype.type(self._momentum), out=velocity)
         velocity += x
         return velocity
@@ -268,9 +268,9 @@ class Slot:
     def total(self, x: Any, scratch: Scratch, ranks: int) -> Any:
         """This step's contribution with the residual, which then holds it; see ``source``."""
         source = self.source(x, scratch, ranks)
-        if self.carried is None:
+        if self.residuals is None:
             return source
-        return namespace(x).add(self.carried.before, source, out=self.carried.now)
+        return namespace(x).add(self.residuals.before, source, out=self.residuals.now)
 
     def ahead(self, kept: Any, scratch: Scratch) -> Any:
         """What is kept, with all that momentum would still add to it: m + m^2 + ... of the velocity.
@@ -289,7 +289,7 @@ class Slot:
         for name, shape in (("shapes", self.shapes), ("shape", self.shape)):
             if shape is not None:
                 state[name] = repr(shape)
-        for name, carried in (("residual", self.carried), ("velocity", self.momenta)):
+        for name, carried in (("residual", self.residuals), ("velocity", self.velocities)):
             if carried is not None:  # a graph that was captured and has not run yet has written nothing
                 state[name] = on_host(carried.before if self._captured else carried.now)
         return state | {name: array.copy() for name, array in self._loaded.items()} | save_memory(self.memory)
@@ -332,8 +332,8 @@ class Slot:
             now = xp.zeros(x.size, dtype) if loaded is None else xp.asarray(loaded, dtype)
             return Carried(now, xp.empty_like(now))
 
-        self.carried = made("residual", np.dtype(np.float32)) if keeps else None
-        self.momenta = made("velocity", x.dtype) if self._momentum else None
+        self.residuals = made("residual", np.dtype(np.float32)) if keeps else None
+        self.velocities = made("velocity", x.dtype) if self._momentum else None
         if "factors" in self.memory:
             self.memory["factors"] = [xp.asarray(factors) for factors in self.memory["factors"]]
         if on_device(x) and self._all_carried():

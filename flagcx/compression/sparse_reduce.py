@@ -28,8 +28,8 @@ class TopKReduce(CodecReduce[TopK]):
         slot, peers = self._slot, self._peers
         source = slot.source(sendbuf, peers.scratch, peers.size)
         kept, whole, add = source, source, None
-        if slot.carried is not None:
-            kept, whole, add = slot.carried.now, slot.carried.before, source
+        if slot.residuals is not None:
+            kept, whole, add = slot.residuals.now, slot.residuals.before, source
         if slot.velocity is not None:
             if add is not None:
                 namespace(kept).add(whole, add, out=kept)

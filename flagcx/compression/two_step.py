@@ -61,7 +61,7 @@ class TwoStep(CodecReduce[FixedRate]):
 
     def run(self, sendbuf: Any, recvbuf: Any) -> None:
         source = self._slot.source(sendbuf, self._peers.scratch, self._peers.size)
-        residual = self._slot.carried
+        residual = self._slot.residuals
         self.waits, self.spoilt = not self._peers.on_device, False
         if self._stages == 1:
             for turn in range(len(self._pieces)):

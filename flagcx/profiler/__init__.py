@@ -83,7 +83,7 @@ class Profiler:
 
         Returns:
             A ``Summary``: a table where it is shown, in a terminal and in a notebook; ``rows`` and
-            ``as_dict()`` have the figures.
+            ``to_dict()`` have the figures.
         """
         from flagcx.profiler.summary import Summary
 

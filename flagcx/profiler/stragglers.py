@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from flagcx.profiler.records import NO_CALL, Record
-from flagcx.report import Report
+from flagcx.report import Report, Reported
 
 LATE_NS = 100_000
 """A rank that begins a call less than this after the first is not late: schedulers delay it as much."""
@@ -36,7 +36,7 @@ class Lateness:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class StragglerReport:
+class StragglerReport(Reported):
     """How often each rank was late, and by how much.
 
     Attributes:
@@ -51,8 +51,8 @@ class StragglerReport:
         worst = max(self.ranks, key=lambda entry: entry.caused_us, default=None)
         return worst.rank if worst is not None and worst.late else None
 
-    def as_dict(self) -> dict[str, Any]:
-        """The figures as plain data."""
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain values."""
         return {"worst": self.worst, "ranks": [asdict(entry) for entry in self.ranks]}
 
     def report(self) -> Report:
@@ -65,9 +65,6 @@ class StragglerReport:
         columns = ("rank", "last and late", "median", "worst", "the others waited")
         bold = [place for place, e in enumerate(self.ranks) if e.rank == self.worst]
         return Report(f"late ranks in {calls} calls", columns, rows, words=(), bold=bold)
-
-    def _repr_html_(self) -> str:
-        return self.report()._repr_html_()
 
     def __str__(self) -> str:
         if not self.ranks or not self.ranks[0].calls:

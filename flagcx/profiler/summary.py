@@ -120,11 +120,9 @@ class Summary(Reported):
         rows = (SummaryRow.of(key, members) for key, members in groups.items())
         return cls(rank, tuple(sorted(rows, key=lambda row: -row.total_us)))
 
-    def as_dict(self) -> dict[str, Any]:
-        """The figures as plain data."""
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain values."""
         return {"rank": self.rank, "rows": [asdict(row) for row in self.rows]}
-
-    to_dict = as_dict
 
     def report(self) -> Report:
         """The figures as a table."""

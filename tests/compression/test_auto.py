@@ -111,7 +111,7 @@ def test_a_dense_choice_empties_the_residual():
         common = peers, slot.codec, 8, scaled_sum(0.5), slot
         plan = AutoReduce(*common, INT8, lambda: FAST, lambda codec: 1.0, None)
         slot.begin(x)
-        slot.carried.before[...] = 1
+        slot.residuals.before[...] = 1
         out = np.empty_like(x)
         plan.run(x, out)
         slot.end(out, plan.waits, plan.spoilt)

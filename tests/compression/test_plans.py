@@ -233,7 +233,7 @@ def test_momentum_correction_gathers_velocity_and_masks_what_was_sent():
     # Alone a rank goes dense, and keeps its momentum; else look at the slot's own arithmetic.
     assert on_ranks(1, rank)[0].tolist() == [1, 10, 2, 20]
     assert slot.velocity.tolist() == [1, 10, 2, 20] and not slot.residual.any()
-    slot.momenta.before[:] = [1, 0, 2, 0]
+    slot.velocities.before[:] = [1, 0, 2, 0]
     assert slot.source(x, None, 1).tolist() == [pytest.approx(1.9), 10, pytest.approx(3.8), 20]
     slot.residual[:] = 5
     slot.sent(np.array([1, 3]))

@@ -65,7 +65,7 @@ def test_a_slot_of_a_graph_reads_the_same_array_in_every_step(monkeypatch):
         slot.end(x, waits=False)
 
     def replay(bad: int = 0) -> None:
-        np.add(read, 1, out=written) if replayed else np.add(slot.carried.before, 1, out=slot.carried.now)
+        np.add(read, 1, out=written) if replayed else np.add(slot.residuals.before, 1, out=slot.residuals.now)
         if replayed:
             settle(written, read, [bad], True)
 
@@ -77,7 +77,7 @@ def test_a_slot_of_a_graph_reads_the_same_array_in_every_step(monkeypatch):
     captures.append(True)
     slot.flag = np.int32([0])
     slot.begin(x)  # is captured, and does not run
-    read, written = slot.carried.before, slot.carried.now
+    read, written = slot.residuals.before, slot.residuals.now
     slot.runs = False
     captures.clear()
     assert slot.state_dict()["residual"].tolist() == [2, 2, 2]

@@ -41,7 +41,7 @@ def test_who_is_late_and_by_how_much():
     assert worst.caused_us == 500 + 490 + 300 + 300 + 900 + 900
     assert [entry.late for entry in others] == [0, 0]
     assert report.worst == 1
-    assert report.as_dict()["ranks"][0]["late"] == 3
+    assert report.to_dict()["ranks"][0]["late"] == 3
     assert "rank 1 was last in 3 of 4 calls, by 500 us (median; at worst 900 us)" in str(report)
     page = report._repr_html_()
     assert "<td><b>1</b></td><td><b>3</b></td><td><b>500 us</b></td>" in page and "in 4 calls" in page
@@ -76,7 +76,7 @@ def test_the_figures_of_the_summary():
     assert (row.waiting_us, row.moving_us, row.queued_us) == (16.0, 64.0, 0.0)
     assert row.gb_per_s == pytest.approx(0.1)
     assert summary.rows[1].queued_us == 7.0
-    assert summary.as_dict()["rows"][0]["calls"] == 4
+    assert summary.to_dict()["rows"][0]["calls"] == 4
     assert "ring (slots)" in str(summary)
     assert Summary.of(0, []).rows == ()
 

@@ -122,8 +122,8 @@ class Slot:
             shape: The caller's, if it matters to the codec.
 
         Raises:
-            ArgumentError: Earlier calls had another number of elements or another shape, or the slot is new
-                inside a capture.
+            ArgumentError: Earlier calls had another number of elements, another shape, or another dtype where
+                momentum is kept in it; or the slot is new inside a capture.
         """
         if self._count is None:
             total = x.size if self.shapes is None else sum(map(math.prod, self.shapes))
@@ -149,6 +149,11 @@ class Slot:
             )
         elif self.shape != shape and self.shapes is None:
             raise self._other_shape(shape)
+        elif self.velocities is not None and self.velocity.dtype != x.dtype:
+            raise ArgumentError(
+                f"the slot {self.key!r} of this Feedback keeps the momentum of an array of "
+                f"{self.velocity.dtype}, and got one of {x.dtype}; use a slot for each array, or convert it"
+            )
         self._turn(x)
         self.step += 1
 

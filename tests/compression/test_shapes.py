@@ -158,3 +158,34 @@ def _sparse_with_momentum() -> None:
 
 def test_the_lossless_codec_sends_the_momentum():
     run_ranks(_sparse_with_momentum, 2)
+
+
+def _another_dtype() -> list[str]:
+    """Momentum in one dtype, and a call in another, so long that a wrong one would write past its array."""
+    comm, said = fc.init(), []
+    for codec, first in itertools.product(("sparse", "auto", "int8"), (np.float32, np.float64)):
+        second = np.float32 if first is np.float64 else np.float64
+        slot, memory = Feedback(codec, momentum=0.5)["x"], np.zeros(120_000, second)
+        x = memory[40_000:80_000]
+        x[...] = 1
+        comm.allreduce(np.ones(40_000, first), compression=slot)
+        try:
+            comm.allreduce(x, compression=slot)
+        except fc.ArgumentError as error:
+            said.append(str(error))
+            x[...] = 1.5 * comm.size
+        np.testing.assert_allclose(memory, np.repeat([0, 1.5 * comm.size, 0], 40_000), rtol=0.02)
+        y = comm.allreduce(np.ones(40_000, first), compression=slot)
+        np.testing.assert_allclose(y, comm.size * (1.75 if codec == "int8" else 1.5), rtol=0.02)
+    return said
+
+
+def test_momentum_is_kept_in_one_dtype():
+    """Lossy codecs work in float32 whatever the array has; the lossless ones in the array's own dtype."""
+    for said in run_ranks(_another_dtype, 2):
+        assert len(said) == 4
+        assert (
+            "'x' of this Feedback keeps the momentum of an array of float32, and got one of float64"
+            in said[0]
+        )
+        assert "an array of float64, and got one of float32; use a slot for each array" in said[1]

@@ -241,11 +241,12 @@ class Feedback:
         return f"Feedback({self.codec!r}, {len(self._slots)} slots)"
 
 
-def as_feedback(compression: Any) -> Feedback | None:
+def as_feedback(compression: Any, **options: Any) -> Feedback | None:
     """Error feedback for a caller's ``compression=``, for a training loop that compresses many arrays.
 
     Args:
         compression: None, a name, a codec, or a ``Feedback``, which is returned as it is.
+        options: Those of ``Feedback``, where one is made.
 
     Raises:
         ArgumentError: It is none of these.
@@ -256,4 +257,4 @@ def as_feedback(compression: Any) -> Feedback | None:
         raise ArgumentError(
             f"compression={compression!r} remembers one array; for many, give the Feedback that it is from"
         )
-    return Feedback(codec_of(compression))
+    return Feedback(codec_of(compression), **options)

@@ -11,46 +11,20 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from flagcx.transport.base import Plan
+
+if TYPE_CHECKING:
+    from flagcx.kernels.pack import DevicePacking, PackTable
 
 _MOST_LISTS = 32
 _MOST_ARRAYS = 1 << 16
 """Arrays of all lists together for which something is kept: some hundred bytes each."""
 _MOST_LOSSES = 2
 _ID_NBYTES = np.dtype(np.uintp).itemsize
-
-
-class Places(Protocol):
-    """Where certain arrays lie, worked out once.
-
-    Attributes:
-        kept: Whether it is still known; else it is to be worked out anew.
-    """
-
-    kept: bool
-
-
-class PlacedPacking(Protocol):
-    """Packs arrays of which it is known where they lie.
-
-    Attributes:
-        flat: The message, an array of one dimension.
-    """
-
-    flat: Any
-
-    def places(self, arrays: Sequence[Any]) -> Places:
-        """Where these arrays lie."""
-
-    def pack_at(self, places: Any) -> None:
-        """Copies the arrays that lie there into the message."""
-
-    def unpack_at(self, places: Any) -> None:
-        """Copies the message into the arrays that lie there."""
 
 
 class BoundPart(NamedTuple):
@@ -65,8 +39,8 @@ class BoundPart(NamedTuple):
 
     plan: Plan
     number: int
-    packing: PlacedPacking | None = None
-    places: Places | None = None
+    packing: DevicePacking | None = None
+    places: PackTable | None = None
 
 
 class Bound:
@@ -90,7 +64,7 @@ class Bound:
     def run(self, sendbufs: Sequence[Any], recvbufs: Sequence[Any]) -> None:
         """Reduces the arrays that lie there; both lists are these."""
         for plan, number, packing, places in self._parts:
-            if packing is None:
+            if packing is None or places is None:
                 plan.run(sendbufs[number], sendbufs[number])
                 continue
             packing.pack_at(places)

@@ -22,16 +22,19 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
 from flagcx.dtypes import DType, ReduceOp
 from flagcx.executor.host import Executor
-from flagcx.fusion.cache import BindingCache, BoundPart, PlacedPacking, drop_oldest
+from flagcx.fusion.cache import BindingCache, BoundPart, drop_oldest
 from flagcx.fusion.known_lists import KnownLists, ListPart, copy_each, picker
 from flagcx.fusion.limits import Limits
 from flagcx.transport.base import Plan
+
+if TYPE_CHECKING:
+    from flagcx.kernels.pack import DevicePacking
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -60,8 +63,7 @@ class Packer(Protocol):
 
     Attributes:
         limits: What is worth packing.
-        lasting: Whether an array of this kind keeps its place and size as long as it lives. Its packings are
-            ``flagcx.fusion.cache.PlacedPacking`` too.
+        lasting: Whether an array of this kind keeps its place and size as long as it lives, as on a GPU.
     """
 
     limits: Limits
@@ -221,9 +223,8 @@ class Fused:
             if part.packing is None:
                 yield BoundPart(part.plan, mine[0])
                 continue
-            packing = cast(PlacedPacking, part.packing)
-            places = packing.places([arrays[i] for i in mine])
-            yield BoundPart(part.plan, -1, packing, places)
+            packing = cast("DevicePacking", part.packing)
+            yield BoundPart(part.plan, -1, packing, packing.places([arrays[i] for i in mine]))
 
     def known(self, arrays: Sequence[Any], numbers: Sequence[int]) -> Iterator[ListPart]:
         """What is to be done when a list of NumPy arrays comes again; see ``bind``."""

@@ -73,12 +73,9 @@ def _feedback(compression: Any, residual: bool, momentum: float, clip: float | N
         if momentum or clip is not None:
             raise ArgumentError("momentum and clip belong to a compression, and compression is None")
         return None
-    from flagcx.compression import Feedback, as_feedback
+    from flagcx.compression import as_feedback
 
-    if isinstance(compression, Feedback):
-        return compression
-    as_feedback(compression)  # raises if it is not known
-    return Feedback(compression, momentum=momentum, residual=residual, clip=clip)
+    return as_feedback(compression, momentum=momentum, residual=residual, clip=clip)
 
 
 class _BucketSlots:

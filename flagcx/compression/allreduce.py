@@ -205,8 +205,11 @@ class CompressedPlan:
         self.sent_nbytes = self._peers.sent_nbytes - before
 
     def note(self, work: Any) -> None:
-        """Takes note of a started call: until it ends, the slot's memory is neither saved nor set."""
-        self._slot.work = weakref.ref(work)
+        """Takes note of a started call: until it ends, the slot's memory is neither saved nor set.
+
+        A caller may drop the work at once. What runs it on the host keeps its future until it has ended.
+        """
+        self._slot.work = weakref.ref(getattr(work, "_future", work))
 
     def explain(self) -> Decision:
         """The codec of the plan, and the reason; all ranks must call it."""

@@ -20,6 +20,7 @@ from flagcx.compression.select import density_of
 from flagcx.compression.slot import Slot
 from flagcx.compression.topk import Sparse
 from flagcx.dtypes import ReduceOp
+from flagcx.errors import ArgumentError
 from flagcx.report import Report
 
 DENSE = "dense"
@@ -246,10 +247,20 @@ class AutoReduce(CodecReduce[Auto]):
         self.decision: Decision | None = None
 
     def settle(self, itemsize: int = 4) -> Decision:
-        """Decides, once; all ranks must call it."""
+        """Decides, once, or anew as a checkpoint says that was loaded since; all ranks must call it.
+
+        Raises:
+            ArgumentError: The checkpoint's choice is none.
+        """
         memory = self._slot.memory
-        if self.decision is None and "loaded" in memory:
+        if "loaded" in memory:
             chosen, below = memory.pop("loaded")
+            known = DENSE, Sparse.name, *self._codecs
+            if chosen not in known:
+                raise ArgumentError(
+                    f"the slot {self._slot.key!r} has loaded the choice {chosen!r}; expected one of "
+                    f"{', '.join(known)}"
+                )
             self.decision = Decision(chosen, f"{chosen}: as in the checkpoint", sparse_below=below)
         if self.decision is None:
             link = self._link()

@@ -58,7 +58,7 @@ class Slot:
         spoilt: Whether the host knows that the last step was.
         fresh: Whether it was used since the last ``Feedback.end_step``.
         runs: Whether a call is under way.
-        work: A call that was started; a weak reference to its ``Work``.
+        work: A call that was started; a weak reference to its future, or to its ``Work`` on a GPU.
     """
 
     def __init__(

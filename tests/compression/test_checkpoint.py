@@ -358,3 +358,45 @@ def _other_communicator() -> None:
 
 def test_a_slot_goes_on_with_fewer_ranks():
     run_ranks(_other_communicator, 3)
+
+
+def _another_choice() -> tuple[str, str, str]:
+    """The choice of "auto" after a state was loaded into a Feedback that has chosen already."""
+    comm, feedback = fc.init(throttle="0.05", tuning=False), Feedback(Auto(lossy=("int8",)))
+    x = np.ones(COUNT, np.float32)
+    comm.allreduce(x, compression=feedback["w"])
+    state = feedback.state_dict()
+    first = str(state["0.chosen"])
+    feedback.load_state_dict(state | {"0.chosen": "int8" if first == "dense" else "dense"})
+    comm.allreduce(x, compression=feedback["w"])
+    second = str(feedback.state_dict()["0.chosen"])
+    feedback.load_state_dict(state | {"0.chosen": "int9"})
+    with pytest.raises(fc.ArgumentError) as caught:
+        comm.allreduce(x, compression=feedback["w"])
+    assert comm.allreduce(np.ones(3))[0] == comm.size
+    return first, second, str(caught.value)
+
+
+def test_auto_goes_on_with_the_choice_of_the_checkpoint_whatever_it_chose_before():
+    for first, second, said in run_ranks(_another_choice, 2):
+        assert {first, second} == {"dense", "int8"}
+        assert "slot 'w' has loaded the choice 'int9'; expected one of dense, sparse, int8" in said
+
+
+def _dropped_work() -> str:
+    """Rank 0 asks for the state while a call waits for rank 1, whose work nobody keeps."""
+    comm, feedback, token = fc.init(timeout_s=20), Feedback("topk"), np.zeros(1)
+    if comm.rank == 1:
+        comm.recv(token, source=0)
+    comm.allreduce(np.ones(COUNT, np.float32), compression=feedback["w"], async_op=True)
+    if comm.rank == 1:
+        return ""
+    with pytest.raises(fc.ArgumentError) as caught:
+        feedback.state_dict()
+    comm.send(token, to=1)
+    return str(caught.value)
+
+
+def test_a_state_is_not_saved_while_a_call_is_under_way_whose_work_was_dropped():
+    said, _ = run_ranks(_dropped_work, 2)
+    assert "state_dict() while a call with the slot 'w' of this Feedback is under way" in said

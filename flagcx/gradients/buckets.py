@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -99,13 +99,14 @@ class Bucket:
         packing: Puts them end to end; None for a single gradient, which is reduced in place.
         plan: The all-reduce of the packed message, or of the single gradient.
         overlap: Whether it is reduced beside the computation, or only in ``wait``.
+        note: Is told of the work of each all-reduce that is started.
 
     Attributes:
         left: Number of gradients that are not ready yet in this step.
         work: The all-reduce, once it has been started in this step.
     """
 
-    __slots__ = ("_put_off", "executor", "left", "members", "overlap", "packing", "plan", "work")
+    __slots__ = ("_note", "_put_off", "executor", "left", "members", "overlap", "packing", "plan", "work")
 
     def __init__(
         self,
@@ -114,7 +115,9 @@ class Bucket:
         packing: Packing | None,
         plan: Plan,
         overlap: bool = True,
+        note: Callable[[Work], object] | None = None,
     ) -> None:
+        self._note = note
         self.members, self.executor, self.packing, self.plan = members, executor, packing, plan
         self.overlap = overlap
         self.left = len(members)
@@ -129,6 +132,8 @@ class Bucket:
         what = f"allreduce of {len(gradients)} gradients"
         plan, arrays = self._staged(gradients)
         self.work = self.executor.start(plan, arrays, arrays, None, what)
+        if self._note is not None:
+            self._note(self.work)
 
     def _staged(self, gradients: Sequence[Any]) -> tuple[Plan, Sequence[Any]]:
         """This bucket as the plan for some gradients, with copies of those that are not contiguous."""
@@ -209,6 +214,7 @@ def make_bucket(
     else:
         packing = comm.fusion_of(executor).packer.packing(shapes, dtype, own=True)
         message = packing.flat
+    note = None
     if feedback is None:
         kind = dtype_of(dtype)
         plan: Any = plan_beside(executor, message.size, kind, resolve_op(op, kind))
@@ -218,4 +224,5 @@ def make_bucket(
         gaps = message.size > sum(map(math.prod, shapes))
         slot = feedback.slot(members, with_gaps(shapes, dtype.itemsize) if gaps else shapes)
         plan = compressor_of(comm, executor).find(slot, message, op, beside=overlap)
-    return Bucket(members, executor, packing, plan, overlap)
+        note = plan.note
+    return Bucket(members, executor, packing, plan, overlap, note)

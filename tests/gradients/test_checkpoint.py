@@ -139,3 +139,28 @@ def test_states_that_do_not_fit_say_why():
     for said in run_ranks(_misfits, 2):
         for text, part in zip(said, expected, strict=True):
             assert part.replace('"', "'") in text.replace('"', "'"), text
+
+
+def _saved_beside() -> str:
+    """Rank 0 asks for its own Feedback's state while a bucket of its synchronizer waits for its turn."""
+    comm, token = fc.init(timeout_s=20), np.zeros(1)
+    feedback, gradient = fc.compression.Feedback("topk"), np.ones(3000, np.float32)
+    with fc.GradientSynchronizer(comm, [gradient], compression=feedback, overlap=True) as sync:
+        for step in range(2):
+            if comm.rank == step == 1:
+                comm.recv(token, source=0)
+            before = comm.allreduce(np.ones(3), async_op=True)
+            sync.ready(0)
+            if comm.rank == 0 and step == 1:
+                with pytest.raises(fc.ArgumentError) as caught:
+                    feedback.state_dict()
+                comm.send(token, to=1)
+            before.wait()
+            sync.wait()
+        feedback.state_dict()
+    return "" if comm.rank else str(caught.value)
+
+
+def test_feedback_is_not_saved_while_a_bucket_is_under_way():
+    said, _ = run_ranks(_saved_beside, 2)
+    assert "state_dict() while a call with the slot (0,) of this Feedback is under way" in said

@@ -146,6 +146,11 @@ class MultiHostRules(Rules):
         """The choice: nothing is measured between hosts."""
         return choose_across_hosts(request, self._groups)
 
+    def choose_named(self, algorithm: str, request: Request) -> Candidate:
+        """The choice where the caller names an algorithm. The transport cuts hierarchies into pieces."""
+        found = super().choose_named(algorithm, request)
+        return replace(found, pieces=1) if found.algorithm == Algorithm.HIERARCHICAL else found
+
 
 def choose_on_host(request: Request, attached: bool = True, striped: bool = False) -> Candidate:
     """Chooses for NumPy arrays on one host.

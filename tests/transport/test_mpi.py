@@ -149,6 +149,9 @@ def test_the_ranks_of_each_host():
     ],
 )
 def test_the_rule(collective, nbytes, groups, chosen):
-    choice = MultiHostRules(groups).choose(Request(collective, nbytes, sum(map(len, groups))))
+    rules, request = MultiHostRules(groups), Request(collective, nbytes, sum(map(len, groups)))
+    choice = rules.choose(request)
     assert str(choice.algorithm) == chosen
     assert choice.reason
+    if chosen == "hierarchical":  # which the transport cuts
+        assert choice.pieces == rules.choose_named(chosen, request).pieces == 1

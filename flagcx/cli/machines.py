@@ -31,7 +31,7 @@ def machine_of(name: str, ranks: int | None, sm: int | None, network_gb_per_s: f
     """The machine that ``--topology`` names; says so where the ranks need several of it.
 
     Raises:
-        TopologyError: See ``machine_for``.
+        TopologyError: There is no such preset or file, or it cannot make a cluster.
     """
     from flagcx.topology import machine_for
 

@@ -226,8 +226,8 @@ class Signals:
             CommunicationError: A rank died, left, gave up, called something else or is late.
         """
         peer = next(q for q, w in enumerate(self.words) if w is words)
-        clock, limit_s = ActiveClock(), timeout_s or self.timeout_s
-        start = time.monotonic_ns()
+        clock: ActiveClock | None = None  # until the first examination, before which most waits are over
+        start, limit_s = time.monotonic_ns(), timeout_s or self.timeout_s
         examine = start + _EXAMINE_NS // 5
         self.own[HEARTBEAT] = self.own[WAITING_SINCE] = start
         self.own[WAITING_FOR] = peer + 1
@@ -235,6 +235,7 @@ class Signals:
         while not self._looked(ready, yields, examine):
             now = time.monotonic_ns()
             if now >= examine:
+                clock = clock or ActiveClock()
                 self.own[HEARTBEAT], waited_s = now, clock.now()
                 self._examine(peer, ready, waited_s >= limit_s, point_to_point, waited_s)
                 examine = now + _EXAMINE_NS

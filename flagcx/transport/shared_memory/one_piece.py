@@ -41,11 +41,8 @@ class OnePiece:
         reduced = [arena.view(q, areas.reduced, b - a, dtype) for q, (a, b) in enumerate(pairwise(bounds))]
         others = [slice(a, b) for a, b in ((0, low), (high, count)) if b > a]
         self._contributed = [(part, slots[rank][part]) for part in others]
-        self._own, self._sources, self._reduced = (
-            slice(low, high),
-            [s[low:high] for s in slots],
-            reduced[rank],
-        )
+        self._own, self._reduced = slice(low, high), reduced[rank]
+        self._sources = [slot[low:high] for slot in slots]
         self._gathered = [
             (slice(a, b), reduced[q]) for q, (a, b) in enumerate(pairwise(bounds)) if q != rank and b > a
         ]
@@ -69,9 +66,8 @@ class OnePiece:
         for words in signals.others:
             if words[index] != value:
                 signals.wait_call(words, index, value)
-                late = (
-                    late or words[index] != value
-                )  # a peer whose array is shared enters before it contributes
+                # A peer whose array is shared enters before it contributes.
+                late = late or words[index] != value
         if signals.fence:
             signals.fence()
         if late:

@@ -34,19 +34,14 @@ class Pulled(InPlace):
 
     def __init__(self, arena: Arena, call: Call, signature: int) -> None:
         super().__init__(arena, call, signature)
-        kind, root, rank, size = (
-            COLLECTIVES[call.schedule.collective],
-            call.schedule.root,
-            arena.rank,
-            arena.size,
-        )
+        kind, root = COLLECTIVES[call.schedule.collective], call.schedule.root
+        rank, size = arena.rank, arena.size
         self._places = Places(arena)
         self._read = [None if q == rank else arena.steps.attached[q].read for q in range(size)]
         blocks = kind.input_blocks(size)
         self._total = blocks * self._count
-        self._start = (
-            rank * self._count if blocks > 1 else 0
-        )  # of each INPUT this rank takes what begins here
+        # Of each INPUT this rank takes the block that begins here.
+        self._start = rank * self._count if blocks > 1 else 0
         several = kind.output_blocks(size) > 1
         ranks = [(rank + i) % size for i in range(size)] if kind.has_output(rank, root) else []
         self._blocks = [_Block(q, q * self._count * several) for q in ranks if kind.has_input(q, root)]

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from flagcx.transport.base import Transport
 
 ONE_SHOT_NBYTES = 64 << 10
-_OF_TWO_NBYTES, _EXCHANGED_NBYTES = 192 << 10, 512 << 10
-"""The longest all-reduce that goes through shared memory in one exchange, that of two ranks, and the longest
-block of their reduce-scatter."""
+_EXCHANGED_NBYTES = 256 << 10
+"""The longest message that goes through shared memory in one exchange, and the longest block of a
+reduce-scatter of two ranks."""
 PIECE_NBYTES = (64 << 10, 256 << 10, 1 << 20)
 """The lengths of piece that pipelined algorithms are compared with on hosts, besides none at all."""
 
@@ -165,7 +165,7 @@ def choose_on_host(request: Request, attached: bool = True, striped: bool = Fals
     """
     collective, nbytes, size, *_ = request
     if collective == "allreduce":
-        if nbytes <= (_OF_TWO_NBYTES if size == 2 else ONE_SHOT_NBYTES):
+        if nbytes <= ONE_SHOT_NBYTES:
             if striped and size >= _STRIPED_RANKS and nbytes * size >= _STRIPED_NBYTES:
                 reason = "small, of many ranks: each rank reduces one stripe in the shared memory"
                 return Candidate(Algorithm.TWO_SHOT, reason=reason)

@@ -11,10 +11,11 @@ Plans
 -----
 ========================  =====================================================================
 ``one_shot.OneShot``      all-reduce ``one_shot``; all-gather, reduce-scatter and all-to-all ``direct``,
-                          blocks of up to 64 KiB: one exchange in double-buffered slots
+                          blocks of up to 64 to 256 KiB: one exchange in double-buffered slots
 ``broadcast.Broadcast``   broadcast ``direct`` up to 64 KiB: the root leaves it, all read it
 ``striped.Striped``       all-reduce ``two_shot`` up to 64 KiB, four ranks or more: two exchanges
 ``one_piece.OnePiece``    all-reduce ``two_shot``: a message that fits into the slots
+``one_piece.Exchanged``   the same of two ranks, where the message is shorter
 ``two_shot.TwoShotSlots`` all-reduce ``two_shot``: pieces through a ring of slots
 ``direct.Direct``         all-reduce ``two_shot``, large or in shared arrays: in the peers' own memory, or
                           through slots while that is quicker (``quicker.py``)
@@ -44,6 +45,7 @@ from flagcx.transport.shared_memory.channel import RENDEZVOUS_NBYTES, Receive, R
 from flagcx.transport.shared_memory.direct import Direct
 from flagcx.transport.shared_memory.exchange import Exchange
 from flagcx.transport.shared_memory.messages import SharedMemoryMessenger
+from flagcx.transport.shared_memory.one_piece import Exchanged
 from flagcx.transport.shared_memory.one_shot import Barrier, OneShot
 from flagcx.transport.shared_memory.places import Places
 from flagcx.transport.shared_memory.pulled import Pulled
@@ -150,6 +152,7 @@ class SharedMemoryTransport(HostTransport):
         if nbytes < SHARED_NBYTES:
             return through_slots(self._arena, call, signature)
         pays = nbytes >= CROSS_MEMORY_PAIR_NBYTES * self.size * (self.size - 1)
+        pays = pays and not Exchanged.serves(nbytes, self._arena)
         short = nbytes <= (MOST_CROWDED_NBYTES if self._arena.signals.crowded else MOST_SLOTS_NBYTES)
         attaches = call.protocol == CROSS_MEMORY if call.protocol else pays
         crosses = self.cross_memory and attaches

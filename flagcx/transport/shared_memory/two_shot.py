@@ -20,7 +20,7 @@ from flagcx.schedule.collectives import cut
 from flagcx.transport.base import Call
 from flagcx.transport.shared_memory.areas import STAGES
 from flagcx.transport.shared_memory.arena import MAPPED_PART_NBYTES, Arena
-from flagcx.transport.shared_memory.one_piece import OnePiece, longest_piece
+from flagcx.transport.shared_memory.one_piece import Contributed, Exchanged, OnePiece, longest_piece
 from flagcx.transport.shared_memory.reduction import accumulator_dtype, combiner
 from flagcx.transport.shared_memory.words import ARRIVED, REDUCED
 
@@ -156,7 +156,10 @@ class TwoShotSlots:
             recvbuf[start + low : start + high] = slot
 
 
-def through_slots(arena: Arena, call: Call, signature: int) -> TwoShotSlots | OnePiece:
+def through_slots(arena: Arena, call: Call, signature: int) -> TwoShotSlots | Contributed:
     """The plan of an all-reduce through slots, in as few pieces as it may have."""
-    one = OnePiece.serves(int(call.counts) * call.dtype.numpy.itemsize, arena)  # type: ignore[arg-type]
-    return (OnePiece if one else TwoShotSlots)(arena, call, signature)
+    nbytes = int(call.counts) * call.dtype.numpy.itemsize  # type: ignore[arg-type]
+    for plan in (Exchanged, OnePiece):
+        if plan.serves(nbytes, arena):
+            return plan(arena, call, signature)
+    return TwoShotSlots(arena, call, signature)

@@ -185,7 +185,7 @@ def reached_by_some() -> bool:
     comm, good = fc.init(timeout_s=20), True
     random = np.random.default_rng(5)
     for number in range(60):
-        count = int(random.choice([1, 13, 8192, 40_000, 65536, 262144]))
+        count = int(random.choice([1, 13, 8192, 30_000, 65536, 262144]))
         reached = random.integers(2, size=comm.size)
         x = comm.empty(count, np.float32) if reached[comm.rank] else np.empty(count, np.float32)
         x[...] = comm.rank + number

@@ -20,6 +20,7 @@ On one host arrays go through shared memory, or the GPUs' memory; between hosts 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -69,8 +70,9 @@ class _Board:
         await full.wait()
         return number, [hosts[place] for place in range(size)]
 
-    async def arrived(self) -> list[int]:
-        """The ranks that wait for the others."""
+    async def withdraw(self, rank: int) -> list[int]:
+        """Forgets a rank that waits no longer; returns those that do."""
+        self._hosts.pop(rank, None)
         return sorted(self._hosts)
 
     async def tell(self, number: int, meeting: Meeting) -> None:
@@ -87,20 +89,16 @@ class _Group:
 
     def __init__(self, name: str, size: int, rank: int, settings: dict[str, Any]) -> None:
         limit_s = Config.from_environment(environment(), **settings).init_timeout_s
-        # Kept, since the board ends with the handle of the actor that made it.
-        self._board = (
-            ray.remote(num_cpus=0)(_Board).options(name=f"flagcx-{name}", get_if_exists=True).remote()
-        )
         server = None
         try:
-            number, hosts = ray.get(self._board.arrive.remote(rank, size, host_name()), timeout=limit_s)
+            board, number, hosts = _arrive(name, rank, size, limit_s)
             if rank == 0:
                 meeting, server = open_meeting(size, len(set(hosts)) == 1, f"ray-{name}")
-                self._board.tell.remote(number, meeting)
+                board.tell.remote(number, meeting)
             else:
-                meeting = ray.get(self._board.told.remote(number), timeout=limit_s)
+                meeting = ray.get(board.told.remote(number), timeout=limit_s)
         except ray.exceptions.GetTimeoutError:
-            came = [rank, *ray.get(self._board.arrived.remote())]
+            came = [rank, *ray.get(_GROUPS.board(name).withdraw.remote(rank))]
             missing = [other for other in range(size) if other not in came]
             raise BootstrapError(
                 f"rank {rank} of {size} waited {limit_s:g} s for ranks {missing} to join group {name!r}; "
@@ -116,8 +114,37 @@ class _Group:
         self.comm.at_close(self.rank.end)
 
 
+def _arrive(name: str, rank: int, size: int, limit_s: float) -> tuple[Any, int, list[str]]:
+    """Waits for the other ranks; returns the board, the number of the round and the ranks' hosts."""
+    deadline = time.monotonic() + limit_s
+    while True:
+        board = _GROUPS.board(name)
+        try:
+            came = board.arrive.remote(rank, size, host_name())
+            return board, *ray.get(came, timeout=max(0.0, deadline - time.monotonic()))
+        except ray.exceptions.ActorDiedError:  # with the actor that had made it, for an earlier group
+            if time.monotonic() > deadline:
+                raise
+            del _GROUPS.boards[name]
+
+
 class _Groups(dict[str, _Group]):
-    """The groups of which this process is a rank, by name."""
+    """The groups of which this process is a rank, by name.
+
+    A board ends when the process that has made it lets go of it or ends. So boards are kept when their groups
+    end: other ranks may be about to meet on them again.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.boards: dict[str, Any] = {}
+
+    def board(self, name: str) -> Any:
+        """The board on which the ranks of a group meet."""
+        if name not in self.boards:
+            made = ray.remote(num_cpus=0)(_Board).options(name=f"flagcx-{name}", get_if_exists=True)
+            self.boards[name] = made.remote()
+        return self.boards[name]
 
 
 _GROUPS = _Groups()

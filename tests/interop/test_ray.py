@@ -20,12 +20,10 @@ def cluster():
     ray.shutdown()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def actors(cluster):
-    made = [Worker.remote() for _ in range(3)]
-    yield made
-    for actor in made:
-        ray.kill(actor)
+    """Three actors, in no group. They start so slowly that all tests share them."""
+    return [Worker.remote() for _ in range(3)]
 
 
 @ray.remote(num_cpus=0)
@@ -101,9 +99,11 @@ def test_ranks_that_do_not_come_are_named(actors):
 
 
 def test_a_lost_actor_is_named(actors):
-    collective.create_collective_group(actors, 3, [0, 1, 2])
-    waiting = [actor.without_peer.remote() for actor in actors[:2]]
-    actors[2].die.remote()
+    *others, lost = [*actors[:2], Worker.remote()]
+    collective.create_collective_group([*others, lost], 3, [0, 1, 2])
+    waiting = [actor.without_peer.remote() for actor in others]
+    lost.die.remote()
     for task in waiting:
         with pytest.raises(fc.PeerDiedError, match=r"rank 2 (died|has ended)"):
             ray.get(task)
+    ray.get([actor.leave.remote() for actor in others])

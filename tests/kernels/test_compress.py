@@ -51,7 +51,8 @@ static inline unsigned __float_as_uint(float f) { unsigned x; memcpy(&x, &f, 4);
 @pytest.mark.parametrize("block", [256, *exhaustive([32, 4096])])
 @pytest.mark.parametrize("name", compress.NAMES)
 def test_kernels_compile_without_a_warning(name, block, architecture):
-    made = nvrtc.compile_for(compress.compress_source(name, block), architecture, OPTIONS)
+    quickly = (name, block, architecture) != ("int8", 256, "sm_90")
+    made = nvrtc.compile_for(compress.compress_source(name, block), architecture, OPTIONS, quickly)
     assert made.status == 0, made.log
     assert made.log == ""
     for kernel in (compress.ENCODE, compress.REDUCE, compress.DECODE):

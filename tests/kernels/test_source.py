@@ -41,23 +41,24 @@ def some_kernels() -> list[tuple[DType, ReduceOp]]:
 @needs_nvrtc
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("architecture", "kernels"),
+    ("architecture", "kernels", "quickly"),
     [
-        pytest.param("sm_90", some_kernels(), id="sm_90-some"),
+        pytest.param("sm_90", some_kernels(), False, id="sm_90-some"),  # as on a GPU
         pytest.param(  # to PTX, since ptxas has had every dtype and every operation
             "compute_90",
             [kernel for kernel in KERNELS if kernel not in some_kernels()],
+            True,
             id="compute_90-others",
             marks=pytest.mark.exhaustive,
         ),
         # The text is the same for every architecture: only what NVIDIA's headers make of a dtype differs.
-        pytest.param("sm_80", some_kernels(), id="sm_80-some", marks=pytest.mark.exhaustive),
+        pytest.param("sm_80", some_kernels(), True, id="sm_80-some", marks=pytest.mark.exhaustive),
     ],
 )
-def test_every_kernel_compiles_without_a_warning(architecture, kernels):
+def test_every_kernel_compiles_without_a_warning(architecture, kernels, quickly):
 
     def compiled(kernel):
-        return nvrtc.compile_for(source.kernel_source(*kernel), architecture, source.OPTIONS)
+        return nvrtc.compile_for(source.kernel_source(*kernel), architecture, source.OPTIONS, quickly)
 
     with ThreadPoolExecutor(2) as pool:
         for (dtype, op), made in zip(kernels, pool.map(compiled, kernels), strict=True):
@@ -69,11 +70,16 @@ def test_every_kernel_compiles_without_a_warning(architecture, kernels):
 @needs_nvrtc
 @pytest.mark.parametrize(
     ("fault", "said"),
-    [("void f() { unknown_name(); }", "error"), ("void f() { int unused = 0; }", "warning")],
+    [
+        ("__device__ void f() { unknown_name(); }", "error"),
+        ("__device__ void f() { int unused = 0; }", "warning"),
+        ('extern "C" __global__ void f() { asm volatile("unknown;"); }', "known instruction: 'unknown'"),
+    ],
 )
-def test_a_faulty_source_is_noticed(fault, said):
-    text = source.kernel_source(dtype_of("float32"), OPS["sum"]) + "\n__device__ " + fault + "\n"
-    compiled = nvrtc.compile_for(text, "sm_90", source.OPTIONS)
+@pytest.mark.parametrize("quickly", [False, True])
+def test_a_faulty_source_is_noticed(fault, said, quickly):
+    text = source.kernel_source(dtype_of("float32"), OPS["sum"]) + f"\n{fault}\n"
+    compiled = nvrtc.compile_for(text, "sm_90", source.OPTIONS, quickly)
     assert said in compiled.log
 
 

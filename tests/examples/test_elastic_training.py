@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from tests.cli.launching import running
-from tests.ranges import exhaustive
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "elastic_training.py"
 RANKS, STEPS = 4, 300
@@ -57,9 +56,8 @@ def some_kills(seed, count):
     return [(step, rank) for step, rank in zip(steps, chance.sample(range(RANKS), count), strict=True)]
 
 
-@pytest.mark.parametrize("seed", [0, *exhaustive([1])])
-def test_ranks_that_are_started_again_change_no_bit(seed, undisturbed, tmp_path):
-    kills = some_kills(seed, 2)
+def test_ranks_that_are_started_again_change_no_bit(undisturbed, tmp_path):
+    kills = some_kills(0, 2)
     kept = ("--checkpoint", str(tmp_path / "checkpoint.npz"))
     text, parameters = trained("--elastic", kills=kills, arguments=kept)
     assert text.count("is started again") == 2, text
@@ -67,9 +65,9 @@ def test_ranks_that_are_started_again_change_no_bit(seed, undisturbed, tmp_path)
     assert parameters == undisturbed, text
 
 
-@pytest.mark.parametrize("seed", exhaustive(range(2)))
-def test_a_training_without_lost_ranks_is_one_that_they_left_by_plan(seed):
-    kills = some_kills(seed, 2)
+@pytest.mark.exhaustive
+def test_a_training_without_lost_ranks_is_one_that_they_left_by_plan():
+    kills = some_kills(1, 2)
     text, parameters = trained("--elastic", "--max-restarts", "0", "--min-ranks", "2", kills=kills)
     begun = [int(step) for step in re.findall(r"from step (\d+) on", text)]
     assert begun[0] == 0 and len(begun) == 3, text

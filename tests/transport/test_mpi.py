@@ -15,7 +15,6 @@ from flagcx.selection.candidates import Request
 from flagcx.selection.rules import MultiHostRules
 from flagcx.transport.network.watch import Watch
 from tests.mpi import ROOT, run_mpi
-from tests.ranges import exhaustive
 from tests.transport.told import PARTS, check_losses, check_mistakes, check_waits
 
 
@@ -26,10 +25,12 @@ def run(size: int, name: str, timeout_s: float = 180) -> tuple[int, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [3, *exhaustive([4])])
-def test_every_call_between_hosts(size):
-    """Collectives; transfers, objects, groups and splits; messages that move together, beside collectives."""
-    code, printed = run(size, "everything", timeout_s=300)
+def test_every_call_between_hosts():
+    """Collectives; transfers, objects, groups and splits; messages that move together, beside collectives.
+
+    By four ranks on two hosts; in the test of UCX one of the hosts has one rank.
+    """
+    code, printed = run(4, "everything", timeout_s=300)
     assert code == 0, printed
     assert re.findall(r"done \w+", printed) == PARTS, printed
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
 from bench.hosts import address_of, inside
+from flagcx.transport.ucx.engine import UcxEngine
+from flagcx.transport.ucx.process import context_of_process, load_ucxx
 from tests.hosts import KEY, ROOT, run_by_torchrun
 from tests.transport.told import PARTS, check_losses, check_mistakes, check_waits
 
@@ -42,7 +48,8 @@ def run(
 def alone(program: str) -> str:
     """Runs a program as the only rank of a job; returns what it printed."""
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    environ = {**os.environ, **OVER_THE_NETWORK}
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -107,6 +114,42 @@ def test_messages_to_self():
     """In any number of pieces; and taken back after an error."""
     job = "from tests.transport.network_jobs import to_self; to_self()"
     alone(f"import sys; sys.argv[1:] = ['', '', 'ucx']\n{job}")
+
+
+def connect_to_the_dead() -> None:
+    """Sends to a rank that was killed while it connected to this one; prints the error."""
+    here, there = socket.socketpair()
+    died = os.fork()  # before UCX has started
+    rank = int(died == 0)
+    mine = there if rank else here
+    ucxx = load_ucxx()
+    worker = ucxx.UCXWorker(context_of_process(), enable_delayed_submission=False, enable_python_future=False)
+    own = worker.address.tobytes()
+    mine.send(own)
+    other = mine.recv(1 << 16)
+    engine = UcxEngine(ucxx, worker, rank, [other, own] if rank else [own, other])
+    memory = engine.memory(np.zeros(100, np.uint8))
+    if rank:
+        engine.send(memory, 0, 2)
+        mine.send(b"connects")
+        while True:
+            signal.pause()
+    mine.recv(8)
+    for _ in range(1000):
+        engine.first(2)  # answers what the other rank will never read
+    os.kill(died, signal.SIGKILL)
+    os.waitpid(died, 0)
+    request = engine.send(memory, 1, 2)
+    with pytest.raises(engine.error) as told:
+        while not engine.is_done(request):
+            pass
+    print(told.value, engine.lost())
+
+
+@pytest.mark.slow
+def test_a_rank_that_died_while_it_connected_ends_no_other():
+    program = "from tests.transport.test_ucx import connect_to_the_dead; connect_to_the_dead()"
+    assert "Endpoint timeout [1]" in alone(program)
 
 
 def test_a_missing_package_is_named():

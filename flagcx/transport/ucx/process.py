@@ -30,4 +30,7 @@ def load_ucxx() -> Any:
 def context_of_process() -> Any:
     """UCX's context: the devices and protocols of this process, as the variables ``UCX_*`` allow."""
     ucxx = load_ucxx()
-    return ucxx.UCXContext({"RNDV_THRESH": str(_LONG_NBYTES)}, (ucxx.Feature.TAG,))
+    # A connect() that blocks holds this rank up, whatever its time-out is; and where a peer goes away between
+    # connect() and the first send(), UCX ends the process by a failed assertion.
+    settings = {"RNDV_THRESH": str(_LONG_NBYTES), "TCP_CONN_NB": "y"}
+    return ucxx.UCXContext(settings, (ucxx.Feature.TAG,))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
-from flagcx.topology import markup, nccl_xml, nvidia_smi, smi_text
+from flagcx.topology import markup, nccl_xml, nvidia_smi, pasted, smi_text
 from flagcx.topology.topology import Topology
 
 
@@ -19,18 +18,7 @@ def read(path: str | Path, *, sm: int | None = None) -> Topology:
     Raises:
         TopologyError: The file cannot be opened or is neither; names file, place and reason.
     """
-    text = markup.read_text(path, "a topology (NCCL's XML, or the output of nvidia-smi topo -m)")
-    start = re.search(r"<\?xml|<!DOCTYPE|<system|<graphs", text)
-    if start or (text.lstrip().startswith("<") and not smi_text.has_table(text)):
-        return nccl_xml.parse(_alone(text), str(path), sm=sm)
+    text = markup.read_text(path)
+    if pasted.is_xml(text) or (text.lstrip().startswith("<") and not smi_text.has_table(text)):
+        return nccl_xml.parse(text, str(path), sm=sm)
     return nvidia_smi.parse(text, str(path), sm=sm)
-
-
-def _alone(text: str) -> str:
-    """The XML of a text with a prompt or prose around it; lines keep their numbers."""
-    if text.lstrip().startswith("<"):
-        return text
-    start, end = re.search(r"<\?xml|<!DOCTYPE|<system|<graphs", text), text.rfind("</system>")
-    if start is None:
-        return text
-    return "\n" * text.count("\n", 0, start.start()) + text[start.start() : end + 9 if end > 0 else None]

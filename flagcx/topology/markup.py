@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from xml.parsers import expat
 
 from flagcx.errors import TopologyError
@@ -15,7 +16,18 @@ from flagcx.errors import TopologyError
 MAX_NBYTES = 8 << 20
 MAX_DEPTH = 64
 MAX_ELEMENTS = 100_000
-BUS_ID = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f]")
+_BUS_ID = re.compile(r"(?:([0-9a-f]{1,8}):)?([0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f])")
+#: By the name in their DOCTYPE, other documents that people have of a machine.
+_OTHER_DOCUMENTS = MappingProxyType(
+    {
+        "nvidia_smi_log": "the output of 'nvidia-smi -q -x', which does not say how GPUs are joined",
+        "topology": "hwloc's (lstopo's) XML, which does not say how GPUs are joined",
+        "html": "a page of HTML without the table of 'nvidia-smi topo -m'",
+    }
+)
+_WHAT = "a topology (NCCL's XML, or the output of nvidia-smi topo -m)"
+#: Bytes that no text has.
+_BINARY = re.compile(rb"[\x00-\x06\x0e-\x1a\x1c-\x1f\x7f]")
 #: As C's strtol reads them in any base, which NCCL does.
 _WHOLE = re.compile(r"-?(?:0x[0-9a-f]{1,15}|[0-9]{1,18})", re.ASCII | re.IGNORECASE)
 
@@ -43,9 +55,9 @@ class Element:
         return value if least <= value <= most else None
 
     def address(self, name: str) -> str:
-        """A PCI address among the attributes, in lower case; "" where it is missing or makes no sense."""
-        text = self.attributes.get(name, "").strip().lower()
-        return text if BUS_ID.fullmatch(text) else ""
+        """A PCI address among the attributes, as ``0000:1b:00.0``; "" where there is none."""
+        match = _BUS_ID.fullmatch(self.attributes.get(name, "").strip().lower())
+        return f"{int(match[1] or '0', 16):04x}:{match[2]}" if match else ""
 
     def shown(self, name: str) -> str:
         """An attribute as a note shows it: its text and its place."""
@@ -53,29 +65,32 @@ class Element:
         return f"{name} is {'missing' if text is None else repr(text[:40])} in line {self.line}"
 
 
-def read_text(path: str | Path, what: str) -> str:
+def read_text(path: str | Path) -> str:
     """The text of a file of bounded size, in UTF-8 or, as Windows redirects output, UTF-16.
+
+    Of a text in another encoding, such as that of a German or Chinese Windows, what is ASCII is right.
 
     Args:
         path: The file.
-        what: The expected content, for the message.
 
     Raises:
-        TopologyError: It cannot be opened, is too large, or is no text in UTF-8 or UTF-16.
+        TopologyError: It cannot be opened, is too large, or is no text.
     """
     try:
         with open(path, "rb") as stream:
             data = stream.read(MAX_NBYTES + 1)
     except OSError as error:
-        raise TopologyError(f"{path}: cannot be opened as {what}: {error.strerror or error}") from None
+        raise TopologyError(f"{path}: cannot be opened as {_WHAT}: {error.strerror or error}") from None
     if len(data) > MAX_NBYTES:
-        raise TopologyError(f"{path}: over {MAX_NBYTES >> 20} MiB, which is too large for {what}")
+        raise TopologyError(f"{path}: over {MAX_NBYTES >> 20} MiB, which is too large for {_WHAT}")
     encoding = _encoding(data[:4])
     try:
         return data.decode(encoding)
     except UnicodeDecodeError as error:
+        if encoding == "utf-8-sig" and not _BINARY.search(data):
+            return data.decode("latin-1")
         name = encoding[:6].upper().rstrip("-")
-        raise TopologyError(f"{path}: byte {error.start} is not {name}; expected {what}") from None
+        raise TopologyError(f"{path}: byte {error.start} is not {name}; expected {_WHAT}") from None
 
 
 def _encoding(first: bytes) -> str:
@@ -142,8 +157,14 @@ class _Builder:
             self.root = element
         self.open.append(element)
 
-    def refuse(self, *declaration: object) -> None:
+    def refuse(self, name: str, *declaration: object) -> None:
+        line = self.parser.CurrentLineNumber
+        if name in _OTHER_DOCUMENTS:
+            raise TopologyError(
+                f"{self.source}, line {line}: this is {_OTHER_DOCUMENTS[name]}; expected NCCL's topology "
+                "XML, as NCCL_TOPO_DUMP_FILE writes"
+            )
         raise TopologyError(
-            f"{self.source}, line {self.parser.CurrentLineNumber}: has a DOCTYPE or an entity declaration; "
-            "topology files need none, and they are refused because entities can grow without bound"
+            f"{self.source}, line {line}: has a DOCTYPE or an entity declaration; topology files need none, "
+            "and they are refused because entities can grow without bound"
         )

@@ -16,51 +16,41 @@ from itertools import combinations
 from pathlib import Path
 
 from flagcx.errors import TopologyError
-from flagcx.topology import markup, nccl_links, speeds
+from flagcx.topology import markup, nccl_links, pasted, speeds
 from flagcx.topology import nccl_elements as elements
-from flagcx.topology.builder import Builder
+from flagcx.topology.builder import Builder, Notes
 from flagcx.topology.graph import Device, DeviceKind, Link, LinkKind
 from flagcx.topology.markup import Element
 from flagcx.topology.topology import Topology
 
-_WHAT = "NCCL's topology XML"
 #: NUMA nodes of one file; every two of a host are joined, so their number is bounded.
 _MOST_CPUS = 512
 
 
-def read(path: str | Path, *, sm: int | None = None) -> Topology:
-    """Reads a topology file.
-
-    Args:
-        path: The file.
-        sm: Compute capability times ten of the GPUs, where the file does not name it.
-
-    Returns:
-        The machine. ``notes`` names facts that the file lacks, and the assumptions made for them.
-
-    Raises:
-        TopologyError: The file cannot be read, or is not a topology; names file, line and reason.
-    """
-    return parse(markup.read_text(path, _WHAT), str(path), sm=sm)
-
-
 def parse(text: str, source: str = "<text>", *, sm: int | None = None) -> Topology:
-    """Reads a topology from text; see ``read``.
+    """Reads a topology from text.
 
     Args:
-        text: The XML.
+        text: The XML, perhaps with text around it.
         source: Its name in messages.
         sm: Compute capability times ten of the GPUs, where the text does not name it.
 
+    Returns:
+        The machine. ``notes`` names facts that the text lacks, and the assumptions made for them.
+
     Raises:
-        TopologyError: It is not a topology.
+        TopologyError: It is not a topology; names source, line and reason.
     """
-    root = markup.parse(text, source)
-    _check_root(root)
-    return _Reader(source, sm).read(root)
+    xml, others = pasted.document(text)
+    root = markup.parse(xml, source)
+    reader = _Reader(source, sm)
+    _check_root(root, reader.notes)
+    if others:
+        reader.notes.add(f"the text has {others + 1} topologies; the first is read")
+    return reader.read(root)
 
 
-def _check_root(root: Element) -> None:
+def _check_root(root: Element, notes: Notes) -> None:
     if root.tag == "graphs":
         raise root.error(
             "this is an NCCL graph file (root 'graphs', for NCCL_GRAPH_FILE): it lists channels, not a "
@@ -72,7 +62,10 @@ def _check_root(root: Element) -> None:
         )
     version = root.attributes.get("version", "1")
     if version not in ("1", "2"):
-        raise root.error(f"topology version {version[:40]!r}; versions 1 (NCCL) and 2 (RCCL) are known")
+        notes.add(
+            "the topology's version is neither 1 (NCCL) nor 2 (RCCL); it is read as these are",
+            root.shown("version"),
+        )
 
 
 class _Reader(Builder):

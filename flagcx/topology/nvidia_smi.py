@@ -10,27 +10,16 @@ from itertools import combinations
 from pathlib import Path
 
 from flagcx.errors import TopologyError
-from flagcx.topology import markup, paths, smi_tree
+from flagcx.topology import paths, smi_tree
 from flagcx.topology.smi_matrix import parse_matrix
 from flagcx.topology.topology import Topology
-
-_WHAT = "the output of nvidia-smi topo -m"
-
-
-def read(path: str | Path, *, sm: int | None = None) -> Topology:
-    """Reads a file that holds the output of ``nvidia-smi topo -m``; see ``parse``.
-
-    Raises:
-        TopologyError: The file cannot be read or understood; names file, line and reason.
-    """
-    return parse(markup.read_text(path, _WHAT), str(path), sm=sm)
 
 
 def parse(text: str, source: str = "<text>", *, sm: int | None = None) -> Topology:
     """Builds a topology from the output of ``nvidia-smi topo -m``.
 
     Args:
-        text: The output, with spaces or tabs, with or without its legend.
+        text: The output, with or without its legend, as people paste it.
         source: Its name in messages.
         sm: Compute capability times ten of the GPUs, where known; it gives the NVLinks' speed.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from itertools import combinations
+from types import MappingProxyType
 
 from flagcx.errors import TopologyError
 from flagcx.topology import gpu_models, smi_text
@@ -13,6 +14,8 @@ from flagcx.topology.smi_text import CELL, CUT, GPU, Row, Table
 _MAX_DEVICES = 128
 #: A column of the matrix is so wide; a first word further away stands in a later column than the next.
 _TAB = 8
+#: What older drivers said, and what newer ones say for it.
+_OLD_WORDS = MappingProxyType({"SOC": "SYS", "PSB": "PIX"})
 _COLUMNS = re.compile(
     r"(?P<cpu>CPU\s*Affinity)|(?P<gpu>GPU\s*NUMA\s*ID)|(?P<numa>NUMA(\s*(Affinity|Nodes?))?)", re.I
 )
@@ -46,10 +49,11 @@ def parse_matrix(text: str, source: str = "<text>") -> Matrix:
     found: Matrix | None = None
     wrong: TopologyError | None = None
     others, p2p = 0, False
-    if "ROCm System Management" in text or re.search(r"Link Type between two GPUs", text):
+    if re.search(r"ROCm System Management|Link Type between two GPUs|LINK TYPE TABLE", text):
         raise TopologyError(
-            f"{source}: this is the output of rocm-smi, which does not say how many links join two GPUs; "
-            "expected RCCL's topology XML (NCCL_TOPO_DUMP_FILE) or the output of 'nvidia-smi topo -m'"
+            f"{source}: this is the output of rocm-smi or amd-smi, which does not say how many links join "
+            "two GPUs; expected RCCL's topology XML (NCCL_TOPO_DUMP_FILE) or the output of "
+            "'nvidia-smi topo -m'"
         )
     for table in smi_text.tables(lines):
         if table.is_p2p:
@@ -64,8 +68,9 @@ def parse_matrix(text: str, source: str = "<text>") -> Matrix:
         found = found or matrix
     if found is None:
         raise wrong or _no_table(source, p2p)
-    found.legend = dict(re.findall(r"(?:^|[\s\]>:+-])(NIC\d+):\s*(\S+)\s*$", "\n".join(lines), re.MULTILINE))
-    found.model = gpu_models.named_in("\n".join(lines))
+    cleaned = "\n".join(lines)
+    found.legend = dict(re.findall(r"(?:^|[\s\]>:+-])(NIC\d+):\s*(\S+)[\s\]]*$", cleaned, re.MULTILINE))
+    found.model = gpu_models.named_in(cleaned)
     if re.search(r"\btopo\s+-mp\b", text):
         found.notes.append("the text is that of 'nvidia-smi topo -mp', which leaves NVLinks out")
     if others:
@@ -124,10 +129,12 @@ def _row(matrix: Matrix, row: Row, columns: list[str], place: str) -> None:
             raise TopologyError(
                 f"{place}: {cell[:40]!r} from {name} to {column}; expected X, NV#, PIX, PXB, PHB, NODE or SYS"
             )
-        matrix.cells[name, column] = "SYS" if cell == "SOC" else cell
+        matrix.cells[name, column] = _OLD_WORDS.get(cell, cell)
     if len(cells) < len(names):
         raise TopologyError(f"{place}: {len(cells)} cells for {name}; expected {len(names)}, one a column")
     words = re.sub(r",\s+(?=\d)", ",", further).split()
+    if words and words[0] != "N/A" and CELL.fullmatch(words[0]):
+        raise TopologyError(f"{place}: more cells for {name} than the {len(names)} columns")
     space = len(further) - len(further.lstrip())
     if len(words) == len(columns) - 1 and len(cells[-1]) + space > _TAB:
         columns = columns[1:]  # no CPU of that node is left to this process

@@ -6,13 +6,16 @@ indented, wrapped by a terminal (in the middle of a word too), double-spaced, or
 
 from __future__ import annotations
 
+import csv
 import html
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from flagcx.topology import pasted
+
 GPU = re.compile(r"GPU\d{1,4}")
-CELL = re.compile(r"NV\d{1,3}|XGMI\d{1,2}|NODE|N/A|PIX|PXB|PHB|SYS|SOC|X")
+CELL = re.compile(r"NV\d{1,3}|XGMI\d{1,2}|NODE|N/A|PIX|PXB|PHB|SYS|SOC|PSB|X")
 #: The words of ``topo -p2p``, which says what is allowed and not what is there.
 P2P = frozenset(("OK", "CNS", "GNS", "TNS", "NS", "DR", "U"))
 _FURTHER = ("CPU", "NUMA", "Affinity", "GPU", "ID", "Node", "node", "Nodes")
@@ -23,24 +26,20 @@ CUT = "\0"
 _MOST_LINES = 1000  # of one table
 _MOST_IN_ALL = 50_000  # lines of a text that are looked at
 _MOST_BEFORE = 400  # characters of a line in which its name and first cell are looked for
-_ESCAPES = re.compile(
-    r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b[@-_]"
-    # A colour whose first character was lost on the way, or is written out.
-    r"|(?:\^\[|\\(?:u001b|x1b|033|e))?\[[0-9]{1,3}(?:;[0-9]{1,3}){0,4}m"
-)
 _QUOTE = re.compile(r"(?:\s*>)+ ?")
 _CELL_END = re.compile(r"</t[dh]>", re.I)
 #: The name and the first cell of a row, with what a log, a list or a shell's prompt put before them.
 _ROW = re.compile(
-    r"(?:^|(?<=[\s\]>:+-]))(?P<name>[A-Za-z][A-Za-z_.+-]{0,30}\d[\w.+-]{0,30}):?"
-    r"(?=\s{1,40}(?:X|NV\d+|XGMI\d+|NODE|PIX|PXB|PHB|SYS|SOC)\b)"
+    r"(?:^|(?<=[\s\]>:+-]))(?P<name>(?!NV\d+\b|XGMI)[A-Za-z][A-Za-z_.+-]{0,30}\d[\w.+-]{0,30}):?"
+    r"(?=\s{1,40}(?:X|NV\d+|XGMI\d+|NODE|PIX|PXB|PHB|SYS|SOC|PSB)\b)"
 )
 _TAG = re.compile(r"</?[a-zA-Z][^<>]{0,80}>|`+")
-_CHARACTERS: dict[int, str | None] = {
-    **{ord(mark): None for mark in "*\ufeff\u200b\u200c\u200d\u2060\u00ad"},
-    **{ord(mark): " " for mark in "|&;\\\u2502\u2503\u2551\u00a0\u2007\u202f\u3000\u2002\u2003\u2009"},
-    **{ord(mark): "-" for mark in "\u2010\u2011\u2012\u2013\u2014\u2212"},
-}
+_MARKS = str.maketrans({**dict.fromkeys("|&;\\\"'", " "), "*": None})
+#: The end of a line in a list of strings, marks that Markdown escapes, and rules of LaTeX.
+_NO_CELL = re.compile(r"\",?\s*$|\\(?=[_#*])|\\(?:hline|\w{3,6}rule)\b")
+_NAMES = re.compile(r"\bGPU[ _#-]?(?=\d{1,4}\b)", re.I)
+_ROW_OF_HTML = re.compile(r"<tr\b[^<>]{0,200}>", re.I)
+_LINE_END = re.compile(r"<br\s*/?>|</(?:p|div|li|tr)>", re.I)
 
 
 @dataclass(slots=True)
@@ -69,13 +68,34 @@ class Table:
 
 def clean(text: str) -> list[str]:
     """The lines of a text without colours, quote marks, prefixes of logs, markup and unusual characters."""
-    text = _ESCAPES.sub("", html.unescape(text).replace(CUT, ""))
-    if text.count("\\n") > text.count("\n"):  # a string as programs print it
-        text = text.replace("\\r", "").replace("\\n", "\n").replace("\\t", "\t")
-    text = _CELL_END.sub(" ", text).translate(_CHARACTERS)
-    text = re.sub(r"(?<=Affinity)(?=NUMA|GPU)", " ", text)
+    text = pasted.plain(html.unescape(text).replace(CUT, ""))
+    head, *rows = _ROW_OF_HTML.split(text)
+    # Each cell may stand in a line of its own, unless the row holds text with lines.
+    text = head + "".join(row if "<pre" in row.lower() else _one_line(row) for row in rows)
+    text = _CELL_END.sub(" ", _LINE_END.sub("\n", text))
+    if re.search(r"\bGPU[ _#-]?0[\s,\"|]+GPU[ _#-]?1\b", text, re.I):
+        text = _NAMES.sub("GPU", text)
     lines = re.split(r"\r*\n|\r", text, maxsplit=_MOST_IN_ALL)[:_MOST_IN_ALL]
+    if re.search(r"\bGPU0\"?,\s*\"?(?:GPU|NIC|mlx|CPU)", text):
+        lines = [_separated(line) for line in lines]
+    lines = [_NO_CELL.sub("", line).translate(_MARKS) for line in lines]
+    lines = [re.sub(r"(?<=Affinity)(?=NUMA|GPU)", " ", line) for line in lines]
     return [_bare(line.expandtabs(8)) for line in _unnumbered(lines)]
+
+
+def _one_line(row: str) -> str:
+    """A row of HTML on a line of its own, and what follows it."""
+    cells, end, after = row.partition("</tr>")
+    return " ".join(cells.split()) + "\n" + after if end else row
+
+
+def _separated(line: str) -> str:
+    """The cells of a line whose cells are separated by commas."""
+    try:
+        cells = next(csv.reader([line.replace(CUT, "")], skipinitialspace=True), [])
+    except csv.Error:
+        return line
+    return "  ".join(cell or "N/A" for cell in cells)
 
 
 def _unnumbered(lines: list[str]) -> list[str]:
@@ -104,12 +124,18 @@ def tables(lines: Sequence[str]) -> Iterator[Table]:
     """
     position = 0
     while position < len(lines):
-        if not _header(lines[position], broken=_is_full(lines, position)):
+        names = _words(lines[position])
+        if not names or not all(map(_is_heading, names[:-1])):
             position += 1
             continue
-        header, first = _whole_header(lines, position)
+        first = _first_row(lines, position + 1, names)
+        width = _width(lines, position)
+        header = _words(_joined(lines[position:first], width))
+        if not all(map(_is_heading, header)):
+            position += 1
+            continue
         table = Table(header, position + 1)
-        position = _rows(lines, first, table)
+        position = _rows(lines, first, table, width)
         yield table
 
 
@@ -120,77 +146,73 @@ def _words(line: str) -> list[str]:
     return words[start:]
 
 
-def _header(line: str, *, broken: bool = False) -> bool:
-    """Whether a line is a header: names of devices and headings, and no cell.
-
-    Args:
-        line: The line.
-        broken: Whether its last word may be cut in two by a terminal.
-    """
-    words = _words(line)
-    return bool(words) and all(map(_is_heading, words[:-1] if broken and len(words) > 1 else words))
-
-
 def _is_heading(word: str) -> bool:
     return word in _FURTHER or (bool(_NAME.fullmatch(word)) and not CELL.fullmatch(word))
 
 
-def _is_full(lines: Sequence[str], position: int) -> bool:
-    """Whether a line is as long as those around it that a terminal may have wrapped."""
-    near = lines[position : position + 4]
-    return len(lines[position]) >= 40 and len(lines[position]) == max(map(len, near))
+def _is_header(line: str) -> bool:
+    """Whether a line has names of devices and headings alone."""
+    words = _words(line)
+    return bool(words) and all(map(_is_heading, words))
+
+
+def _first_row(lines: Sequence[str], position: int, names: Sequence[str]) -> int:
+    """The number of the first row below a header, which a terminal may have wrapped.
+
+    Args:
+        lines: All lines.
+        position: The number of the line below the header's first.
+        names: The words of that line.
+
+    Returns:
+        The number of a line; ``position`` where no row follows.
+    """
+    for number in range(position, len(lines)):
+        words = lines[number].split()
+        if words and words[0] in names and words[0] not in _FURTHER:
+            return number
+        if names[0] in words or not all(map(_is_heading, words[1:-1])):
+            break
+    return position
 
 
 def _begins_row(line: str, names: Sequence[str]) -> bool:
     words = line.split(maxsplit=2)
-    if not words or (words[0] not in names and not _NAME.fullmatch(words[0])):
+    if len(words) < 2 or words[0] in _FURTHER:
         return False
-    return len(words) > 1 and bool(CELL.match(words[1]) or words[1] in P2P or words[0] in names)
+    cell = bool(CELL.match(words[1])) or words[1] in P2P
+    return words[0] in names or (cell and bool(GPU.fullmatch(words[0])))
 
 
-def _whole_header(lines: Sequence[str], start: int) -> tuple[list[str], int]:
-    """The words of a header that may be wrapped, and the number of the line after it."""
-    text, position = lines[start], start + 1
-    while position < len(lines):
-        line = lines[position]
-        if line.strip() and (_header(line) or _begins_row(line, _words(text))):
-            break
-        words = line.split()
-        whole = words[1:] if words and not _is_heading(words[0]) else words  # the first may be cut in two
-        if words and (
-            not all(map(_is_heading, whole)) or (len(whole) < len(words) and not _cut(text, words[0]))
-        ):
-            break
-        if words:
-            apart = _is_heading(text.split()[-1]) and _is_heading(words[0])
-            text += (" " if apart else "") + line
-        position += 1
-    return _words(text), position
+def _joined(lines: Sequence[str], width: int) -> str:
+    """Lines that a terminal of a width made of one, perhaps in the middle of a word."""
+    text, last = "", 0
+    for line in lines:
+        whole = last < width or not any(map(str.isalnum, line))
+        if text and whole and not any(map(_is_heading, line.split())):
+            continue  # a rule below the header
+        before, after = text.split()[-1:], line.split()[:1]
+        apart = last < width or not before or not after or all(map(_is_heading, before + after))
+        text, last = text + " " * apart + line, len(line)
+    return text
 
 
-def _cut(text: str, rest: str) -> bool:
-    """Whether ``rest`` ends the last word of a header that a terminal has cut in two."""
-    words = text.split()
-    return bool(words) and _is_heading(words[-1] + rest)
-
-
-def _rows(lines: Sequence[str], position: int, table: Table) -> int:
+def _rows(lines: Sequence[str], position: int, table: Table, width: int) -> int:
     """Collects the rows of a table; gives the number of the line after them."""
     names = table.header
     wanted = {name for name in names if _NAME.fullmatch(name)}
-    width = _width(lines, table.line - 1)
     while position < len(lines):
         line = lines[position]
         words = line.split() if any(map(str.isalnum, line)) else []
         complete = wanted <= {row.name for row in table.rows}
-        if words and ("Legend:" in line or (_header(line) and not _begins_row(line, names))):
+        if words and ("Legend:" in line or (_is_header(line) and not _begins_row(line, names))):
             break
         if complete and not words:
             break
         if _begins_row(line, names):
             rest = line.lstrip()[len(words[0]) :]
             table.rows.append(Row(words[0], rest, position + 1, len(line)))
-        elif words and table.rows and _continues(words):
+        elif words and table.rows and _continues(words, cut=len(line) == width):
             row = table.rows[-1]
             row.rest += (CUT if row.last == width else " ") + line
             row.last = len(line)
@@ -200,9 +222,15 @@ def _rows(lines: Sequence[str], position: int, table: Table) -> int:
     return position
 
 
-def _continues(words: Sequence[str]) -> bool:
-    """Whether a line holds nothing but the further cells of a row; its first may be cut in two."""
-    return all(CELL.match(word) or _AFFINITY.fullmatch(word) for word in words[1:]) and (
+def _continues(words: Sequence[str], *, cut: bool) -> bool:
+    """Whether a line holds nothing but the further cells of a row, the first of which may be cut in two.
+
+    Args:
+        words: Of the line.
+        cut: Whether the last may be cut too.
+    """
+    whole = words[1:-1] if cut else words[1:]
+    return all(CELL.match(word) or _AFFINITY.fullmatch(word) for word in whole) and (
         len(words[0]) <= 4 or bool(CELL.match(words[0]) or _AFFINITY.fullmatch(words[0]))
     )
 

@@ -97,7 +97,7 @@ def memory_gb_per_s(sm: int | None) -> float:
 
 
 def xgmi_gb_per_s(gcn: str) -> float | None:
-    """Bandwidth of one xGMI link in one direction, GB/s, by a name like ``gfx90a`` or ``910``.
+    """Bandwidth of one xGMI link in one direction, GB/s, by a name like ``gfx90a`` or ``gfx942:xnack-``.
 
     Returns:
         GB/s, or None where the name is not one of a GPU with xGMI.
@@ -106,7 +106,7 @@ def xgmi_gb_per_s(gcn: str) -> float | None:
 
 
 def _by_gcn(gcn: str, table: tuple[tuple[int, float], ...]) -> float | None:
-    digits = gcn.lower().removeprefix("gfx")
+    digits = gcn.lower().removeprefix("gfx").partition(":")[0]
     if not re.fullmatch(r"[0-9a-f]{3}", digits):
         return None
     return _by_least(int(digits, 16), table)

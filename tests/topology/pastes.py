@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from types import MappingProxyType
 
@@ -226,6 +227,22 @@ CHANGES: MappingProxyType[str, Callable[[str], str]] = MappingProxyType(
         "reStructuredText": table("", "  ", "", "=====  =====  ====="),
         "semicolons": table("", ";", ""),
         "colons after names": each(lambda n, line: line.replace("\t", ":\t", n > 0 and line[:1] != "\t")),
+        "wrapped at 53": wrapped(53),
+        "wrapped at 104, blanks lost": wrapped(104, stripped=True),
+        "wrapped at 164": wrapped(164),
+        "lines end in br": lambda text: text.replace("\t", "&nbsp;" * 8).replace("\n", "<br>"),
+        "a div a line": each(lambda n, line: f"<div>{line}</div>"),
+        "HTML table, a cell a line": table("<tr>\n <td>", "</td>\n <td>", "</td>\n</tr>"),
+        "CSV": table('"', '","', '"'),
+        "list in Ansible's JSON": lambda text: json.dumps({"stdout_lines": text.splitlines()}, indent=4),
+        "list in Python": lambda text: repr(text.splitlines()) if "\t" in text else text,
+        "syslog": lambda text: text.replace("\t", "#011"),
+        "cat -A": lambda text: text.replace("\t", "^I").replace("\n", "$\n") if "\t" in text else text,
+        "line ends of Word": lambda text: text.replace("\n", "\v"),
+        "bold of a man page": lambda text: text.replace("GPU0", "G\bGP\bPU\bU0\b0"),
+        "full-width letters": lambda text: text.replace("GPU", "\uff27\uff30\uff35"),
+        "emoji": lambda text: text.replace("NODE", "NODE\u26a0\ufe0f"),
+        "GPU 0": lambda text: text.replace("GPU", "GPU ").replace("GPU  NUMA", "GPU NUMA"),
         "wrapped and quoted": lambda text: "".join(f"> {line}\n" for line in wrapped(80)(text).splitlines()),
     }
 )

@@ -15,6 +15,7 @@ from flagcx.topology import (
     nccl_xml,
     nccl_xml_write,
     nvidia_smi,
+    read,
 )
 from tests.topology.mutants import TEXT, XML, mangled, read_mutants
 
@@ -71,9 +72,8 @@ def test_any_text(text):
 def test_any_bytes(tmp_path_factory, data):
     path = tmp_path_factory.mktemp("fuzz") / "fuzzed"
     path.write_bytes(data)
-    for read in (nccl_xml.read, nvidia_smi.read):
-        with pytest.raises(TopologyError, match="fuzzed"):
-            read(path)
+    with pytest.raises(TopologyError, match="fuzzed"):
+        read(path)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,18 @@ import pickle
 import pytest
 
 from flagcx.errors import TopologyError
-from flagcx.topology import Device, DeviceKind, Topology, cluster, join, make_plan, matrix, nccl_xml, preset
+from flagcx.topology import (
+    Device,
+    DeviceKind,
+    Topology,
+    cluster,
+    join,
+    make_plan,
+    matrix,
+    nccl_xml,
+    preset,
+    read,
+)
 from tests.topology.machines import FIXTURES
 
 
@@ -27,7 +38,7 @@ def test_unequal_hosts_gaps_in_numbers_and_nics_of_unknown_speed():
         '<pci busid="0000:02:00.0" class="0x030000"><gpu dev="1" sm="80"/></pci>'
         '<pci busid="0000:03:00.0" class="0x020000"/></cpu></system>'
     )
-    joined = join([gaps, nccl_xml.read(FIXTURES / "hidden_switch_2.xml")])
+    joined = join([gaps, read(FIXTURES / "hidden_switch_2.xml")])
     assert [gpu.index for gpu in joined.gpus] == [0, 1, 2, 3]
     assert [gpu.attribute("gpu.dev") for gpu in joined.gpus] == ["1", "4", "0", "1"]
     link = joined.link("nic0", "network")

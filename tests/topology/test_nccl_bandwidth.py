@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from flagcx.topology import LinkKind, cluster, nccl_bandwidth, nccl_xml, orders, preset
+from flagcx.topology import LinkKind, cluster, nccl_bandwidth, orders, preset, read
 from flagcx.topology.bounds import bound
 from flagcx.topology.nccl_bandwidth import NcclBandwidth
 from tests.topology.graphs import pair_loads_of, random_machine
@@ -38,7 +38,7 @@ def test_packed_rings_and_trees_fit_the_links(seed):
 
 def test_trees_without_shared_links_reach_the_tutte_nash_williams_number():
     """Every pair of 4 GPUs joined by one link of 24: 12 / 2 trees of 3 edges, so 2 x 24."""
-    trees = nccl_bandwidth._pack_trees(pair_loads_of(nccl_xml.read(FIXTURES / "xgmi_4.xml")))
+    trees = nccl_bandwidth._pack_trees(pair_loads_of(read(FIXTURES / "xgmi_4.xml")))
     assert sum(weight for _, weight in trees) == pytest.approx(2 * 24.0, rel=0.01)
 
 

@@ -1,5 +1,8 @@
 """NCCL's XML: what is read, what is assumed, what is refused, and writing it back."""
 
+import html
+import json
+import re
 from collections import Counter
 
 import pytest
@@ -14,6 +17,7 @@ from flagcx.topology import (
     nccl_xml_write,
     preset,
     preset_names,
+    read,
     render,
 )
 from flagcx.topology.markup import MAX_DEPTH, MAX_ELEMENTS, MAX_NBYTES
@@ -34,7 +38,7 @@ def gpu(bus: str, dev: int, inside: str = "") -> str:
 
 
 def test_nvswitches_and_a_nic_with_two_ports():
-    machine = nccl_xml.read(FIXTURES / "switched_4.xml")
+    machine = read(FIXTURES / "switched_4.xml")
     cells = matrix(machine)
     assert [cells["GPU0"][f"GPU{gpu}"] for gpu in range(4)] == ["X", "NV18", "NV18", "NV18"]
     assert cells["GPU0"]["NIC0"] == "PIX" and cells["GPU2"]["NIC0"] == "SYS"
@@ -46,7 +50,7 @@ def test_nvswitches_and_a_nic_with_two_ports():
 
 
 def test_an_idle_bridge_is_taken_as_fast_as_what_hangs_below_it_and_said_so():
-    machine = nccl_xml.read(FIXTURES / "switched_4.xml")
+    machine = read(FIXTURES / "switched_4.xml")
     link = machine.link("cpu1", "pci:0000:80:00.0")
     assert link.bandwidth_gb_per_s == 48.0 and link.assumed
     assert any("slower link (2.5 or 5 GT/s" in note for note in machine.notes)
@@ -60,7 +64,7 @@ def test_an_idle_bridge_is_taken_as_fast_as_what_hangs_below_it_and_said_so():
 
 
 def test_a_hidden_nvswitch_and_lanes_that_are_not_known():
-    machine = nccl_xml.read(FIXTURES / "hidden_switch_2.xml")
+    machine = read(FIXTURES / "hidden_switch_2.xml")
     assert matrix(machine)["GPU0"]["GPU1"] == "NV18"
     assert machine.link("gpu0", "cpu0").bandwidth_gb_per_s == 48.0
     assert machine.link("gpu0", "cpu0").assumed
@@ -69,7 +73,7 @@ def test_a_hidden_nvswitch_and_lanes_that_are_not_known():
 
 
 def test_xgmi_of_version_2():
-    machine = nccl_xml.read(FIXTURES / "xgmi_4.xml")
+    machine = read(FIXTURES / "xgmi_4.xml")
     assert matrix(machine)["GPU0"]["GPU3"] == "XGMI1"
     link = machine.link("gpu0", "gpu3")
     assert (link.kind, link.bandwidth_gb_per_s) == (LinkKind.XGMI, 24.0)
@@ -77,7 +81,7 @@ def test_xgmi_of_version_2():
 
 
 def test_a_static_file_is_numbered_by_pci_address_and_its_board_assumed():
-    machine = nccl_xml.read(FIXTURES / "static_8.xml")
+    machine = read(FIXTURES / "static_8.xml")
     assert [gpu.pci_bus_id[:4] for gpu in machine.gpus] == [f"000{number}" for number in range(1, 9)]
     assert matrix(machine)["GPU0"]["GPU7"] == "NV12"
     assert any("taken to be on a board with NVSwitches, 12 NVLinks each" in note for note in machine.notes)
@@ -85,13 +89,13 @@ def test_a_static_file_is_numbered_by_pci_address_and_its_board_assumed():
 
 
 def test_a_file_without_classes_names_no_gpu_and_says_so():
-    machine = nccl_xml.read(FIXTURES / "classless.xml")
+    machine = read(FIXTURES / "classless.xml")
     assert machine.gpus == () and len(machine.devices(DeviceKind.PCI_DEVICE)) == 3
     assert any("class is not in the file" in note for note in machine.notes)
 
 
 def test_links_that_lead_back_are_taken_as_bridged_pairs_and_said_so():
-    machine = nccl_xml.read(FIXTURES / "bridged_loops_4.xml")
+    machine = read(FIXTURES / "bridged_loops_4.xml")
     cells = matrix(machine)
     assert (cells["GPU0"]["GPU1"], cells["GPU2"]["GPU3"], cells["GPU0"]["GPU2"]) == ("NV12", "NV12", "SYS")
     assert any("leads back to its own GPU, as a hypervisor" in note for note in machine.notes)
@@ -129,6 +133,35 @@ def test_hosts_are_told_apart_by_their_hash():
     assert [(gpu.index, gpu.id) for gpu in machine.gpus] == [(0, "gpu0"), (1, "host1/gpu1")]
 
 
+XML_PASTES = {
+    "prompts": lambda text: f"root@n1:~# cat topo.xml\n{text}\nroot@n1:~# ",
+    "quoted": lambda text: "".join(f"> {line}\n" for line in text.splitlines()),
+    "numbered": lambda text: "".join(f"{n:4} {line}\n" for n, line in enumerate(text.splitlines())),
+    "colours": lambda text: text.replace("<pci", "\x1b[31m<pci\x1b[m"),
+    "HTML": lambda text: f"<pre>{html.escape(text)}</pre>",
+    "JSON": lambda text: json.dumps({"topology": text}),
+    "list of lines": lambda text: repr(text.splitlines()),
+    "quotes of Word": lambda text: re.sub('"([^"]*)"', "\u201c\\1\u201d", text),
+    "no-break spaces": lambda text: text.replace(" ", "\u00a0"),
+    "long domains": lambda text: text.replace('"0000:', '"00000000:'),
+    "no domains": lambda text: text.replace('"0000:', '"'),
+}
+
+
+@pytest.mark.parametrize("change", XML_PASTES)
+def test_a_pasted_file_says_what_the_file_says(change):
+    text = (FIXTURES / "switched_4.xml").read_text()
+    assert nccl_xml.parse(XML_PASTES[change](text), "switched_4.xml") == read(FIXTURES / "switched_4.xml")
+
+
+def test_the_first_of_two_files_is_read_and_an_unknown_version_is_noted():
+    text = (FIXTURES / "switched_4.xml").read_text()
+    twice = nccl_xml.parse(text + document(gpu("0000:01:00.0", 0)).replace('"1"', '"3"', 1))
+    assert len(twice.gpus) == 4 and noted(twice, "the text has 2 topologies; the first is read")
+    later = nccl_xml.parse(document(gpu("0000:01:00.0", 0)).replace('version="1"', 'version="3"'))
+    assert len(later.gpus) == 1 and noted(later, "version is neither 1", "version is '3'")
+
+
 # -- refusing
 
 
@@ -140,7 +173,14 @@ def test_hosts_are_told_apart_by_their_hash():
         ('<system version="1">\n <cpu>\n', "m.xml, line 3, .*not well-formed XML: no element found"),
         ('<graphs version="1"/>', "line 1: this is an NCCL graph file .*NCCL_GRAPH_FILE"),
         ("<topology/>", "the root element is 'topology'; expected 'system'"),
-        ('<system version="3"/>', "topology version '3'; versions 1 \\(NCCL\\) and 2 \\(RCCL\\) are known"),
+        (
+            '<!DOCTYPE topology SYSTEM "hwloc2.dtd"><topology/>',
+            "line 1: this is hwloc's .lstopo's. XML",
+        ),
+        (
+            "<!DOCTYPE nvidia_smi_log><nvidia_smi_log/>",
+            "this is the output of 'nvidia-smi -q -x'",
+        ),
         ('<system version="1"/>', "no <cpu> element, so no machine"),
         (
             '<!DOCTYPE system [<!ENTITY a "aaaa">]>\n<system version="1"/>',
@@ -293,27 +333,27 @@ def test_notes_are_few_whatever_is_in_the_file():
 
 def test_the_fixtures_that_are_none():
     with pytest.raises(TopologyError, match=r"cut_short\.xml, line \d+, column \d+: not well-formed"):
-        nccl_xml.read(FIXTURES / "cut_short.xml")
+        read(FIXTURES / "cut_short.xml")
     with pytest.raises(TopologyError, match=r"graph_file\.xml, line 1: this is an NCCL graph file"):
-        nccl_xml.read(FIXTURES / "graph_file.xml")
+        read(FIXTURES / "graph_file.xml")
 
 
 def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(
-        TopologyError, match=r"none\.xml: cannot be opened as NCCL's topology XML: No such file"
+        TopologyError, match=r"none\.xml: cannot be opened as a topology .NCCL's XML.*: No such file"
     ):
-        nccl_xml.read(tmp_path / "none.xml")
+        read(tmp_path / "none.xml")
     with pytest.raises(TopologyError, match=r"cannot be opened.*Is a directory"):
-        nccl_xml.read(tmp_path)
-    (tmp_path / "binary.xml").write_bytes(b"<system\xff\xfe>")
+        read(tmp_path)
+    (tmp_path / "binary.xml").write_bytes(b"<system\xff\x00>")
     with pytest.raises(TopologyError, match="byte 7 is not UTF-8"):
-        nccl_xml.read(tmp_path / "binary.xml")
+        read(tmp_path / "binary.xml")
 
 
 def test_bounds_of_size_depth_and_count(tmp_path):
     (tmp_path / "huge.xml").write_bytes(b" " * (MAX_NBYTES + 1))
     with pytest.raises(TopologyError, match="over 8 MiB, which is too large"):
-        nccl_xml.read(tmp_path / "huge.xml")
+        read(tmp_path / "huge.xml")
     deep = "<a>" * (MAX_DEPTH + 1) + "</a>" * (MAX_DEPTH + 1)
     with pytest.raises(TopologyError, match=f"nested over {MAX_DEPTH} levels deep"):
         nccl_xml.parse(deep)
@@ -328,7 +368,7 @@ def test_bounds_of_size_depth_and_count(tmp_path):
 
 @pytest.mark.parametrize("path", GOOD, ids=lambda path: path.name)
 def test_a_read_of_what_was_written_equals_what_was_read(path):
-    first = nccl_xml.read(path)
+    first = read(path)
     again = nccl_xml.parse(nccl_xml_write.format_xml(first), path.name)
     assert again == first
 
@@ -354,7 +394,7 @@ def test_presets_written_and_read_have_the_same_matrix_and_bandwidths(name):
 
 def test_writing_to_a_file(tmp_path):
     nccl_xml_write.write(preset("dgx-1v"), tmp_path / "out.xml")
-    assert matrix(nccl_xml.read(tmp_path / "out.xml")) == matrix(preset("dgx-1v"))
+    assert matrix(read(tmp_path / "out.xml")) == matrix(preset("dgx-1v"))
     with pytest.raises(TopologyError, match="cannot be written: No such file"):
         nccl_xml_write.write(preset("dgx-1v"), tmp_path / "none" / "out.xml")
 
@@ -373,8 +413,8 @@ def test_names_are_escaped():
 def test_real_files_read_and_write_back_or_are_refused(path):
     if path.name in REFUSED:
         with pytest.raises(TopologyError, match=rf"{path.name}, line \d+"):
-            nccl_xml.read(path)
+            read(path)
         return
-    machine = nccl_xml.read(path)
+    machine = read(path)
     assert machine.devices(DeviceKind.CPU)
     assert nccl_xml.parse(nccl_xml_write.format_xml(machine), str(path)) == machine

@@ -9,7 +9,6 @@ from flagcx.topology import (
     DeviceKind,
     gpu_models,
     matrix,
-    nccl_xml,
     nccl_xml_write,
     nvidia_smi,
     preset,
@@ -41,7 +40,7 @@ def cells_of(path):
 
 @pytest.mark.parametrize("path", [*TEXTS, *shared_files("nvidia-smi-topo", "*.txt")])
 def test_the_built_machine_has_the_matrix_of_the_text(path):
-    built = matrix(nvidia_smi.read(path))
+    built = matrix(read(path))
     assert [list(row.values()) for row in built.values()] == cells_of(path)
 
 
@@ -61,7 +60,7 @@ def test_files_of_pastes_are_read_as_matrices(tmp_path):
         assert len(read(tmp_path / "paste.txt").gpus) == 8
     xml = (FIXTURES / "switched_4.xml").read_text()
     (tmp_path / "xml.md").write_text(f"The dump:\n```xml\n{xml}\n```\nand GPU0 is slow.\n")
-    assert read(tmp_path / "xml.md") == nccl_xml.read(FIXTURES / "switched_4.xml")
+    assert read(tmp_path / "xml.md") == read(FIXTURES / "switched_4.xml")
 
 
 def test_numa_nodes_are_those_that_the_text_tells():
@@ -112,7 +111,7 @@ def test_only_a_table_of_p2p_is_no_topology():
 
 def test_the_table_of_rocm_smi_is_refused_by_name():
     text = "== Link Type between two GPUs ==\n     GPU0  GPU1\nGPU0 0     XGMI\nGPU1 XGMI  0\n"
-    with pytest.raises(TopologyError, match=r"output of rocm-smi, .* expected RCCL's topology XML"):
+    with pytest.raises(TopologyError, match=r"rocm-smi or amd-smi, .* expected RCCL's topology XML"):
         nvidia_smi.parse(text)
 
 
@@ -147,19 +146,19 @@ def test_further_matrices_are_told_of():
 
 
 def test_what_the_text_cannot_tell_is_said():
-    notes = nvidia_smi.read(FIXTURES / "switched_nics_4.txt").notes
+    notes = read(FIXTURES / "switched_nics_4.txt").notes
     assert any("does not name the GPU; by its 12 NVLinks" in note for note in notes)
     assert any("more than a GPU has; taken for NVSwitches" in note for note in notes)
     assert any("has no bandwidths" in note for note in notes)
-    hidden = nvidia_smi.read(FIXTURES / "pairs_tabs_8.txt").notes
+    hidden = read(FIXTURES / "pairs_tabs_8.txt").notes
     assert any("NVLink hides the PCIe tree between GPUs (4 pairs)" in note for note in hidden)
 
 
 def test_direct_links_and_switches_are_told_apart():
-    cube = nvidia_smi.read(FIXTURES / "cube_mesh_8.txt")
+    cube = read(FIXTURES / "cube_mesh_8.txt")
     assert not cube.devices(DeviceKind.NVSWITCH)
     assert cube.link("gpu0", "gpu3").bandwidth_gb_per_s == 40.0
-    switched = nvidia_smi.read(FIXTURES / "switched_nics_4.txt")
+    switched = read(FIXTURES / "switched_nics_4.txt")
     assert len(switched.devices(DeviceKind.NVSWITCH)) == 1
     assert switched.link("gpu0", "nvswitch0").bandwidth_gb_per_s == 240.0
     assert switched.devices(DeviceKind.NIC)[1].name == "mlx5_3"
@@ -211,7 +210,7 @@ def test_what_is_printed_reads_back_to_the_same_matrix(name):
 
 
 def test_the_print_has_affinities_and_the_legend():
-    machine = nccl_xml.read(FIXTURES / "switched_4.xml")
+    machine = read(FIXTURES / "switched_4.xml")
     text = render.format_matrix(machine)
     rows = text.splitlines()
     assert rows[0].split()[:5] == ["GPU0", "GPU1", "GPU2", "GPU3", "NIC0"]
@@ -234,7 +233,7 @@ def test_the_matrix_from_a_machines_xml_is_that_of_its_nvidia_smi(xml, text):
     second = SHARED / "nvidia-smi-topo" / f"{text}.txt"
     if not (first.exists() and second.exists()):
         pytest.skip("no files of real machines beside the checkout")
-    derived, shown = matrix(nccl_xml.read(first)), matrix(nvidia_smi.read(second))
+    derived, shown = matrix(read(first)), matrix(read(second))
     gpus = [name for name in shown if name.startswith("GPU")]
     assert len(gpus) >= 2
     for a, b in combinations(gpus, 2):
@@ -255,10 +254,24 @@ def test_files_as_systems_redirect_output_to_them(tmp_path, encoding):
 
 
 def test_bytes_that_are_no_text_are_refused(tmp_path):
-    for name, data, word in (("a", b"GPU0\xff", "UTF-8"), ("b", b"\xff\xfeG", "UTF-16")):
+    for name, data, word in (("a", b"GPU0\xff\x00", "UTF-8"), ("b", b"\xff\xfeG", "UTF-16")):
         (tmp_path / name).write_bytes(data)
         with pytest.raises(TopologyError, match=f"byte \\d is not {word}; expected a topology"):
             read(tmp_path / name)
+
+
+def test_prompts_in_the_encodings_of_other_systems(tmp_path):
+    path, text = tmp_path / "topo.txt", "\tGPU0\tGPU1\nGPU0\t X \tNV12\nGPU1\tNV12\t X \n"
+    for prompt, encoding in (("größe>", "cp1252"), ("[用户@服务器 ~]$", "gbk"), ("サーバ:~$", "shift-jis")):
+        path.write_bytes(f"{prompt} nvidia-smi topo -m\n{text}".encode(encoding))
+        assert matrix(read(path)) == matrix(nvidia_smi.parse(text))
+
+
+def test_more_cells_than_columns_and_old_words():
+    with pytest.raises(TopologyError, match="line 2: more cells for GPU0 than the 2 columns"):
+        nvidia_smi.parse("GPU0 GPU1\nGPU0 X NV1 PIX\nGPU1 NV1 X PIX\n")
+    board = smi_matrix.parse_matrix(PAIR.format("PSB", "PSB"))
+    assert board.cells["GPU0", "GPU1"] == "PIX"
 
 
 HEAD = "GPU0 GPU1 CPU Affinity NUMA Affinity\n"

@@ -20,11 +20,11 @@ from flagcx.topology import (
     make_plan,
     nccl_xml,
     nccl_xml_write,
-    nvidia_smi,
     order_bandwidth,
     plan_rings,
     preset,
     preset_names,
+    read,
 )
 from flagcx.topology.loads import add_loads
 from flagcx.topology.plan import crossings
@@ -35,10 +35,6 @@ from tests.topology.machines import CLASSLESS, FIXTURES, REFUSED, shared_files
 READABLE = [
     path for path in sorted(FIXTURES.iterdir()) if path.name not in ("graph_file.xml", "cut_short.xml")
 ]
-
-
-def read(path):
-    return nccl_xml.read(path) if path.suffix == ".xml" else nvidia_smi.read(path)
 
 
 def check(machine, plan):
@@ -181,7 +177,7 @@ def test_the_cube_mesh_plans_over_nvlink_alone_and_both_ways_round():
 
 
 def test_bridged_pairs_cross_pcie_as_seldom_as_can_be():
-    for machine in (preset("8xa100-pcie"), nvidia_smi.read(FIXTURES / "pairs_tabs_8.txt")):
+    for machine in (preset("8xa100-pcie"), read(FIXTURES / "pairs_tabs_8.txt")):
         shuffled = (0, 4, 2, 6, 1, 5, 3, 7)
         for gpus in (None, shuffled):
             order = best_order(machine, gpus)
@@ -344,4 +340,4 @@ def test_hosts_that_are_not_joined_are_refused():
 
 def test_no_gpu_is_refused():
     with pytest.raises(TopologyError, match="has no GPU to plan over"):
-        make_plan(nccl_xml.read(FIXTURES / "classless.xml"))
+        make_plan(read(FIXTURES / "classless.xml"))

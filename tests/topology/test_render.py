@@ -15,10 +15,10 @@ from flagcx.topology import (
     Topology,
     cluster,
     make_plan,
-    nccl_xml,
     nvidia_smi,
     plot_topology,
     preset,
+    read,
     render,
 )
 from tests.topology.machines import FIXTURES
@@ -42,7 +42,7 @@ def test_json_of_one_gpu_and_of_none_has_no_infinity():
     machine = preset("dgx-1v")
     one = render.as_dict(machine, make_plan(machine, [0]))
     assert one["plan_gb_per_s"] is None and one["rings"][0]["order"] == [0]
-    assert render.as_dict(nccl_xml.read(FIXTURES / "classless.xml"), None)["rings"] == []
+    assert render.as_dict(read(FIXTURES / "classless.xml"), None)["rings"] == []
 
 
 def test_a_large_matrix_is_left_out():
@@ -66,7 +66,7 @@ def test_the_report_has_matrix_plan_and_notes():
         and "ring 2: 0 4 7 6 5 1 2 3  22.86" in both
     )
     assert render.plan_text(make_plan(machine, [1])) == "Plan: one GPU, nothing to send."
-    noted = nccl_xml.read(FIXTURES / "static_8.xml")
+    noted = read(FIXTURES / "static_8.xml")
     assert "Notes:\n  - " in render.text_report(noted, make_plan(noted))
 
 
@@ -244,7 +244,7 @@ def test_what_is_not_drawn_is_said():
     pytest.importorskip("matplotlib")
     large = plot_topology(cluster(preset("dgx-a100"), 8))
     assert "4 more hosts" in large.axes[0].get_title(loc="left")
-    container = plot_topology(nccl_xml.read(FIXTURES / "hidden_switch_2.xml"))
+    container = plot_topology(read(FIXTURES / "hidden_switch_2.xml"))
     assert "1 interfaces without a PCI place" in container.axes[0].get_title(loc="left")
     assert "GPU0" in texts(container)
 

@@ -111,5 +111,5 @@ def _kernel(directory: Path, kernel: RowKernel) -> Any:
     source = "#include <cmath>\n" + peer_host._HEAD
     source += kernel.source(peer_host._INTRINSICS, _OWN, **CONSTANTS)
     made = directory / f"rows_{hashlib.sha1(source.encode()).hexdigest()}.so"
-    library = peer_host.compile_library(source, made, ctypes.RTLD_LOCAL, "-fvisibility=hidden")
+    library = peer_host.compile_library(source, made, ctypes.RTLD_LOCAL, *peer_host.ALONE)
     return library.flagcx_rows

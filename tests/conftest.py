@@ -16,7 +16,8 @@ from tests.bootstrap.forked import end_server
 from tests.leftovers import check_nothing_is_left
 from tests.ranks import end_ranks
 
-PROCESSES = 2
+PROCESSES = min(4, len(os.sched_getaffinity(0)) + 1)
+"""One more than cores: while tests wait for processes to start or for a time-out, others compute."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -25,7 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads it
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Two processes share a run of all tests, which wait more than they compute; ``-n 0``: one."""
+    """Some processes share a run of all tests; ``-n 0``: one."""
     given = getattr(config.option, "numprocesses", 0)  # 0 without pytest-xdist too
     whole = config.args_source is config.ArgsSource.TESTPATHS
     watched = config.option.usepdb or config.option.capture == "no"

@@ -88,12 +88,12 @@ def _check(names: tuple[str, ...], block: int) -> int:
     return done
 
 
-@pytest.mark.parametrize("size", [2, 3, *exhaustive([1, 4, 5])])
+@pytest.mark.parametrize("size", [2, 3, *exhaustive([1, 4])])
 def test_threads_get_the_roundedmean_of(size):
     assert min(fc.launch(_check, size, ((*FLOATS, *INTEGERS), 7), threads=True)) > 200
 
 
-@pytest.mark.parametrize("size", [3, *exhaustive([1, 2, 4, 5])])
+@pytest.mark.parametrize("size", [3, *exhaustive([4])])
 def test_processes_get_the_roundedmean_of(size):
     """Through slots, and with 5,000 elements a rank by the ways for longer messages."""
     run_ranks(_check, size, ("float16", "bfloat16", "int8", "int64", "uint64"), 7)

@@ -45,7 +45,7 @@ def test_calls_back_to_back_with_ranks_out_of_step(size, cross_memory, monkeypat
     run_ranks(checks.check_back_to_back, size)
 
 
-@pytest.mark.parametrize("size", [2, 5, *exhaustive([3, 4, 7])])
+@pytest.mark.parametrize("size", [2, 5, *exhaustive([4])])
 def test_sums_have_the_same_bits_on_every_rank(size):
     digests = run_ranks(checks.check_bits, size)
     assert len(set(digests)) == 1

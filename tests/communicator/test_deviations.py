@@ -226,9 +226,8 @@ def test_a_deviating_call_between_hosts_is_told_to_every_rank():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("size", [3, 4])
-def test_many_deviating_calls_between_hosts(size):
-    check_between_hosts(size, range(size * 10_000, size * 10_000 + 30))
+def test_many_deviating_calls_between_hosts():
+    check_between_hosts(4, range(40_000, 40_030))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,6 @@ def test_random_programs_end_with_the_right_data(size):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("size", "seed"), [(2, 20), (3, 30), (4, 40), (5, 50)])
+@pytest.mark.parametrize(("size", "seed"), [(3, 30), (5, 50)])
 def test_many_random_programs_end_with_the_right_data(size, seed):
     run_ranks(run_random, size, seed, 300, timeout_s=600)

@@ -187,6 +187,6 @@ def test_random_programs_are_right(size):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("size", "seed"), [(2, 20), (2, 21), (3, 30), (4, 40), (5, 50)])
+@pytest.mark.parametrize(("size", "seed"), [(2, 20), (3, 30), (5, 50)])
 def test_many_random_programs_are_right(size, seed):
     run_ranks(run, size, seed, 500, timeout_s=600)

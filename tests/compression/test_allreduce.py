@@ -13,7 +13,6 @@ import flagcx as fc
 from flagcx.compression.peers import Peers
 from flagcx.errors import ArrayError
 from tests.communicator.jobs import job, outcome_of
-from tests.ranges import exhaustive
 from tests.ranks import run_ranks
 
 NAMES = ("fp16", "bf16", "fp8", "fp8_e5m2", "int8", "int4", "topk", "randomk", "powersgd", "sparse", "auto")
@@ -241,9 +240,8 @@ def many_steps(codecs: list[str], steps: int) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("steps", [100, *exhaustive([400])])
-def test_ranks_stay_equal_over_many_steps(steps):
-    ends = run_ranks(many_steps, 4, [n for n in NAMES if n != "auto"], steps)
+def test_ranks_stay_equal_over_many_steps():
+    ends = run_ranks(many_steps, 4, [n for n in NAMES if n != "auto"], 100)
     assert all(end == ends[0] for end in ends)
     assert len(set(ends[0].values())) == len(ends[0])
 

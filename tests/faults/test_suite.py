@@ -42,7 +42,7 @@ def test_a_few_faults(tmp_path):
 @pytest.mark.exhaustive
 def test_more_faults(tmp_path):
     transports = [word for name in ("shared memory", "threads", "MPI") for word in ("--transport", name)]
-    inject(tmp_path, "--faults", "50", "--seed", "5000", "--at-once", "8", *transports, timeout_s=300)
+    inject(tmp_path, "--faults", "30", "--seed", "5000", "--at-once", "8", *transports, timeout_s=300)
 
 
 @pytest.mark.parametrize("transport", list(FAULTS))

@@ -19,7 +19,7 @@ from tests.schedule.samples import (
 from tests.schedule.test_compose import then_pairs
 
 
-@pytest.mark.parametrize("n", [3, 5, *exhaustive([2, 8])])
+@pytest.mark.parametrize("n", [3, 5, *exhaustive([2])])
 def test_no_broken_mutant_passes(n):
     broken = 0
     for schedule in all_samples(n):

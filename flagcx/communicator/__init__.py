@@ -147,7 +147,7 @@ class Communicator(Caller, ForeignNames):
         after_loss: str = "",
     ) -> None:
         self.rank, self.size, self.hosts, self.config = rank, size, tuple(hosts), config
-        self.profiler = Profiler(rank, size, self.allgather_object, self.barrier)
+        self.profiler = Profiler(rank, size, self.allgather_object, self.barrier, self._hints)
         self._ring = self.profiler.ring if config.profile else None
         self._name = name
         waits = None if store is None else Waits(store, name, config.explain_wait_s, config.timeout_s)
@@ -198,6 +198,9 @@ class Communicator(Caller, ForeignNames):
         executor = self._host if device == "cpu" else self.device_executor()
         executor.check()
         return executor.transport.empty(shape, dtype_of(dtype).numpy)
+
+    def _hints(self) -> list[str]:
+        return self._host.transport.hints()
 
     @contextlib.contextmanager
     def group(self) -> Iterator[None]:

@@ -34,6 +34,7 @@ class Profiler:
         gather: ``gather(value, part_of=words)`` gives every rank every rank's value, in rank order; the words
             say to ranks that make another call what this one does.
         barrier: Waits until every rank has come.
+        hints: Sentences that say how the calls so far could have been quicker.
 
     Attributes:
         ring: The buffer of the records.
@@ -51,9 +52,10 @@ class Profiler:
         size: int,
         gather: Callable[..., list[Any]],
         barrier: Callable[[], None],
+        hints: Callable[[], list[str]] = list,
     ) -> None:
         self.rank, self.size, self.ring = rank, size, RecordBuffer()
-        self._gather, self._barrier = gather, barrier
+        self._gather, self._barrier, self._hints = gather, barrier, hints
 
     def records(self) -> list[Record]:
         """The last operations of this rank, oldest first."""
@@ -87,7 +89,7 @@ class Profiler:
         """
         from flagcx.profiler.summary import Summary
 
-        return Summary.of(self.rank, self.records())
+        return Summary.of(self.rank, self.records(), self._hints())
 
     def prometheus(self) -> str:
         """The summary's figures in Prometheus' text format."""

@@ -106,27 +106,30 @@ class Summary(Reported):
     Attributes:
         rank: The rank.
         rows: One for each operation, size and algorithm, in the order of the time that they took in all.
+        hints: How calls could have been quicker.
     """
 
     rank: int
     rows: tuple[SummaryRow, ...]
+    hints: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, rank: int, records: Iterable[Record]) -> Summary:
+    def of(cls, rank: int, records: Iterable[Record], hints: Iterable[str] = ()) -> Summary:
         """Groups records by operation, size and algorithm."""
         groups: dict[tuple[str, int, str], list[Record]] = defaultdict(list)
         for record in records:
             groups[key_of(record)].append(record)
         rows = (SummaryRow.of(key, members) for key, members in groups.items())
-        return cls(rank, tuple(sorted(rows, key=lambda row: -row.total_us)))
+        return cls(rank, tuple(sorted(rows, key=lambda row: -row.total_us)), tuple(hints))
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain values."""
-        return {"rank": self.rank, "rows": [asdict(row) for row in self.rows]}
+        rows = [asdict(row) for row in self.rows]
+        return {"rank": self.rank, "rows": rows, "hints": list(self.hints)}
 
     def report(self) -> Report:
         """The figures as a table."""
-        return Report(f"rank {self.rank}", _HEADINGS, [row.cells() for row in self.rows], words=(0, 3))
+        return Report(f"rank {self.rank}", _HEADINGS, [row.cells() for row in self.rows], (0, 3), self.hints)
 
 
 def key_of(record: Record) -> tuple[str, int, str]:

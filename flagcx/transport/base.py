@@ -327,6 +327,10 @@ class Transport(ABC):
     def synchronize(self) -> None:  # noqa: B027
         """Waits until everything that was enqueued is done, where plans return before that."""
 
+    def hints(self) -> list[str]:
+        """Sentences that say how this rank's calls so far could have been quicker; none as a rule."""
+        return []
+
     def check_end(self) -> None:  # noqa: B027
         """Checks, when all calls have been made, that the peers have made the same, as far as can be seen.
 

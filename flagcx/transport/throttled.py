@@ -65,6 +65,10 @@ class Throttled(Transport):
         """Makes an array that the carrying transport's peers reach."""
         return self._inner.empty(shape, dtype)
 
+    def hints(self) -> list[str]:
+        """What the carrying transport says of the calls."""
+        return self._inner.hints()
+
     def check_end(self) -> None:
         """Lets the carrying transport compare the ranks' calls."""
         self._inner.check_end()

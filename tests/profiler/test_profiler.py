@@ -99,6 +99,24 @@ def test_what_is_recorded():
     assert [queued for *_, queued in first] == [False] * 3 + [True] * 3 + [False] * 2
 
 
+def _shared_and_private():
+    comm = fc.init()
+    shared, private = comm.empty(300_000), np.ones(300_000, np.float32)
+    shared[...] = 1
+    said = []
+    for x in (shared, shared, private, private):
+        comm.allreduce(x)
+        comm.allreduce(private[:100])
+        said.append(str(comm.profiler.summary()))
+    return ["comm.empty" in text for text in said], said[-1]
+
+
+def test_arrays_that_are_reduced_again_and_again_could_be_shared():
+    for told, last in run_ranks(_shared_and_private, 2):
+        assert told == [False, False, False, True]
+        assert "2 all-reduces were of private arrays of a MiB or more" in last
+
+
 def _off():
     comm = fc.init(profile=False)
     comm.allreduce(np.ones(3))

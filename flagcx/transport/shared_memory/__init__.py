@@ -187,6 +187,16 @@ class SharedMemoryTransport(HostTransport):
             self._kinds[dtype] = kind
         return kind
 
+    def hints(self) -> list[str]:
+        """Long private arrays that are reduced again would be quicker shared; see ``Transport.hints``."""
+        calls = self._arena.private_calls
+        if calls < 2:
+            return []
+        return [
+            f"{calls:,} all-reduces were of private arrays of a MiB or more; in arrays of comm.empty(shape, "
+            f"dtype) they take 0.3 to 0.6 of the time"
+        ]
+
     def check_end(self) -> None:
         """Checks that the peers have made the same calls; see ``Transport.check_end``."""
         arena = self._arena

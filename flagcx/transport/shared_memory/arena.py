@@ -131,6 +131,7 @@ class Arena:
         prepared: What plans have prepared for arrays of the peers.
         turns: How many exchanges of all ranks with all ranks have been begun so far.
         broadcasts: How many broadcasts have gone through slots so far.
+        private_calls: How many all-reduces of a MiB or more had private arrays.
         broadcasts_read: How many of them all ranks have read, as far as this rank knows.
 
     Raises:
@@ -176,7 +177,7 @@ class Arena:
         self.heap = Heap(self.signals.own)
         self.peer_heaps = PeerHeaps(self.signals.words, self.pids)
         self.steps, self.messages = Lane(STEPS, self.pids), Lane(MESSAGES, self.pids)
-        self.turns = 0
+        self.turns = self.private_calls = 0
         self.broadcasts, self.broadcasts_read = 0, 0
         self.pieces = 0
         self.done = 0

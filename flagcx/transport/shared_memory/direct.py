@@ -25,6 +25,8 @@ from flagcx.transport.shared_memory.two_shot import through_slots
 from flagcx.transport.shared_memory.words import ABORTED, LOCATIONS, SHARED_BIT, WAYS
 
 _SLOTS, _IN_PLACE = range(2)
+_LONG_NBYTES = 1 << 20
+"""From here on it is worth telling that an array could be shared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,7 @@ class Direct(InPlace):
     ) -> None:
         super().__init__(arena, call, signature)
         self._cross_memory = cross_memory
+        self._long = self._count * self._dtype.itemsize >= _LONG_NBYTES
         self._quicker, self._way = QuickerOfTwo() if adapts else None, _SLOTS
         self._slots = None if cross_memory and not adapts else through_slots(arena, call, signature)
         self._combine = combiner(call.op, call.dtype, arena.size)  # type: ignore[arg-type]
@@ -96,6 +99,8 @@ class Direct(InPlace):
         if binding is None or binding.sendbuf() is not sendbuf or binding.recvbuf() is not recvbuf:
             binding = self._binding = self._locate(sendbuf, recvbuf)
         shared = binding.sent_from & binding.received_at & SHARED
+        if self._long and not shared:
+            self._arena.private_calls += 1
         if not (shared or self._cross_memory):
             self._slots.run(sendbuf, recvbuf)  # type: ignore[union-attr]
         elif self._quicker is not None:

@@ -1,4 +1,9 @@
-"""Arrays that live in shared memory, so that peers read and write them in place."""
+"""Arrays that live in shared memory, so that peers read and write them in place.
+
+NumPy's own allocations stay private. A handler of them (NEP 49) would have to be made of Python functions:
+an array then takes eight times as long to make, an exception that a signal's handler raises inside one is
+lost or ends the process, and arrays that live to the end of the interpreter call functions that are gone.
+"""
 
 from __future__ import annotations
 

@@ -33,4 +33,5 @@ def test_runs_from_top_to_bottom(path):
         pytest.importorskip(package, reason=f"running a notebook needs {package}")
     kinds = [[output["output_type"] for output in cell["outputs"]] for cell in cells_of(path)]
     ran = [cell for cell in execute(path).cells if cell.cell_type == "code"]
-    assert [[output.output_type for output in cell.outputs] for cell in ran] == kinds
+    printed = [output.text for cell in ran for output in cell.outputs if output.output_type == "stream"]
+    assert [[output.output_type for output in cell.outputs] for cell in ran] == kinds, printed

@@ -59,6 +59,7 @@ from flagcx.errors import BootstrapError, what_it_raised
 _ADDRESS = "FLAGCX_STORE_ADDRESS"
 _KEY = "FLAGCX_STORE_KEY"
 _PORTS_TRIED = 16
+_AFTER_FAILURE_S = 1.0
 
 
 def connect(identity: Identity, config: Config, environ: Mapping[str, str]) -> Store:
@@ -81,6 +82,7 @@ def connect(identity: Identity, config: Config, environ: Mapping[str, str]) -> S
     environ = of_the_job(environ)
     deadline = time.monotonic() + config.init_timeout_s
     job = _job_of(identity, *map(environ.get, (_ADDRESS, _KEY, "MASTER_ADDR", "MASTER_PORT")))
+    job.patience_s = config.timeout_s
     if identity.launcher == "flagcx":
         search = _announced(environ)
     elif identity.rank == 0:
@@ -114,20 +116,28 @@ class _Job:
         server: The store's server, if this process runs it. It stays until the process ends: a rank may come
             back to it while another has yet to leave.
         store: Its latest end of the store.
+        patience_s: How long, after a good end, the server waits for ranks that are not done yet.
     """
 
     def __init__(self) -> None:
         self.server: StoreServer | None = None
         self.store: RemoteStore | None = None
+        self.patience_s = _AFTER_FAILURE_S
         atexit.register(self.end)
 
     def end(self) -> None:
-        """Leaves as the process ends, and for a moment serves on the ranks that are not done yet."""
+        """Leaves as the process ends, and serves the ranks on that are not done yet.
+
+        They may be in calls that need nothing of this rank any more. After a failure they are only told of
+        it, for which a moment is enough.
+        """
+        failed = hasattr(sys, "last_value")
         if self.store is not None:
+            failed = failed or self.store.blames()
             leave(self.store)
         server = self.server or (None if self.store is None else self.store.server)
         if server is not None:
-            server.linger()
+            server.linger(_AFTER_FAILURE_S if failed else self.patience_s)
 
 
 @cache

@@ -1,5 +1,6 @@
 """How ranks find their store, for each way in which they may have been started."""
 
+import atexit
 import contextlib
 import hashlib
 import json
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -295,6 +297,27 @@ else:
         assert one.communicate("go\n", timeout=20)[0] == "b'v'\n"
         zero.communicate(timeout=20)
     assert (zero.returncode, one.returncode) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("raised", "blames", "waits_s"), [(False, False, 300.0), (True, False, 1.0), (False, True, 1.0)]
+)
+def test_the_rank_that_runs_the_store_waits_long_for_the_others_only_after_a_good_end(
+    monkeypatch, raised, blames, waits_s
+):
+    """They may be in calls that need nothing of it; after a failure they are only told."""
+    waited_s: list[float] = []
+    if raised:
+        monkeypatch.setattr(sys, "last_value", ValueError("mine"), raising=False)
+    else:
+        monkeypatch.delattr(sys, "last_value", raising=False)
+    job = rendezvous._Job()
+    job.patience_s = Config().timeout_s
+    job.server, job.store = SimpleNamespace(linger=waited_s.append), LocalStore()
+    job.store.blames = lambda: blames
+    atexit.unregister(job.end)
+    job.end()
+    assert waited_s == [waits_s]
 
 
 # Several hosts.

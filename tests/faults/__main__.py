@@ -32,8 +32,16 @@ from tests.faults.plan import FAULTS, Plan, draw
 from tests.faults.verdict import Verdict
 from tests.mpi import MPIRUN
 
-SHARES = {"shared memory": 14, "threads": 2, "MPI": 2, "MPI, two hosts": 2, "GPU": 3, "GPU, MPS": 1}
-"""How many of 24 faults each transport gets. Jobs of MPI and on GPUs take seconds to start."""
+SHARES = {
+    "shared memory": 14,
+    "threads": 2,
+    "MPI": 2,
+    "MPI, two hosts": 2,
+    "UCX, two hosts": 2,
+    "GPU": 3,
+    "GPU, MPS": 1,
+}
+"""How many of 26 faults each transport gets. Jobs on GPUs, of MPI and of UCX take seconds to start."""
 _MISLED = 2
 """Errors that name another rank than the victim: so many, or one in a hundred, fail no run."""
 COUNTED = ("hangs", "wrong", "leaks", "blame", "unclear")
@@ -43,6 +51,8 @@ def cannot(transport: str) -> str:
     """Why a transport cannot be tested here; "" if it can."""
     if "MPI" in transport and not MPIRUN.exists():
         return "no mpirun beside this Python"
+    if "UCX" in transport and not importlib.util.find_spec("ucxx"):
+        return "the extra 'ucx' is not installed"
     if "GPU" in transport and not (os.path.exists(DRIVER) and importlib.util.find_spec("cupy")):
         return "no NVIDIA GPU here, or no CuPy"
     if "hosts" in transport and (os.geteuid() or not (shutil.which("ip") and shutil.which("tc"))):

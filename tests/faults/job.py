@@ -16,15 +16,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.hosts import hosts, mpirun_line
+from bench.hosts import address_of, hosts, inside, mpirun_line, places
 from flagcx._launch.share_gpu import shared_gpu
 from tests.bootstrap.processes import REPOSITORY, bare_environment, is_alive, mpirun_environment
 from tests.communicator.jobs import shared_memory_files
 from tests.faults.plan import Plan
 from tests.faults.verdict import Verdict, judge
+from tests.hosts import KEY
 from tests.mpi import MPIRUN
 
 _MARK = "FLAGCX_FAULTS_JOB"
+_FIRST_PORT = 29500
 _STUCK = 75
 """What a rank ends with whose thread NCCL does not give back."""
 _START_S, _END_S = 300.0, 15.0
@@ -67,6 +69,8 @@ class Runner:
         program = [sys.executable, "-m", "tests.faults.rank", json.dumps(plan), str(directory)]
         if plan.on_gpu:
             return self._start_on_gpu(plan, program, directory, stack)
+        if "UCX" in plan.transport:
+            return self._start_for_ucx(plan, program, directory)
         if "MPI" not in plan.transport:
             assert self._starter.stdin is not None
             self._starter.stdin.write(json.dumps([json.dumps(plan), str(directory)]) + "\n")
@@ -75,7 +79,7 @@ class Runner:
         options = ("--with-ft", "ulfm", "-x", _MARK, "-x", "FLAGCX_TRANSPORT", "-x", "FLAGCX_RECORD")
         # Open MPI leaves the segments of ranks that are killed.
         options += ("--mca", "btl_sm_backing_directory", str(directory))
-        if self.hosts is not None and plan.transport == "MPI, two hosts":
+        if self.hosts is not None and plan.on_hosts:
             command = mpirun_line(self.hosts, [plan.size // 2] * 2, program, directory, options)
         else:
             line = [str(MPIRUN), "--allow-run-as-root", "--oversubscribe", *options]
@@ -99,6 +103,23 @@ class Runner:
                 directory / f"output{rank}",
             )
             for rank in range(plan.size)
+        ]
+
+    def _start_for_ucx(self, plan: Plan, program: list[str], directory: Path) -> list[subprocess.Popen]:
+        """Starts ranks on the hosts with torchrun's variables, and keeps memory that hosts share from UCX."""
+        assert self.hosts is not None
+        local_size = plan.size // len(self.hosts)
+        more = {_MARK: str(directory), "FLAGCX_RECORD": "0", "FLAGCX_STORE_KEY": KEY, "UCX_TLS": "tcp,self"}
+        more |= {"MASTER_ADDR": address_of(0), "MASTER_PORT": str(_FIRST_PORT + plan.seed % 1000)}
+        more |= {"WORLD_SIZE": str(plan.size), "LOCAL_WORLD_SIZE": str(local_size), "OMP_NUM_THREADS": "1"}
+        environ = bare_environment(TMPDIR=str(directory), **more)
+        return [
+            _started(
+                inside(self.hosts[host], program),
+                {**environ, "RANK": str(rank), "LOCAL_RANK": str(place)},
+                directory / f"output{rank}",
+            )
+            for rank, (host, place) in enumerate(places([local_size] * len(self.hosts)))
         ]
 
     def mend_link(self) -> None:
@@ -179,11 +200,9 @@ class Job:
             launcher = self._read("launcher")
             gone = bool(launcher) and not is_alive(launcher[0]["pid"])
             return gone or any(process.poll() is not None for process in self._started)
-        in_job = self.plan.on_gpu or self.plan.transport == "shared memory"
-        if not in_job and any(e["event"] in ("end", "raised") for e in events):
-            return (
-                True  # a thread; or a rank in MPI_Finalize, which is collective and waits for a stopped one
-            )
+        stays = self.plan.transport == "threads" or "MPI" in self.plan.transport
+        if stays and any(event["event"] in ("end", "raised") for event in events):
+            return True  # a thread; or in MPI_Finalize, which is collective and waits for a stopped rank
         return not is_alive(events[0]["pid"])
 
     def _all_started(self) -> bool:
@@ -256,7 +275,7 @@ def run(plans: Sequence[Plan], most: int, until: float = float("inf")) -> Iterat
             "two jobs" have another beside them in any case.)
         until: A time of ``time.monotonic`` after which none begins.
     """
-    between = any(plan.transport == "MPI, two hosts" for plan in plans)
+    between = any(plan.on_hosts for plan in plans)
     with contextlib.ExitStack() as stack:
         names = stack.enter_context(hosts(2, "10gbit")) if between else None
         runner = stack.enter_context(Runner(names))
@@ -279,8 +298,8 @@ def run(plans: Sequence[Plan], most: int, until: float = float("inf")) -> Iterat
 
 def _next(waiting: list[Plan], running: list[Job]) -> Plan | None:
     """Takes the next job that may begin, if there is one."""
-    taken = any(job.plan.transport == "MPI, two hosts" for job in running)
+    taken = any(job.plan.on_hosts for job in running)
     for number, plan in enumerate(waiting):
-        if not (taken and plan.transport == "MPI, two hosts"):
+        if not (taken and plan.on_hosts):
             return waiting.pop(number)
     return None

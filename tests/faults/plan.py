@@ -14,12 +14,13 @@ IN_GPU_CALLS = (
     "transport.nccl.transport:NcclTransport.submit",
     "transport.peer_memory.resource:PeerMemory.compile",
 )
-IN_MPI = (
+_IN_NETWORK = (
     "transport.network.wire:Wire.exchange",
     "transport.network.wire:Wire.send",
-    "transport.mpi.engine:MpiEngine.some_done",
     "bootstrap.store:Store.exchange",
 )
+IN_MPI = (*_IN_NETWORK, "transport.mpi.engine:MpiEngine.some_done")
+IN_UCX = (*_IN_NETWORK, "transport.ucx.engine:UcxEngine.some_done", "transport.ucx.engine:UcxEngine._connect")
 
 FATAL = ("kill", "stop", "term", "exception", "exit", "descriptors", "memory")
 """Faults of one rank that the others must be told of, or must not need it any more."""
@@ -32,10 +33,11 @@ FAULTS = {
     "GPU, MPS": ("kill", "stop", "exception", "exit", "pause"),
     "MPI": ("kill", "stop", "term", "exception", "exit", "descriptors", "memory", "pause", "slow"),
     "MPI, two hosts": ("kill", "stop", "exception", "exit", "pause", "slow", "cut link", "cut link"),
+    "UCX, two hosts": ("kill", "stop", "term", "exception", "exit", "pause", "slow", "cut link", "cut link"),
 }
 
 _EITHER = ("the launcher", "rank 0")
-_STORES = dict.fromkeys(("MPI", "MPI, two hosts", "GPU", "GPU, MPS"), ("rank 0",))
+_STORES = dict.fromkeys(("MPI", "MPI, two hosts", "UCX, two hosts", "GPU", "GPU, MPS"), ("rank 0",))
 """Who may serve the store, where jobs are started by no launcher of flagcx's."""
 
 
@@ -74,6 +76,11 @@ class Plan(NamedTuple):
         return self.transport.startswith("GPU")
 
     @property
+    def on_hosts(self) -> bool:
+        """Whether the ranks are on two test hosts, whose link may be cut."""
+        return self.transport.endswith("two hosts")
+
+    @property
     def timeout_s(self) -> float:
         """The time-out of operations: short where nothing else can end a wait."""
         return 5.0 if self.fault in ("stop", "cut link") else 20.0
@@ -108,7 +115,7 @@ def draw(seed: int, transport: str, fault: str = "") -> Plan:
     """
     chance = random.Random(f"{seed} {transport}")
     fault = fault or chance.choice(FAULTS[transport])
-    size = 4 if transport == "MPI, two hosts" else chance.choice((2, 3, 4))
+    size = 4 if transport.endswith("two hosts") else chance.choice((2, 3, 4))
     calls = chance.choice((3, 6, 10))
     phase: str | int = chance.choice(("init", "close", *["call"] * 6))
     if phase == "call":
@@ -117,8 +124,8 @@ def draw(seed: int, transport: str, fault: str = "") -> Plan:
     if transport == "threads" and moment in ("inside", "at"):
         moment = "before"  # a signal, and a place in the library, would mean the whole process
     longest, places = (0.08 if phase == "init" else 0.003), IN_CALLS
-    if "MPI" in transport:
-        places = IN_MPI
+    if transport.startswith(("MPI", "UCX")):
+        places = IN_UCX if transport.startswith("UCX") else IN_MPI
     elif "GPU" in transport:  # in whose first call all ranks connect
         longest, places = (2.0 if phase == 0 else 0.05), IN_GPU_CALLS
     return Plan(

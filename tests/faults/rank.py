@@ -229,5 +229,5 @@ def read_plan(text: str) -> Plan:
 
 
 if __name__ == "__main__":
-    number = int(os.environ["OMPI_COMM_WORLD_RANK"])
+    number = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["RANK"])
     work(read_plan(sys.argv[1]), number, Log(Path(sys.argv[2]) / f"rank{number}"))

@@ -13,7 +13,7 @@ import pytest
 
 from tests.bootstrap.processes import REPOSITORY
 from tests.communicator.kills import IN_CALLS, IN_JOINING, Kill
-from tests.faults.plan import FAULTS, IN_GPU_CALLS, IN_MPI, Plan, draw
+from tests.faults.plan import FAULTS, IN_GPU_CALLS, IN_MPI, IN_UCX, Plan, draw
 from tests.faults.verdict import Verdict, judge
 
 
@@ -53,7 +53,7 @@ def test_a_seed_gives_one_plan(transport):
     assert {plan.phase for plan in plans} >= {"init", "close", 0, 5}
 
 
-@pytest.mark.parametrize("place", [*IN_CALLS, *IN_JOINING, *IN_MPI, *IN_GPU_CALLS])
+@pytest.mark.parametrize("place", sorted({*IN_CALLS, *IN_JOINING, *IN_MPI, *IN_UCX, *IN_GPU_CALLS}))
 def test_the_places_of_faults_exist(place):
     module, _, path = place.partition(":")
     owner, _, name = path.partition(".")

@@ -49,6 +49,7 @@ class _World:
         self.lock = threading.Lock()
         self.comm: Communicator | None = None
         self.store: Store | None = None
+        self.served: dict[Callable[..., None], None] = {}
         self.page: OwnPage | None = None
 
     def current(self) -> Communicator | None:
@@ -80,8 +81,15 @@ class _World:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
             sys.stdout.flush()
             sys.stderr.flush()
+            self.serve_on(failed=True)
             os._exit(1)  # an exception raised here would not change the exit code
         MPI_PROCESS.leave(lost, bool(kinds))
+        self.serve_on(failed=lost or bool(kinds))
+
+    def serve_on(self, failed: bool = False) -> None:
+        """Serves the ranks of all jobs whose stores this process runs, until they are done."""
+        for serve_on in self.served:
+            serve_on(failed)
 
 
 _WORLD = _World()
@@ -334,6 +342,7 @@ def _meet(config: Config, environ: Mapping[str, str]) -> tuple[Store, Identity]:
                 logger.warning("%s", text)
         MPI_PROCESS.launched = launched_by_mpi(identity, environ)
         store = _WORLD.store = connect(identity, config, environ)
+        _WORLD.served[store.serve_on] = None
     if not identity.local_size:
         told = store.scoped("located/").exchange("hosts", identity.host.encode(), config.init_timeout_s)
         identity = located(identity, [host.decode() for host in told])

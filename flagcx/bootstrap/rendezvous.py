@@ -91,6 +91,7 @@ def connect(identity: Identity, config: Config, environ: Mapping[str, str]) -> S
         search = _search(identity, environ, deadline)
     try:
         job.store = _join(identity, search, deadline)
+        job.store.serve_on = job.serve_on
     except BaseException:
         if job.server is not None:
             job.server.close()
@@ -126,15 +127,22 @@ class _Job:
         atexit.register(self.end)
 
     def end(self) -> None:
-        """Leaves as the process ends, and serves the ranks on that are not done yet.
-
-        They may be in calls that need nothing of this rank any more. After a failure they are only told of
-        it, for which a moment is enough.
-        """
-        failed = hasattr(sys, "last_value")
+        """Leaves as the process ends. After a failure the others are served on for a moment, to be told."""
+        failed = hasattr(sys, "last_value") or (self.store is not None and self.store.blames())
         if self.store is not None:
-            failed = failed or self.store.blames()
             leave(self.store)
+        if failed:
+            self.serve_on(failed)
+
+    def serve_on(self, failed: bool = False) -> None:
+        """Serves the ranks on that are not done yet, where this process runs the store.
+
+        They may be in calls that need nothing of this rank any more. This rank must have told them that it
+        makes no further call.
+
+        Args:
+            failed: Whether they need only be told of this rank's failure.
+        """
         server = self.server or (None if self.store is None else self.store.server)
         if server is not None:
             server.linger(_AFTER_FAILURE_S if failed else self.patience_s)

@@ -38,9 +38,13 @@ from flagcx.transport.shared_memory.reduction import accumulator_dtype, combiner
 
 _SHORT_NBYTES = 64 << 10
 """Up to so many bytes one rank of each host adds up, and exchanges, all of a message."""
-_STRIPE_NBYTES = 256 << 10
-"""What an owner exchanges of a piece at most. Between hosts on 1 Gbit/s (``bench/two_hosts.py``, 64 MiB, UCX,
-2+2 and 1+3 ranks) 1 MiB takes 0.79 and 0.98 s, 512 KiB 0.67 and 0.77, 256 KiB 0.68 to 0.77 and 0.65."""
+_LEAST_NBYTES, _MOST_NBYTES, _ENOUGH = 128 << 10, 256 << 10, 32
+"""What an owner exchanges of a piece at least and at most, and how many pieces are enough.
+
+With longer ones, answers wait behind data that goes the same way. On 1 Gbit/s (UCX and Open MPI, two hosts of
+one rank) 1 MiB takes 8.3 and 9.4 ms by 128 KiB, 10.8 and 11.2 by 256 KiB, 14.7 as one by UCX, and 8.5 and
+10.6 by a ring; but 64 MiB 710 and 764 ms by 128 KiB, and 613 and 598 by 256 KiB.
+"""
 _TILE_NBYTES = 256 << 10
 _LINE_NBYTES = 64
 
@@ -158,7 +162,8 @@ class HierarchicalAllReduce:
     def _cut(self, count: int, itemsize: int, owners: int) -> None:
         """Cuts the message into pieces of one length, and a shorter one at the end."""
         line = max(_LINE_NBYTES // itemsize, 1)
-        most = min(owners * _STRIPE_NBYTES, PART_NBYTES // self._depth) // itemsize // line * line
+        stripe = min(max(count * itemsize // (owners * _ENOUGH), _LEAST_NBYTES), _MOST_NBYTES)
+        most = min(owners * stripe, PART_NBYTES // self._depth) // itemsize // line * line
         pieces = max(-(-count // most), 1)
         each = min(-(-count // (pieces * line)) * line, most)
         self._starts = range(0, max(count, 1), max(each, 1))

@@ -35,7 +35,7 @@ from flagcx.algorithms.candidate import Candidate
 from flagcx.arguments import format_nbytes
 from flagcx.cost.model import model_of
 from flagcx.cost.nccl import nccl_algorithms
-from flagcx.cost.nccl_law import FITTED, SPREAD, Stack, kind_of, predict_us, stack
+from flagcx.cost.nccl_law import FITTED, SPREAD, Stack, kind_of, launched, predict_us, stack
 from flagcx.selection.device_rules import pieces_on_device
 from flagcx.topology import preset
 
@@ -46,6 +46,7 @@ PRIOR: Mapping[str, float] = MappingProxyType(
         "base": 9.0,
         "replayed": 4.0,
         "launch": 4.6,
+        "threads": 6.0,
         "latency_nvlink": 0.6,
         "latency_xgmi": 0.3,
         "latency_pcie": 1.0,
@@ -123,6 +124,7 @@ class Fit:
         self.nbytes = np.concatenate([part.nbytes for _, part in parts])
         self.time_us = np.concatenate([part.time_us for _, part in parts])
         self.driven = np.repeat([part.driven for _, part in parts], counts)
+        self.threads = np.repeat([part.threads for _, part in parts], counts)
         self.replayed = np.repeat([part.replayed for _, part in parts], counts)
         self.machine = np.repeat([name for name, _ in parts], counts)
         sound = np.repeat([not part.doubtful for _, part in parts], counts)
@@ -135,8 +137,8 @@ class Fit:
     def log_errors(self, constants: Mapping[str, float]) -> np.ndarray:
         """log(predicted / measured) of each point."""
         times = self.stack.time_us(self.nbytes[:, None], constants, self.replayed[:, None]).min(axis=-1)
-        times = np.maximum(times, np.where(self.replayed, 0.0, constants["launch"] * self.driven))
-        return np.log(times / self.time_us)
+        plain = launched(times, constants, self.driven, self.threads)
+        return np.log(np.where(self.replayed, times, plain) / self.time_us)
 
     def constants(self, without: Sequence[str] = (), pull: float = 0.02) -> dict[str, float]:
         """Constants of least mean absolute log error, each machine counting alike, drawn towards the prior.

@@ -3,7 +3,8 @@
     python bench/nccl_published.py < OUTPUT    # what nccl-tests printed, as the points of a table
 
 ``bench/results/nccl_published.jsonl`` has one table a line: the machine, by a preset or by its parts;
-``driven``, how many GPUs one process drove, where it was several; ``source``; and ``log2_nbytes_us``, pairs
+``driven``, how many GPUs one thread drove, and ``threads``, how many of one process drove a GPU each, where
+it was several; ``source``; and ``log2_nbytes_us``, pairs
 of the power of two that the message had in bytes, and the time in us of plain calls out of place (the median,
 where there were several runs). A table that is ``doubtful`` says why; it is predicted, but nothing is fitted
 to it. ``nccl_collectives_published.jsonl`` has tables of other collectives, by name.
@@ -40,7 +41,8 @@ class Points:
         algorithms: What NCCL can choose from there.
         nbytes: Sizes, float64 of shape (points,).
         time_us: Times, of the same shape.
-        driven: How many GPUs each process of the benchmark drove.
+        driven: How many GPUs each thread of the benchmark drove.
+        threads: How many threads each process had that drove a GPU each; 0 for one.
         replayed: Whether calls were replayed in a CUDA graph.
         doubtful: Why the table tells little of its kind of machine; empty where nothing says so.
     """
@@ -49,6 +51,7 @@ class Points:
     nbytes: np.ndarray
     time_us: np.ndarray
     driven: int = 1
+    threads: int = 0
     replayed: bool = False
     doubtful: str = ""
 
@@ -72,7 +75,8 @@ def points_of(table: Mapping[str, Any]) -> Points:
     parts = {key: value for key, value in table.items() if key in _PARTS}
     algorithms = _algorithms(json.dumps(parts, sort_keys=True), table.get("collective", "allreduce"))
     powers, times = np.array(table["log2_nbytes_us"], float).T
-    return Points(algorithms, 2.0**powers, times, table.get("driven", 1), doubtful=table.get("doubtful", ""))
+    facts = {key: table[key] for key in ("driven", "threads", "doubtful") if key in table}
+    return Points(algorithms, 2.0**powers, times, **facts)
 
 
 @cache

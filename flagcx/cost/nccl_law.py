@@ -11,8 +11,9 @@ Simple   chunks in a pipeline, with flags of their own       everywhere
 
 With L us of steps and b us of bytes, Simple takes L + b + c sqrt(L b): a pipeline cut as well as can be,
 which makes messages of middle size slow. A call costs ``base`` besides; replayed as part of a CUDA graph,
-where nothing is launched from the host, ``replayed``. Where one process drives several GPUs it launches for
-one after the other, and a call takes no less than that.
+where nothing is launched from the host, ``replayed``. Where one thread drives several GPUs it launches for
+one after the other, and a call takes no less than that; where threads of one process drive one GPU each, they
+get into each other's way, and a call takes ``threads`` more for each.
 
 The constants are of kinds of links, not of machines. ``bench/model_vs_measured.py`` fits them to published
 tables (``bench/results/nccl_published.jsonl``), and says how far each machine is off that a fit has not seen.
@@ -47,6 +48,7 @@ FITTED: Mapping[str, float] = MappingProxyType(
         "base": 9.46,
         "replayed": 3.9,
         "launch": 5.41,
+        "threads": 4.85,
         "latency_nvlink": 1.15,
         "latency_xgmi": 0.296,
         "latency_pcie": 0.679,
@@ -177,12 +179,23 @@ def kind_of(found: Sequence[NcclAlgorithm]) -> str:
     return "pcie" if kinds & {"pcie", "host"} else "fabric"
 
 
+def launched(
+    times: np.ndarray,
+    constants: Mapping[str, float],
+    driven: int | np.ndarray = 1,
+    threads: int | np.ndarray = 0,
+) -> np.ndarray:
+    """Times of calls in us with what it takes to launch them from the host; see ``predict_us``."""
+    return np.maximum(times, constants["launch"] * driven) + constants["threads"] * threads
+
+
 def predict_us(
     found: Sequence[NcclAlgorithm],
     nbytes: np.ndarray,
     constants: Mapping[str, float],
     driven: int = 1,
     replayed: bool = False,
+    threads: int = 0,
 ) -> np.ndarray:
     """The least time over NCCL's algorithms.
 
@@ -190,12 +203,13 @@ def predict_us(
         found: What NCCL can choose from.
         nbytes: Bytes of each message.
         constants: As ``FITTED`` names them.
-        driven: How many GPUs one process drives: it launches for one after the other.
-        replayed: Whether calls are replayed in a CUDA graph, as schedules are.
+        driven: How many GPUs one thread drives: it launches for one after the other.
+        replayed: Whether calls are replayed in a CUDA graph, as schedules are; then nothing is launched.
+        threads: How many threads of one process drive a GPU each, where there are several.
 
     Returns:
         Time in us, float64 of the shape of ``nbytes``.
     """
     sizes = np.asarray(nbytes, np.float64)
     times = stack(found).time_us(sizes[..., None], constants, replayed).min(axis=-1)
-    return np.maximum(times, 0.0 if replayed else constants["launch"] * driven)
+    return times if replayed else launched(times, constants, driven, threads)

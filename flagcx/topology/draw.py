@@ -354,5 +354,6 @@ def _title(drawing: Drawing) -> str:
         speed = f"{plan.bandwidth_gb_per_s:.1f} GB/s, {100 * plan.ratio:.0f}% of the bound"
         parts.append(f"all-reduce over {len(plan.gpus)} GPUs by {rings} ({plan.method}): {speed}")
     if drawing.hidden:
-        parts.append(f"not drawn: {', '.join(drawing.hidden)}")
+        left_out = (f"{count} {what}" for what, count in drawing.hidden.items())
+        parts.append(f"not drawn: {', '.join(left_out)}")
     return "\n".join(parts)

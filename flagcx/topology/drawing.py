@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -58,7 +59,7 @@ class Drawing:
     Attributes:
         place: (x, y) by device id; devices that are not drawn are missing.
         width: Of the whole.
-        hidden: The parts that are not drawn, in words.
+        hidden: How many parts of each kind are not drawn, by the kind in words.
         hosts: The hosts that are drawn.
         bars: NVSwitches and links between sockets that are drawn as bars.
         trunks: (a, b, label): bars of ``bars`` that are joined, by position.
@@ -68,7 +69,7 @@ class Drawing:
         self.topology, self.plan = topology, plan
         self.place: dict[str, tuple[float, float]] = {}
         self.width = 0.0
-        self.hidden: list[str] = []
+        self.hidden = Counter[str]()
         self.bars: list[Bar] = []
         self.trunks: list[tuple[int, int, str]] = []
         self._position = {device.id: place for place, device in enumerate(topology.devices())}
@@ -78,7 +79,7 @@ class Drawing:
         self._nvswitches([switch for switch in topology.devices(DeviceKind.NVSWITCH) if switch.host < 0])
         self._network()
         if len(self.hosts) < len(topology.hosts):
-            self.hidden.append(f"{len(topology.hosts) - len(self.hosts)} more hosts")
+            self.hidden["more hosts"] += len(topology.hosts) - len(self.hosts)
 
     def _drawn_hosts(self) -> tuple[int, ...]:
         """The first host, and up to three further ones while their GPUs fit."""
@@ -96,7 +97,7 @@ class Drawing:
         nics = [device for device in devices if device.kind is DeviceKind.NIC]
         placeless = [nic for nic in nics if self._placeless(nic)]
         if placeless:
-            self.hidden.append(f"{len(placeless)} interfaces without a PCI place")
+            self.hidden["interfaces without a PCI place"] += len(placeless)
         nearest = [(self._near(nic, gpus), nic) for nic in nics if nic not in placeless]
         after = {
             position: [nic for near, nic in nearest if near == position] for position in range(len(gpus))
@@ -182,7 +183,7 @@ class Drawing:
         for cpu in cpus if not used else ():
             self._leaf(cpu, 1.0)
         if used and len(used) < len(cpus):
-            self.hidden.append(f"{len(cpus) - len(used)} NUMA nodes without devices")
+            self.hidden["NUMA nodes without devices"] += len(cpus) - len(used)
         self._nvswitches([device for device in devices if device.kind is DeviceKind.NVSWITCH])
         self._move_apart(devices)
         self._sockets([device for device in devices if device.kind is DeviceKind.CPU])

@@ -60,6 +60,8 @@ def test_a_ring_is_latency_bytes_and_a_pipeline(bench):
     assert predict_us([ring], SIZES[:1], constants) < expected[0] - 30, "LL is quicker where bytes are few"
     driven = predict_us([ring], SIZES, {**alone, "launch": 20.0}, driven=8)
     assert driven == pytest.approx(np.maximum(expected, 160.0))
+    threaded = predict_us([ring], SIZES, {**alone, "launch": 0.0, "threads": 5.0}, threads=8)
+    assert threaded == pytest.approx(expected + 40.0)
     replayed = predict_us([ring], SIZES, {**alone, "launch": 20.0}, driven=8, replayed=True)
     assert replayed == pytest.approx(expected - 10.0 + alone["replayed"])
 

@@ -243,7 +243,7 @@ def test_boards_and_sockets_are_bars():
 def test_what_is_not_drawn_is_said():
     pytest.importorskip("matplotlib")
     large = plot_topology(cluster(preset("dgx-a100"), 8))
-    assert "4 more hosts" in large.axes[0].get_title(loc="left")
+    assert "not drawn: 16 NUMA nodes without devices, 4 more hosts" in large.axes[0].get_title(loc="left")
     container = plot_topology(read(FIXTURES / "hidden_switch_2.xml"))
     assert "1 interfaces without a PCI place" in container.axes[0].get_title(loc="left")
     assert "GPU0" in texts(container)

@@ -87,9 +87,12 @@ class Plan(NamedTuple):
 
     @property
     def init_timeout_s(self) -> float:
-        """The time-out of ``fc.init()`` and splits: short where a rank may never come."""
+        """The time-out of ``fc.init()`` and splits: short where a rank may never come.
+
+        Ranks of MPI have started 22 s after the first on a busy machine.
+        """
         never = self.fault in ("stop", "cut link") or (self.phase == "init" and self.fault not in HARMLESS)
-        return 10.0 if never else 60.0
+        return 30.0 if never else 60.0
 
     @property
     def bound_s(self) -> float:

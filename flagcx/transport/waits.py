@@ -65,6 +65,7 @@ class Waits:
         shown: What the rank's page shows of the communicator; None where the rank has no page.
         waiting: Ranks of this communicator that waited for others themselves, when a wait was last
             explained.
+        culprit: The rank of this communicator that waited for no rank then, if there was one.
         examine: Raises if a rank has given up, where the transport for NumPy arrays knows.
     """
 
@@ -78,6 +79,7 @@ class Waits:
         self.calls: dict[str, Callable[[], int]] = dict.fromkeys(_KINDS, int)
         self.examine: Callable[[], object] = lambda: None
         self.waiting: set[int] = set()
+        self.culprit: int | None = None
         self._looks: dict[str, int] = {}
         self._early_s = _EARLY_S
         self.shown = None if whole.page is None else whole.page.add(name, self._ranks)
@@ -300,11 +302,12 @@ class Waits:
 
     def _chain(self, rank: int) -> str:
         """For which rank the one that is waited for waits, and so on from rank to rank."""
-        seen, text, self.waiting = [self._me], "", set()
+        seen, text, self.waiting, self.culprit = [self._me], "", set(), None
         while rank not in seen:
             seen.append(rank)
             note = next((n for kind in _NOTES if (n := self._read(rank, kind)) is not None), None)
             if note is None:
+                self.culprit = self._ranks.index(rank) if rank in self._ranks else None
                 return f"{text}; {self._name(rank)} itself waits for no rank{self._refusal(rank)}"
             text += f"; {self._name(rank)} waits"
             if rank in self._ranks:

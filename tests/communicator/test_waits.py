@@ -45,6 +45,10 @@ def _wait(case: str, comm, first, second) -> None:
     elif case == "two receives":
         if rank < 2:
             comm.recv(x, 1 - rank)
+    elif case == "a receive from a rank that waits":
+        time.sleep((0.0, 0.3, LIMIT_S + 0.5)[rank])  # rank 0 is the first to give up
+        if rank < 2:
+            comm.recv(x, rank + 1)
     elif case == "a communicator and its child":
         (comm if rank else first).allreduce(x)
     elif case == "opposite order":
@@ -73,6 +77,12 @@ def test_a_receive_without_a_send():
         "for rank 1 in a receive of 32 bytes of communicator world; rank 1 itself waits for no rank"
     ), warning
     assert error.startswith("PeerTimeoutError: rank 1 did not take part") and peer == 1
+
+
+def test_a_receive_from_a_rank_that_waits_itself_blames_the_one_that_both_wait_for():
+    (_, error, peer), (_, _, next_peer), _ = run_ranks(_told, 3, "a receive from a rank that waits")
+    assert error.startswith("PeerTimeoutError: rank 2 did not take part"), error
+    assert (peer, next_peer) == (2, 2)
 
 
 def test_two_receives_that_wait_for_each_other():

@@ -248,7 +248,9 @@ class Watch:
         host = self._store.silent()  # then nothing is known of the others, who may all wait for that rank
         suspects = suspects or [peer if host is None else host]
         if why and self._waits is not None:
+            culprit = self._waits.culprit  # for which the peer waits itself
             suspects = [q for q in suspects if q not in self._waits.waiting] or suspects
+            suspects = suspects if shared or culprit is None else [culprit]
         names = f"rank{'s' * (len(suspects) > 1)} {', '.join(map(str, suspects))}"
         return PeerTimeoutError(
             f"{names} did not take part within {waited_s:.1f} s (rank {self._store.rank} waits for rank "

@@ -337,6 +337,8 @@ class Signals:
             why = self._waits.look(kind, call.removeprefix(" in "), peer, waited_s, late)
             self.own[HEARTBEAT] = time.monotonic_ns()
         if late:
+            if point_to_point and why and self._waits is not None and self._waits.culprit is not None:
+                suspects = [self._waits.culprit]  # for which the peer waits itself
             raise PeerTimeoutError(
                 f"{_names(suspects)} did not take part within {waited_s:.1f} s (rank {self.rank} waits for "
                 f"rank {peer}{call}{why}); it is stopped, computing, or stuck elsewhere. A longer time-out: "

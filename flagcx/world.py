@@ -170,7 +170,7 @@ def init(
         if comm is None or comm.closed:
             config = Config.from_environment(environ, **settings)
             if comm is not None:
-                comm.close()
+                _close_lost(comm)
             elif world is _WORLD:
                 atexit.register(world.close_at_exit)
                 MPI_PROCESS.before_end = world.close
@@ -185,6 +185,14 @@ def init(
                 )
             _warn_of_others(settings, comm.config)
         return comm
+
+
+def _close_lost(comm: Communicator) -> None:
+    """Closes a communicator that was lost; who joins anew knows that, so its last error is only logged."""
+    try:
+        comm.close()
+    except CommunicationError as error:
+        logger.warning("the communicator before ended with an error that no call had told of: %s", error)
 
 
 def _check_place(rank: Any, size: Any, address: Any, key: Any) -> tuple[int, int]:

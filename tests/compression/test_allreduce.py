@@ -137,6 +137,9 @@ def without_leftovers(steps: int) -> tuple[list[str], list[str], int]:
     names = {r.operation.algorithm for r in comm.profiler.records() if r.operation.protocol == "int8"}
     before = threads()
     comm.close()
+    for thread in threading.enumerate():
+        if thread.name == "flagcx-store":  # which ends when the other ranks have left too
+            thread.join(20)
     return before, threads(), len(names)
 
 

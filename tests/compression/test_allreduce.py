@@ -126,7 +126,7 @@ def test_ways_of_calling():
 def without_leftovers(steps: int) -> tuple[list[str], list[str], int]:
     """Threads of the library after some steps and after the end, and kinds of records."""
 
-    earlier = set(threading.enumerate())  # this process was a rank of other tests, and may serve a store since
+    earlier = set(threading.enumerate())  # a rank of other tests may serve a store still
 
     def threads() -> list[str]:
         new = set(threading.enumerate()) - earlier

@@ -136,9 +136,10 @@ class Watchdog:
         self._publish_progress()
         self._compare_with_neighbour()
         since = self._order.pending_since()
-        self._show(since)
-        self._store.check()
         fault = self._watched.fault()
+        if fault is None:  # the operation that found one has ended, and the page shows it as it waited
+            self._show(since)
+        self._store.check()
         if fault is not None:
             return self.blamed(fault)
         if self._questions.look():

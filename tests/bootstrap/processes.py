@@ -52,6 +52,7 @@ def bare_environment(**changes: str) -> dict[str, str]:
         "WORLD_SIZE",
         "LOCAL_",
         "MASTER_",
+        "CUDA_MPS_",
     )
     kept = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
     return kept | {"PYTHONPATH": str(REPOSITORY), "FLAGCX_TUNING": "0"} | changes

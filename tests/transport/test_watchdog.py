@@ -151,6 +151,11 @@ def test_the_page_of_a_rank_shows_what_waits_on_its_gpu_and_what_is_behind(store
     assert "its last call of communicator world" in found()[1]
     late.since = None
     wait_until(lambda: found()[0].startswith("No rank waits"))
+    late.since = time.monotonic()
+    wait_until(lambda: found()[0].startswith("rank 0 waits for rank 1"))
+    late.given_up, late.since = PeerTimeoutError("rank 1 did not come to a sum", peer=1), None
+    assert late.failed.wait(10)
+    assert found()[0].startswith("rank 0 waits for rank 1"), "as it waited when the GPU gave up"
     for dog, store in zip(dogs, stores, strict=True):
         dog.close()
         store.page.close()

@@ -7,15 +7,22 @@ import json
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from typing import Protocol
 
 import numpy as np
 
 from flagcx.config import Config
-from flagcx.errors import AbortedError, BootstrapError, CommunicationError, PeerDiedError, ResourceError
+from flagcx.errors import (
+    AbortedError,
+    BootstrapError,
+    CommunicationError,
+    PeerDiedError,
+    PeerTimeoutError,
+    ResourceError,
+)
 from flagcx.forks import abandon_in_children
 from flagcx.transport.scratch import Scratch
 from flagcx.transport.shared_memory.areas import (
@@ -39,6 +46,7 @@ from flagcx.transport.shared_memory.segment import (
 from flagcx.transport.shared_memory.signals import Signals
 from flagcx.transport.shared_memory.words import (
     ABORTED,
+    CLOSED,
     EXCHANGE,
     MESSAGES,
     READY,
@@ -53,6 +61,7 @@ _WIDER = 8
 _MOST_VIEWS = 1 << 15
 _PROBE_NBYTES = 32
 _TELL_S = 0.5
+_STAY_S, _LOOK_S = 5.0, 1e-3
 
 
 class Lane:
@@ -152,9 +161,9 @@ class Arena:
         try:
             cards = self._exchange_cards(own, exchange)
             self._rows = Rows(size, 2 * EXCHANGE_NBYTES)
-            for q, card in enumerate(cards):
-                handle = Handle(*card["segment"])
-                with _explained_by_end(q, handle):
+            handles = [Handle(*card["segment"]) for card in cards]
+            for q, handle in enumerate(handles):
+                with _explained_by_end(q, handles):
                     self._segments.append(own if q == rank else Segment.attach(handle))
                     self._rows.map(q, handle, self.areas.one_shot)
             self.signals = Signals(rank, self._segments, config.timeout_s)
@@ -186,6 +195,8 @@ class Arena:
             self.cross_memory = self._agree_on_cross_memory([card["probe"] for card in cards])
         except BaseException as error:
             self.signals.abort(str(error), error.peer if isinstance(error, CommunicationError) else None)
+            if isinstance(error, CommunicationError) and not isinstance(error, PeerTimeoutError):
+                self._stay_for_the_late()
             self.close()
             raise
 
@@ -227,6 +238,16 @@ class Arena:
                 ready = partial(_is_ready, words)
                 signals.wait_for(words, ready, self.config.init_timeout_s, "send or receive")
         return all(words[READY] == 2 for words in signals.words)
+
+    def _stay_for_the_late(self) -> None:
+        """Waits for the peers that have yet to map this rank's segment: they find in it which rank failed."""
+        signals, deadline = self.signals, time.monotonic() + _STAY_S
+        while time.monotonic() < deadline:
+            dead = signals.dead()
+            late = [q for q, w in enumerate(signals.words) if not (w[READY] or w[ABORTED] or w[CLOSED])]
+            if all(q in dead for q in late):
+                return
+            time.sleep(_LOOK_S)
 
     def enter_exchange(self, turn: int, signature: int) -> None:
         """Tells the peers that this rank has come to an exchange, and waits for all of them.
@@ -322,15 +343,29 @@ def _is_ready(words: memoryview) -> bool:
 
 
 @contextmanager
-def _explained_by_end(peer: int, handle: Handle) -> Iterator[None]:
+def _explained_by_end(peer: int, handles: Sequence[Handle]) -> Iterator[None]:
     """Says that a peer has died or given up, where that is why its segment cannot be mapped."""
     try:
         yield
     except ResourceError:
+        handle = handles[peer]
         if has_ended(handle.pid):
             raise PeerDiedError(
                 f"rank {peer} (process {handle.pid}) died during init; look at its output", peer=peer
             ) from None
         if is_closed(handle):
-            raise AbortedError(f"rank {peer} gave up during init; look at its output", peer=peer) from None
+            culprit = _culprit(handles, peer)
+            raise AbortedError(
+                f"rank {culprit} failed during init; look at its output", peer=culprit
+            ) from None
         raise
+
+
+def _culprit(handles: Sequence[Handle], closed: int) -> int:
+    """The rank that the peers blame, as far as their segments can be mapped; else the one that has closed."""
+    for handle in handles:
+        with suppress(ResourceError), closing(Segment.attach(handle)) as segment:
+            blamed = int.from_bytes(segment.memory[8 * ABORTED : 8 * ABORTED + 8], "little")
+            if blamed > 1:
+                return blamed - 2
+    return closed

@@ -314,7 +314,7 @@ class Signals:
         kind: str = ON_HOST,
     ) -> None:
         # What a peer did before it ended is there once its end is seen, so its end is looked for first.
-        dead, closed = self._dead(), [words[CLOSED] for words in self.words]
+        dead, closed = self.dead(), [words[CLOSED] for words in self.words]
         call = f" in a {point_to_point}" if point_to_point else self.log.last_call(self.sequence)
         if ready():
             return
@@ -346,7 +346,7 @@ class Signals:
                 peer=peer if peer in suspects else suspects[0],
             )
 
-    def _dead(self) -> list[int]:
+    def dead(self) -> list[int]:
         """The peers that died without a word; a rank that gave up or closed has said so."""
         ended = self._deaths.peers()
         return [q for q in ended if not self.words[q][ABORTED] and not self.words[q][CLOSED]]

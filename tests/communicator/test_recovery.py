@@ -116,6 +116,24 @@ tell(descriptors() - before)
     assert [one[-1] for one in told] == ["0", "0", "0"]
 
 
+def test_the_last_error_of_a_lost_communicator_does_not_end_the_call_that_joins_anew():
+    body = """
+left = comm.recv(np.ones(3), 1 - me, async_op=True)
+if me:
+    comm.abort("enough")
+else:
+    outcome(comm.barrier)
+comm = fc.init()
+tell(comm.allreduce(np.ones(3))[0])
+"""
+    (failed, logged, total), own = _told(body, 2)
+    assert outcome_of(failed)[:2] == ("AbortedError", 1), failed
+    assert logged.startswith(
+        "the communicator before ended with an error that no call had told of: rank 1 gave"
+    )
+    assert (total, own) == ("2.0", ["2.0"])
+
+
 def test_an_abort_in_a_signal_handler_ends_the_call_that_it_came_in():
     body = """
 if me == 0:

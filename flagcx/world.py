@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from flagcx.arguments import check_integer, check_rank
 from flagcx.bootstrap.mpi_process import MPI_PROCESS
+from flagcx.bootstrap.serving import SERVING
 from flagcx.bootstrap.thread_rank import thread_rank
 from flagcx.communicator import Communicator
 from flagcx.config import Config, check_settings, environment, unknown_settings
@@ -49,7 +50,6 @@ class _World:
         self.lock = threading.Lock()
         self.comm: Communicator | None = None
         self.store: Store | None = None
-        self.served: dict[Callable[..., None], None] = {}
         self.page: OwnPage | None = None
 
     def current(self) -> Communicator | None:
@@ -81,15 +81,12 @@ class _World:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
             sys.stdout.flush()
             sys.stderr.flush()
-            self.serve_on(failed=True)
+            SERVING.hurry()
+            SERVING.wait()
             os._exit(1)  # an exception raised here would not change the exit code
         MPI_PROCESS.leave(lost, bool(kinds))
-        self.serve_on(failed=lost or bool(kinds))
-
-    def serve_on(self, failed: bool = False) -> None:
-        """Serves the ranks of all jobs whose stores this process runs, until they are done."""
-        for serve_on in self.served:
-            serve_on(failed)
+        if kinds:
+            SERVING.hurry()
 
 
 _WORLD = _World()
@@ -172,6 +169,7 @@ def init(
             if comm is not None:
                 _close_lost(comm)
             elif world is _WORLD:
+                SERVING.arm()
                 atexit.register(world.close_at_exit)
                 MPI_PROCESS.before_end = world.close
                 abandon_in_children(world)
@@ -350,7 +348,6 @@ def _meet(config: Config, environ: Mapping[str, str]) -> tuple[Store, Identity]:
                 logger.warning("%s", text)
         MPI_PROCESS.launched = launched_by_mpi(identity, environ)
         store = _WORLD.store = connect(identity, config, environ)
-        _WORLD.served[store.serve_on] = None
     if not identity.local_size:
         told = store.scoped("located/").exchange("hosts", identity.host.encode(), config.init_timeout_s)
         identity = located(identity, [host.decode() for host in told])

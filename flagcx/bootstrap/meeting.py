@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from flagcx.bootstrap.environment import Identity, host_name
 from flagcx.bootstrap.rendezvous import join_told
+from flagcx.bootstrap.serving import SERVING
 from flagcx.bootstrap.sockets import told_addresses
 from flagcx.bootstrap.store import LocalStore, StoreServer
 from flagcx.bootstrap.thread_rank import ThreadRank, thread_rank
@@ -84,6 +85,7 @@ class MetRank(ThreadRank):
             raise
         super().__init__(rank, meeting.size, store, meeting.job, own_process=True)
         self._server, self._ended = server, False
+        SERVING.arm()
         atexit.register(self._end_at_exit)
 
     def end(self) -> None:
@@ -99,18 +101,21 @@ class MetRank(ThreadRank):
             if comm is not None and not comm.closed:
                 comm.abort(reason)  # so that the others get the reason, and not only that this rank has left
             super().fail(reason)
-            self._leave()
+            self._leave(failed=True)
 
     def _begin_to_end(self) -> bool:
         ended, self._ended = self._ended, True
         return not ended
 
-    def _leave(self) -> None:
-        """Serves the others on for a moment, where this rank runs the store or has taken it over."""
+    def _leave(self, failed: bool = False) -> None:
+        """Serves the others on, where this rank runs the store or has taken it over."""
         atexit.unregister(self._end_at_exit)
+        comm = None if self.world is None else self.world.current()
         server = self._server or getattr(self.store, "server", None)
-        if server is not None:
-            server.linger()
+        if comm is None:  # so the others are in no calls
+            SERVING.go_on(server, 0.0, True)
+        else:
+            SERVING.go_on(server, comm.config.timeout_s, failed or comm.blames)
 
     def _end_at_exit(self) -> None:
         error = getattr(sys, "last_value", None)

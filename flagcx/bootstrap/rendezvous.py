@@ -51,6 +51,7 @@ from flagcx.bootstrap.key import read_key
 from flagcx.bootstrap.mpi_process import broadcast
 from flagcx.bootstrap.other_directory import OtherDirectory
 from flagcx.bootstrap.remote_store import RefusedError, RemoteStore
+from flagcx.bootstrap.serving import SERVING
 from flagcx.bootstrap.sockets import distance_from, own_addresses, told_addresses
 from flagcx.bootstrap.store import LocalStore, Store, StoreServer
 from flagcx.config import Config
@@ -59,7 +60,6 @@ from flagcx.errors import BootstrapError, what_it_raised
 _ADDRESS = "FLAGCX_STORE_ADDRESS"
 _KEY = "FLAGCX_STORE_KEY"
 _PORTS_TRIED = 16
-_AFTER_FAILURE_S = 1.0
 
 
 def connect(identity: Identity, config: Config, environ: Mapping[str, str]) -> Store:
@@ -82,7 +82,7 @@ def connect(identity: Identity, config: Config, environ: Mapping[str, str]) -> S
     environ = of_the_job(environ)
     deadline = time.monotonic() + config.init_timeout_s
     job = _job_of(identity, *map(environ.get, (_ADDRESS, _KEY, "MASTER_ADDR", "MASTER_PORT")))
-    job.patience_s = config.timeout_s
+    job.timeout_s = config.timeout_s
     if identity.launcher == "flagcx":
         search = _announced(environ)
     elif identity.rank == 0:
@@ -91,7 +91,6 @@ def connect(identity: Identity, config: Config, environ: Mapping[str, str]) -> S
         search = _search(identity, environ, deadline)
     try:
         job.store = _join(identity, search, deadline)
-        job.store.serve_on = job.serve_on
     except BaseException:
         if job.server is not None:
             job.server.close()
@@ -117,35 +116,24 @@ class _Job:
         server: The store's server, if this process runs it. It stays until the process ends: a rank may come
             back to it while another has yet to leave.
         store: Its latest end of the store.
-        patience_s: How long, after a good end, the server waits for ranks that are not done yet.
+        timeout_s: The time-out of its calls.
     """
 
     def __init__(self) -> None:
         self.server: StoreServer | None = None
         self.store: RemoteStore | None = None
-        self.patience_s = _AFTER_FAILURE_S
+        self.timeout_s = 0.0
+        SERVING.arm()
         atexit.register(self.end)
 
     def end(self) -> None:
-        """Leaves as the process ends. After a failure the others are served on for a moment, to be told."""
-        failed = hasattr(sys, "last_value") or (self.store is not None and self.store.blames())
+        """Leaves as the process ends; where it runs the store, that goes on."""
+        server, failed = self.server, False
         if self.store is not None:
+            failed = self.store.blames()
             leave(self.store)
-        if failed:
-            self.serve_on(failed)
-
-    def serve_on(self, failed: bool = False) -> None:
-        """Serves the ranks on that are not done yet, where this process runs the store.
-
-        They may be in calls that need nothing of this rank any more. This rank must have told them that it
-        makes no further call.
-
-        Args:
-            failed: Whether they need only be told of this rank's failure.
-        """
-        server = self.server or (None if self.store is None else self.store.server)
-        if server is not None:
-            server.linger(_AFTER_FAILURE_S if failed else self.patience_s)
+            server = server or self.store.server
+        SERVING.go_on(server, self.timeout_s, failed)
 
 
 @cache

@@ -43,7 +43,6 @@ class Store:
         size: How many ranks share the store.
         elastic: Whether lost ranks may be started again: then the ranks that join agree on which are there.
         blames: Whether a peer's failure is why this rank will leave, so that its launcher blames the peer.
-        serve_on: Serves the other ranks until they are done, as this process ends, where it runs the store.
         page: The page on which this rank shows where it is, if it has one; of the whole job's store alone.
     """
 
@@ -51,7 +50,6 @@ class Store:
     size: int
     elastic: bool = False
     blames: Callable[[], bool] = staticmethod(lambda: False)
-    serve_on: Callable[..., None] = staticmethod(lambda failed=False: None)
     page: RankPage | None = None
 
     def set(self, key: str, value: bytes) -> None:

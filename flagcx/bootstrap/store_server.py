@@ -157,7 +157,7 @@ class StoreServer:
         """Has the server end by itself as soon as no rank is connected any more."""
         self._call(partial(setattr, self, "_ends_when_idle", True))
 
-    def linger(self, longest_s: float = 1.0) -> None:
+    def linger(self, longest_s: float) -> None:
         """Serves until no rank is connected any more, at most for ``longest_s`` seconds, and ends."""
         self.close_when_idle()
         if self._thread is not None:

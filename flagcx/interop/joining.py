@@ -21,6 +21,7 @@ from torch.distributed import PrefixStore
 from flagcx.bootstrap.environment import Identity, host_name
 from flagcx.bootstrap.meeting import open_meeting
 from flagcx.bootstrap.rendezvous import join_told, leave
+from flagcx.bootstrap.serving import SERVING
 from flagcx.bootstrap.store import LocalStore, Store, StoreServer
 from flagcx.communicator import Communicator
 from flagcx.config import Config
@@ -29,7 +30,6 @@ from flagcx.transport.registry import MissingTransport
 
 logger = logging.getLogger("flagcx")
 
-_LINGER_S = 1.0
 _JOB = "a process group of torch's"
 
 
@@ -38,24 +38,21 @@ class GroupCommunicator:
 
     def __init__(self, comm: Communicator, store: Store, server: StoreServer | None) -> None:
         self.comm, self._store, self._server = comm, store, server
+        SERVING.arm()
         atexit.register(_end, weakref.ref(self))
 
-    def close(self, linger_s: float = 0.0) -> None:
-        """Closes the communicator; rank 0 keeps the store until the others have left, or for some seconds."""
+    def close(self) -> None:
+        """Closes the communicator; on rank 0 the store goes on until the others have left."""
         self.comm.close()
         leave(self._store)
         server, self._server = self._server, None
-        if server is not None:
-            if linger_s:
-                server.linger(linger_s)
-            else:
-                server.close_when_idle()
+        SERVING.go_on(server, self.comm.config.timeout_s, self.comm.blames)
 
 
 def _end(reference: weakref.ref[GroupCommunicator]) -> None:
     group = reference()
     if group is not None:
-        group.close(_LINGER_S)
+        group.close()
 
 
 class _Values:

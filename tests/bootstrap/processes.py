@@ -17,7 +17,7 @@ from tests.bootstrap.forked import Forked
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 _PRELUDE = """
-import atexit, os, signal, sys, time
+import os, signal, sys, time
 from flagcx.bootstrap.environment import identify
 from flagcx.bootstrap.rendezvous import connect
 from flagcx.config import Config, environment
@@ -25,10 +25,7 @@ from flagcx.errors import *
 
 def start():
     environ = environment()
-    joined = []
-    atexit.register(lambda: [store.serve_on() for store in joined])  # after it has left
-    joined.append(connect(identify(environ), Config.from_environment(environ), environ))
-    return joined[0]
+    return connect(identify(environ), Config.from_environment(environ), environ)
 
 def tell(*words):
     print(*words, flush=True)

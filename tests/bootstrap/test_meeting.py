@@ -1,10 +1,13 @@
 """Jobs that a program makes of processes that it has: beside a launcher's, several at once, their errors."""
 
+import pickle
+
 import numpy as np
 import pytest
 
 import flagcx as fc
 from flagcx.bootstrap.meeting import Meeting, MetRank, met, open_meeting
+from tests.bootstrap.processes import bare_environment, line, rest, spawned
 from tests.ranks import run_ranks
 
 
@@ -60,3 +63,34 @@ def test_a_meeting_that_is_over_and_a_wrong_key_are_refused():
     server.close()
     with pytest.raises(fc.BootstrapError, match=r"did not find the store of job 'test' in time"):
         MetRank(meeting, 1, 0.3)
+
+
+def test_the_store_goes_on_after_a_good_end_of_the_rank_that_runs_it():
+    body = """
+import pickle
+import flagcx as fc
+from flagcx.bootstrap.meeting import MetRank, open_meeting
+meeting, server = open_meeting(2, True, "test") if os.environ["ME"] == "0" else (None, None)
+tell(pickle.dumps(meeting).hex())
+meeting = meeting or pickle.loads(bytes.fromhex(sys.stdin.readline()))
+here = MetRank(meeting, int(os.environ["ME"]), 20.0, server)
+here.call(fc.init)
+if here.rank == 1:
+    tell("in")
+    sys.stdin.readline()
+    here.store.set("k", b"v")
+    tell(here.store.get("k", 10))
+here.end()
+tell("left")
+"""
+    with spawned(body, *(bare_environment(ME=str(rank)) for rank in range(2))) as (zero, one):
+        meeting = line(zero)
+        assert isinstance(pickle.loads(bytes.fromhex(meeting)), Meeting)
+        assert pickle.loads(bytes.fromhex(line(one))) is None
+        one.stdin.write(meeting + "\n")
+        one.stdin.flush()
+        assert (line(zero), line(one)) == ("left", "in")
+        one.stdin.write("go\n")
+        one.stdin.flush()
+        assert rest(one) == "b'v'\nleft\n" and rest(zero) == ""
+    assert (zero.returncode, one.returncode) == (0, 0)

@@ -299,27 +299,16 @@ else:
     assert (zero.returncode, one.returncode) == (0, 0)
 
 
-@pytest.mark.parametrize(
-    ("raised", "blames", "waits_s"), [(False, False, 300.0), (True, False, 1.0), (False, True, 1.0)]
-)
-def test_the_rank_that_runs_the_store_waits_long_for_the_others_only_after_a_good_end(
-    monkeypatch, raised, blames, waits_s
-):
-    """They may be in calls that need nothing of it; after a failure they are only told."""
-    waited_s: list[float] = []
-    if raised:
-        monkeypatch.setattr(sys, "last_value", ValueError("mine"), raising=False)
-    else:
-        monkeypatch.delattr(sys, "last_value", raising=False)
+@pytest.mark.parametrize(("blames", "told"), [(False, (300.0, False)), (True, (300.0, True))])
+def test_the_rank_that_runs_the_store_serves_on_at_its_end(monkeypatch, blames, told):
+    served: list[tuple] = []
+    monkeypatch.setattr(rendezvous.SERVING, "go_on", lambda *given: served.append(given))
     job = rendezvous._Job()
-    job.patience_s = Config().timeout_s
-    job.server, job.store = SimpleNamespace(linger=waited_s.append), LocalStore()
-    job.store.blames = lambda: blames
     atexit.unregister(job.end)
+    job.server, job.store, job.timeout_s = SimpleNamespace(), LocalStore(), Config().timeout_s
+    job.store.blames = lambda: blames
     job.end()
-    assert waited_s == [waits_s] * (raised or blames), "it must first tell the others that it is done"
-    job.serve_on()
-    assert waited_s[0] == waits_s
+    assert served == [(job.server, *told)]
 
 
 # Several hosts.

@@ -229,18 +229,25 @@ def _refuse_in_child(comm: Communicator | None) -> None:
 def _tell_of_uncaught(before: Callable[..., object], kind: type, error: BaseException, trace: Any) -> None:
     """The hook for an exception that ends the main thread: the peers learn of it at once.
 
-    The process may live on: Python waits for its threads, and closes the communicator only then. The launcher
-    is told so.
+    The process may live on: Python waits for its threads and for processes of ``multiprocessing``, and closes
+    the communicator only then. The launcher is told so.
     """
     before(kind, error, trace)
-    comm, main = _WORLD.current(), threading.main_thread()
-    live = [thread for thread in threading.enumerate() if thread is not main and not thread.daemon]
-    if comm is not None and not comm.closed and live:
+    comm = _WORLD.current()
+    if comm is not None and not comm.closed and _is_waited_for():
         comm.abort(f"{kind.__name__}: {text_of(error)}")
         if _WORLD.store is not None:
             from flagcx.bootstrap.rendezvous import leave
 
             leave(_WORLD.store, lives_on=True)
+
+
+def _is_waited_for() -> bool:
+    """Whether Python waits for something else before it ends this process."""
+    main, multiprocessing = threading.main_thread(), sys.modules.get("multiprocessing")
+    children = multiprocessing.active_children() if multiprocessing is not None else []
+    threads = (thread for thread in threading.enumerate() if thread is not main)
+    return any(not one.daemon for one in (*threads, *children))
 
 
 def _warn_of_others(wanted: dict[str, Any], config: Config) -> None:

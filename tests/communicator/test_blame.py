@@ -98,13 +98,24 @@ def test_calls_of_long_ago_have_names():
     assert "rank 1 expects 6 bytes of send and receive of int16" in told[1][1]
 
 
-def test_an_exception_beside_a_thread_that_lives_is_told_at_once():
-    body = """
+_LIVES_ON = {
+    "a thread": "threading.Thread(target=sys.stdin.readline).start()",
+    "a process": """
+    import multiprocessing
+    ours, theirs = os.pipe()
+    threading.Thread(target=lambda: os.write(theirs, sys.stdin.readline().encode()), daemon=True).start()
+    multiprocessing.get_context("fork").Process(target=os.read, args=(ours, 1)).start()""",
+}
+
+
+@pytest.mark.parametrize("what", _LIVES_ON)
+def test_an_exception_beside_what_keeps_a_process_alive_is_told_at_once(what):
+    body = f"""
 import threading
 comm = fc.init(timeout_s=60)
 comm.barrier()
 if comm.rank == 1:
-    threading.Thread(target=sys.stdin.readline).start()
+    {_LIVES_ON[what]}
     raise ValueError("mine")
 outcome(lambda: comm.allreduce(np.ones(3)))
 """

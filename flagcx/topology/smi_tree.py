@@ -8,6 +8,7 @@ rest.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -53,8 +54,8 @@ class _Tree(Builder):
         counts = self.nvlinks()
         self.ends()
         parts = self.partitions()
-        for position, members in enumerate(parts["NODE"]):
-            cpu = self.cpu(members, position)
+        for number, members in zip(self.numbers(parts["NODE"]), parts["NODE"], strict=True):
+            cpu = self.cpu(members, number)
             for root in (part for part in parts["PHB"] if part[0] in members):
                 self.root(root, cpu, parts)
         self.join_cpus(speeds.DEFAULT_SOCKET_GB_PER_S)
@@ -155,13 +156,13 @@ class _Tree(Builder):
         """Joins groups of one NUMA (or CPU) affinity, or of none, unless a cell says that they are apart."""
         merged: list[list[str]] = []
         unknown = 0
-        for part in sorted(parts, key=lambda part: self.home(part) is None):
+        for part in sorted(parts, key=lambda part: not any(self.home(part))):
             own = self.home(part)
             home = next(
                 (
                     other
                     for other in merged
-                    if (own is None or own == self.home(other))
+                    if (not any(own) or _same_node(own, self.home(other)))
                     and not any(self.matrix.cells[a, b] == "SYS" for a in part for b in other)
                 ),
                 None,
@@ -169,52 +170,60 @@ class _Tree(Builder):
             if home is None:
                 merged.append(list(part))
             else:
-                unknown += own is None
+                unknown += not any(own)
                 home.extend(part)
         if unknown or not (self.matrix.affinity or self.matrix.numa):
             self.notes.add(
                 "the text does not say which NUMA node each device is near; those that no SYS sets apart are "
                 "put below one"
             )
-        self.note_contradictions(parts, merged)
         order = {name: position for position, name in enumerate(self.matrix.names)}
         merged = [sorted(part, key=order.__getitem__) for part in merged]
-        return sorted(merged, key=lambda part: order[part[0]])
+        merged.sort(key=lambda part: order[part[0]])
+        self.note_contradictions(merged)
+        return merged
 
-    def note_contradictions(self, parts: list[list[str]], merged: list[list[str]]) -> None:
-        """Notes where the cells say something else of NUMA nodes than the columns of affinity do."""
-        for part in parts:
-            homes = {name: home for name in part if (home := self.home([name])) is not None}
-            other = next((name for name in homes if homes[name] != next(iter(homes.values()))), None)
-            if other is not None:
+    def note_contradictions(self, merged: list[list[str]]) -> None:
+        """Notes where cells and columns of affinity say different things of NUMA nodes, or the columns do."""
+        place = {name: number for number, group in enumerate(merged) for name in group}
+        homes = {name: home for name in place if any(home := self.home([name]))}
+        for (a, one), (b, other) in combinations(homes.items(), 2):
+            pair = f"{a} and {b}"
+            if all((*one, *other)) and (one[0] == other[0]) != (one[1] == other[1]):
+                self.notes.add("NUMA affinity and CPU affinity contradict each other; NUMA's is taken", pair)
+            together = place[a] == place[b]
+            if together and not _same_node(one, other):
                 self.notes.add(
                     "devices of one NUMA node by their cells have different affinities; the cells are taken",
-                    f"{next(iter(homes))} and {other}",
+                    pair,
                 )
-        found: dict[tuple[str, str], str] = {}
-        for group in merged:
-            home = self.home(group)
-            if home is not None and found.setdefault(home, group[0]) != group[0]:
+            elif not together and _same_node(one, other):
                 self.notes.add(
-                    "devices of one affinity are SYS apart by their cells; the cells are taken",
-                    f"{found[home]} and {group[0]}",
+                    "devices of one affinity are SYS apart by their cells; the cells are taken", pair
                 )
 
-    def home(self, part: list[str]) -> tuple[str, str] | None:
-        for name in part:
-            affinity, numa = self.matrix.affinity.get(name, "N/A"), self.matrix.numa.get(name, "N/A")
-            if (affinity, numa) != ("N/A", "N/A"):
-                return affinity, numa
-        return None
+    def home(self, part: list[str]) -> tuple[str, str]:
+        """NUMA and CPU affinity of the first devices of a group that have them; "" where none has."""
+        numa, cpus = (
+            next((found for name in part if (found := column.get(name, "N/A")) != "N/A"), "")
+            for column in (self.matrix.numa, self.matrix.affinity)
+        )
+        return numa, cpus
 
-    def cpu(self, members: list[str], position: int) -> str:
-        affinity, numa = self.home(members) or ("", "")
-        used = {cpu.index for cpu in self.of(DeviceKind.CPU)}
-        first = re.match(r"\d{1,5}(?!\d)", numa)
-        number = int(first[0]) if first and int(first[0]) not in used else position
-        while number in used:
-            number += 1
-        mask = cpu_mask(affinity)
+    def numbers(self, groups: list[list[str]]) -> list[int]:
+        """The numbers of NUMA nodes: the first of their affinity, or one that none of them has."""
+        found: dict[int, int] = {}
+        for position, members in enumerate(groups):
+            first = re.match(r"\d{1,5}(?!\d)", self.home(members)[0])
+            if first:
+                found.setdefault(int(first[0]), position)
+        for position in sorted(set(range(len(groups))) - set(found.values())):
+            found[next(n for n in itertools.count(position) if n not in found)] = position
+        return sorted(found, key=found.__getitem__)
+
+    def cpu(self, members: list[str], number: int) -> str:
+        cpus = dict.fromkeys(home[1] for name in members if (home := self.home([name]))[1])
+        mask = cpu_mask(",".join(cpus))
         attributes = (("affinity", mask),) if mask else ()
         return self.add(DeviceKind.CPU, f"cpu{number}", number, attributes=attributes)
 
@@ -249,6 +258,11 @@ class _Tree(Builder):
 
     def pcie(self, a: str, b: str) -> None:
         self.link(a, b, LinkKind.PCIE, speeds.pcie_gb_per_s(self.gt))
+
+
+def _same_node(one: tuple[str, str], other: tuple[str, str]) -> bool:
+    """Whether two NUMA and CPU affinities are one node's: by NUMA's, or by CPUs where one lacks it."""
+    return one[0] == other[0] if one[0] and other[0] else one[1] == other[1] != ""
 
 
 def _total(counts: dict[tuple[str, str], int], gpu: str) -> int:

@@ -302,6 +302,25 @@ def test_texts_that_contradict_themselves_are_noted(text, note):
     )
 
 
+@pytest.mark.parametrize("cell", ["NV4", "PIX", "NODE"])
+def test_the_numa_column_is_taken_before_the_cpus(cell):
+    """As a process sees them that may run on a few cores only."""
+    text = HEAD + f"GPU0 X {cell} 0-7 1\nGPU1 {cell} X 8-15 1\n"
+    machine = nvidia_smi.parse(text)
+    assert machine["numa_node"] == {0: "cpu1", 1: "cpu1"}
+    assert machine.device("cpu1").attribute("affinity") == "0000ffff"
+    note = "NUMA affinity and CPU affinity contradict each other; NUMA's is taken (GPU0 and GPU1)"
+    assert note in machine.notes
+    assert not any("affinit" in one for one in nvidia_smi.parse(text.replace("8-15", "0-7")).notes)
+    apart = nvidia_smi.parse(HEAD + "GPU0 X NV4 0-7 1\nGPU1 NV4 X 0-7 0\n")
+    assert apart["numa_node"] == {0: "cpu1", 1: "cpu0"} and note in apart.notes
+
+
+def test_a_node_keeps_the_number_that_the_text_gives_it():
+    machine = nvidia_smi.parse(HEAD + "GPU0 X SYS N/A N/A\nGPU1 SYS X 0-7 0\n")
+    assert machine["numa_node"] == {0: "cpu1", 1: "cpu0"}
+
+
 def test_a_model_other_than_the_text_names_is_noted():
     text = "GPU 0: NVIDIA H100 80GB HBM3\nGPU0 GPU1\nGPU0 X NV18\nGPU1 NV18 X\n"
     other, same = (nvidia_smi.parse(text, sm=sm).notes for sm in (103, 90))

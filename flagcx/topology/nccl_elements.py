@@ -87,7 +87,7 @@ def _mbit(net: Element, notes: Notes) -> float:
             net.shown("speed"),
         )
     elif not given:
-        notes.add("a NIC's speed is not in the file", net.shown("speed"))
+        notes.add("a NIC's speed is missing or makes no sense", net.shown("speed"))
     return speed
 
 
@@ -97,14 +97,15 @@ def pcie_gb_per_s(element: Element, kind: DeviceKind, notes: Notes) -> tuple[flo
     widest = _widest_below(element) if gt in _IDLE_GT or not known else 0.0
     if kind is DeviceKind.PCIE_SWITCH and own < widest:
         notes.add(
-            "a bridge reports a slower link (2.5 or 5 GT/s, or none) than a device below it, as an "
-            "idle or virtual one does; it is taken to be as fast as that device"
+            "a bridge reports a slower link (2.5 or 5 GT/s, or none that makes sense) than a device below "
+            "it, as an idle or virtual one does; it is taken to be as fast as that device"
         )
         return widest, True
     if not known:
         notes.add(
-            f"a PCIe link's speed or width is not in the file; assumed {speeds.DEFAULT_PCIE_GT:g} "
-            f"GT/s and {speeds.DEFAULT_PCIE_WIDTH} lanes for what is missing, as NCCL does"
+            f"a PCIe link's speed or width is missing or makes no sense; assumed {speeds.DEFAULT_PCIE_GT:g} "
+            f"GT/s and {speeds.DEFAULT_PCIE_WIDTH} lanes for it, as NCCL does",
+            element.shown("link_width" if gt is not None else "link_speed"),
         )
     return own, not known
 

@@ -167,7 +167,8 @@ def _symmetric(counts: Counts, loops: dict[str, int], notes: Notes) -> Counts:
     for (a, b, kind), count in counts.items():
         back = counts.get((b, a, kind))
         if back is not None and back != count:
-            notes.add("two ends of an NVLink disagree on its count; the larger is taken")
+            disagreement = f"{count} from {a} to {b}, {back} back"
+            notes.add("two ends of an NVLink disagree on its count; the larger is taken", disagreement)
         if (b, a, kind) not in joined:
             joined[a, b, kind] = max(count, back or 0)
     looped = list(loops)

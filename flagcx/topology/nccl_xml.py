@@ -46,8 +46,18 @@ def parse(text: str, source: str = "<text>", *, sm: int | None = None) -> Topolo
     reader = _Reader(source, sm)
     _check_root(root, reader.notes)
     if others:
-        reader.notes.add(f"the text has {others + 1} topologies; the first is read")
+        told = _difference(xml.removesuffix("</system>"), others[0])
+        reader.notes.add(f"the text has {len(others) + 1} topologies; the first is read, and the next {told}")
     return reader.read(root)
+
+
+def _difference(*texts: str) -> str:
+    """How a document differs from the one that is read."""
+    one, other = (text.partition("<system")[2].split() for text in texts)
+    gpus, further = (text.count("<gpu ") for text in texts)
+    if gpus != further:
+        return f"has {further} GPUs, not {gpus}"
+    return "is the same" if one == other else "is another, with as many GPUs"
 
 
 def _check_root(root: Element, notes: Notes) -> None:

@@ -14,6 +14,15 @@ _ESCAPES = re.compile(
 #: What syslog writes for control characters, in octal.
 _SYSLOG = re.compile(r"#0(11|12|15|33)")
 _ESCAPED = {"n": "\n", "t": "\t", "r": "", '"': '"'}
+#: Marks of footnotes, with their number.
+_DAGGER = re.compile("[\u2020\u2021\u00a7\u00b6][0-9a-z]?")
+#: Characters that may be footnotes, and what makes them a device's number.
+_NOT_ASCII = re.compile(r"(NV|GPU|NIC)?([^\x00-\x7f]+)")
+#: Letters and signs that look like a Latin capital: Cyrillic and Greek ones, and crosses.
+_ALIKE = str.maketrans(
+    "\u0410\u0412\u0415\u041a\u041c\u041d\u041e\u0420\u0421\u0422\u0423\u0425\u0405\u0406\u03a7\u00d7\u2715\u2716",
+    "ABEKMHOPCTYXSIXXXX",
+)
 _ROOT = re.compile(r"<\?xml|<!DOCTYPE|<system|<graphs")
 _END = "</system>"
 
@@ -26,8 +35,10 @@ class _Plain(dict):
         category = unicodedata.category(mark)
         if mark in "\v\x85\u2028\u2029":
             found = "\n"
-        elif category in ("Cf", "Mn"):
+        elif category in ("Cf", "Mn", "Me"):
             found = ""
+        elif category == "Nd":
+            found = str(unicodedata.digit(mark))
         elif code < 128 or category[0] in "LMN":
             found = mark
         elif category == "Pd" or mark == "\u2212":
@@ -50,8 +61,22 @@ def plain(text: str) -> str:
         text = re.sub(r"""(['"]),\s*\1""", "\n", text)  # a list of lines
         text = re.sub(r'\\+([ntr"])', lambda code: _ESCAPED[code[1]], text)
     if not text.isascii():
-        text = unicodedata.normalize("NFKC", text)
+        text = _DAGGER.sub(" ", text)
+        text = unicodedata.normalize("NFKC", _NOT_ASCII.sub(_without_footnotes, text).translate(_ALIKE))
     return text.translate(_Plain())
+
+
+def _without_footnotes(found: re.Match[str]) -> str:
+    """Characters that are not ASCII, without raised and circled ones, unless they are a device's number."""
+    kinds = [unicodedata.decomposition(mark).partition(" ")[0] for mark in found[2]]
+    if found[1] and len(set(kinds)) == 1:
+        return found[0]
+    marks = zip(found[2], kinds, strict=True)
+    return (found[1] or "") + "".join(
+        mark
+        for mark, kind in marks
+        if unicodedata.category(mark) != "No" and kind not in ("<super>", "<sub>", "<circle>")
+    )
 
 
 def is_xml(text: str) -> bool:
@@ -59,8 +84,8 @@ def is_xml(text: str) -> bool:
     return _ROOT.search(text) is not None or "&lt;system" in text or _END in text
 
 
-def document(text: str) -> tuple[str, int]:
-    """The first XML document of a text, whose lines keep their numbers, and how many others follow.
+def document(text: str) -> tuple[str, list[str]]:
+    """The first XML document of a text, whose lines keep their numbers, and the others.
 
     Args:
         text: A document, perhaps with prompts, prose or quote marks around it.
@@ -70,6 +95,6 @@ def document(text: str) -> tuple[str, int]:
     text = plain(text)
     start = _ROOT.search(text)
     if start is None:
-        return text, 0
+        return text, []
     found, end, rest = text[start.start() :].partition(_END)
-    return "\n" * text.count("\n", 0, start.start()) + found + end, rest.count(_END)
+    return "\n" * text.count("\n", 0, start.start()) + found + end, rest.split(_END)[:-1]

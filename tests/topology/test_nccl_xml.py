@@ -68,7 +68,7 @@ def test_a_hidden_nvswitch_and_lanes_that_are_not_known():
     assert matrix(machine)["GPU0"]["GPU1"] == "NV18"
     assert machine.link("gpu0", "cpu0").bandwidth_gb_per_s == 48.0
     assert machine.link("gpu0", "cpu0").assumed
-    assert any("speed or width is not in the file" in note for note in machine.notes)
+    assert any("speed or width is missing or makes no sense" in note for note in machine.notes)
     assert machine.devices(DeviceKind.NIC)[0].name == "lo"
 
 
@@ -157,7 +157,10 @@ def test_a_pasted_file_says_what_the_file_says(change):
 def test_the_first_of_two_files_is_read_and_an_unknown_version_is_noted():
     text = (FIXTURES / "switched_4.xml").read_text()
     twice = nccl_xml.parse(text + document(gpu("0000:01:00.0", 0)).replace('"1"', '"3"', 1))
-    assert len(twice.gpus) == 4 and noted(twice, "the text has 2 topologies; the first is read")
+    assert len(twice.gpus) == 4
+    assert noted(twice, "the text has 2 topologies; the first is read, and the next has 1 GPUs, not 4")
+    assert noted(nccl_xml.parse(f"{text}\nand:\n{text}"), "the next is the same")
+    assert noted(nccl_xml.parse(text + text.replace('"1"', '"2"')), "the next is another, with as many GPUs")
     later = nccl_xml.parse(document(gpu("0000:01:00.0", 0)).replace('version="1"', 'version="3"'))
     assert len(later.gpus) == 1 and noted(later, "version is neither 1", "version is '3'")
 
@@ -204,11 +207,14 @@ def noted(machine, *words):
     [
         ('<pci busid="01:00" class="0x030200"/>', ("no valid address", "busid is '01:00' in line 3")),
         ("<pci/>", ("no valid address", "busid is missing")),
-        ('<pci busid="0000:01:00.0" link_speed="8 GT/s" link_width="-4"/>', ("speed or width is not in",)),
+        (
+            '<pci busid="0000:01:00.0" link_speed="8 GT/s" link_width="-4"/>',
+            ("or width is missing or makes", "'-4' in line 3"),
+        ),
         (gpu("0000:01:00.0", -1), ("number makes no sense", "dev is '-1'")),
         ('<pci busid="0000:01:00.0"><gpu sm="80"/></pci>', ("number makes no sense", "dev is missing")),
         (gpu("0000:01:00.0", 0, '<nvlink target="gpu1" count="1"/>'), ("target is no PCI address", "'gpu1'")),
-        ('<nic><net name="a" speed="1e9"/></nic>', ("speed is not in the file", "speed is '1e9'")),
+        ('<nic><net name="a" speed="1e9"/></nic>', ("speed is missing or makes no sense (speed is '1e9'",)),
         ('<pci busid="0000:01:00.0"><gpu dev="0" mlopart="1"/></pci>', ("attribute mlopart of <gpu>", "'1'")),
         (gpu("0000:01:00.0", 0, "<partition/>"), ("element <partition> is not understood",)),
         ("<accelerator/>", ("element <accelerator> is not understood", "in line 3")),

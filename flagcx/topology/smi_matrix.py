@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import combinations, islice, takewhile
 from types import MappingProxyType
 
 from flagcx.errors import TopologyError
 from flagcx.topology import gpu_models, smi_text
-from flagcx.topology.smi_text import CELL, CUT, GPU, Row, Table
+from flagcx.topology.smi_text import AFFINITY, CELL, CUT, GPU, HEADING, Row, Table
 
 _MAX_DEVICES = 128
+_MOST_TABLES = 100  # of a text that are looked at
 #: A column of the matrix is so wide; a first word further away stands in a later column than the next.
 _TAB = 8
 #: What older drivers said, and what newer ones say for it.
 _OLD_WORDS = MappingProxyType({"SOC": "SYS", "PSB": "PIX"})
-_COLUMNS = re.compile(
-    r"(?P<cpu>CPU\s*Affinity)|(?P<gpu>GPU\s*NUMA\s*ID)|(?P<numa>NUMA(\s*(Affinity|Nodes?))?)", re.I
-)
+#: What each heading after the devices names, whatever other words and marks it has.
+_COLUMNS = re.compile(r"(?P<gpu>GPU[\W_]*NUMA|NUMA[\W_]*GPU(?![\W_]*NUMA))|(?P<cpu>CPU)|(?P<numa>NUMA)", re.I)
 
 
 @dataclass(slots=True)
@@ -45,48 +46,66 @@ def parse_matrix(text: str, source: str = "<text>") -> Matrix:
     Raises:
         TopologyError: There is none; names line and reason.
     """
-    lines = smi_text.clean(text)
-    found: Matrix | None = None
-    wrong: TopologyError | None = None
-    others, p2p = 0, False
     if re.search(r"ROCm System Management|Link Type between two GPUs|LINK TYPE TABLE", text):
         raise TopologyError(
             f"{source}: this is the output of rocm-smi or amd-smi, which does not say how many links join "
             "two GPUs; expected RCCL's topology XML (NCCL_TOPO_DUMP_FILE) or the output of "
             "'nvidia-smi topo -m'"
         )
-    for table in smi_text.tables(lines):
-        if table.is_p2p:
-            p2p = True
-            continue
-        try:
-            matrix = _matrix(table, source)
-        except TopologyError as error:
-            wrong = wrong or error
-            continue
-        others += found is not None
-        found = found or matrix
+    lines = smi_text.clean(text)
+    found, wrong = _first_of(lines, source)
     if found is None:
-        raise wrong or _no_table(source, p2p)
+        found, _ = _first_of([line.upper() for line in lines], source)
+    if found is None:
+        raise wrong or TopologyError(
+            f"{source}: no line names GPU0, GPU1, ... as columns; expected the output of 'nvidia-smi topo -m'"
+        )
     cleaned = "\n".join(lines)
     found.legend = dict(re.findall(r"(?:^|[\s\]>:+-])(NIC\d+):\s*(\S+)[\s\]]*$", cleaned, re.MULTILINE))
     found.model = gpu_models.named_in(cleaned)
     if re.search(r"\btopo\s+-mp\b", text):
         found.notes.append("the text is that of 'nvidia-smi topo -mp', which leaves NVLinks out")
-    if others:
-        found.notes.append(f"the text has {others + 1} matrices; the first is read")
     return found
 
 
-def _no_table(source: str, p2p: bool) -> TopologyError:
-    if p2p:
-        return TopologyError(
-            f"{source}: the only table is that of 'nvidia-smi topo -p2p', which says what is allowed and not "
-            "how GPUs are joined; expected the output of 'nvidia-smi topo -m'"
+def _first_of(lines: Sequence[str], source: str) -> tuple[Matrix | None, TopologyError | None]:
+    """The first matrix in lines, with a note on what the others say, and the first error."""
+    found: list[tuple[int, Matrix]] = []
+    others: list[str] = []
+    errors: dict[bool, TopologyError] = {}
+    for table in islice(smi_text.tables(lines), _MOST_TABLES):
+        try:
+            found.append((table.line, _matrix(table, source)))
+        except TopologyError as error:
+            errors.setdefault(table.is_p2p, error)
+            if table.rows and not table.is_p2p:
+                reason = str(error).removeprefix(source).lstrip(",: ")
+                others.append(f"the table in line {table.line} is left out ({reason})")
+    if not found:
+        return None, errors.get(False) or errors.get(True)
+    first, *more = found
+    others += [f"the one in line {line} {_difference(first[1], matrix)}" for line, matrix in more]
+    if others:
+        first[1].notes.append(
+            f"the text has {len(others) + 1} matrices; that in line {first[0]} is read, and "
+            + "; ".join(others[:4])
         )
-    return TopologyError(
-        f"{source}: no line names GPU0, GPU1, ... as columns; expected the output of 'nvidia-smi topo -m'"
-    )
+    return first[1], None
+
+
+def _difference(one: Matrix, other: Matrix) -> str:
+    """How a matrix differs from the one that is read."""
+    if one.names != other.names:
+        sizes = [
+            f"{len(each.gpus)} GPUs and {len(each.names) - len(each.gpus)} NICs" for each in (one, other)
+        ]
+        return f"has {sizes[1]}, not {sizes[0]}" if sizes[0] != sizes[1] else "has other names of devices"
+    for (a, b), cell in one.cells.items():
+        if cell != other.cells[a, b]:
+            return f"says {other.cells[a, b]} from {a} to {b}, not {cell}"
+    columns = ((one.affinity, other.affinity, "CPU"), (one.numa, other.numa, "NUMA"))
+    different = [word for mine, theirs, word in columns if mine != theirs]
+    return f"has another {different[0]} affinity" if different else "is the same"
 
 
 def _matrix(table: Table, source: str) -> Matrix:
@@ -95,20 +114,35 @@ def _matrix(table: Table, source: str) -> Matrix:
     Raises:
         TopologyError: They are no matrix.
     """
+    if table.is_p2p:
+        raise TopologyError(
+            f"{source}: the only table is that of 'nvidia-smi topo -p2p', which says what is allowed and not "
+            "how GPUs are joined; expected the output of 'nvidia-smi topo -m'"
+        )
     end = next((place for place, word in enumerate(table.header) if not any(map(str.isdigit, word))), None)
-    names = table.header[:end]
-    headings = _COLUMNS.finditer(" ".join(table.header[len(names) :]))
-    columns = [next(key for key, text in match.groupdict().items() if text) for match in headings]
+    names, headings = table.header[:end], table.header[end:] if end else []
+    columns = [str(match.lastgroup) for match in _COLUMNS.finditer(" ".join(headings))]
+    place = f"{source}, line {table.line}"
     if len(set(names)) != len(names) or len(names) > _MAX_DEVICES:
         raise TopologyError(
-            f"{source}, line {table.line}: {len(names)} columns of which some repeat, or over {_MAX_DEVICES} "
-            "of them"
+            f"{place}: {len(names)} columns of which some repeat, or over {_MAX_DEVICES} of them"
+        )
+    if any(GPU.fullmatch(word) or "..." in word for word in headings):
+        raise TopologyError(
+            f"{place}: {headings[0][:40]!r} among the columns; expected the whole of one table"
         )
     matrix = Matrix(names, {})
+    if unknown := [word for word in headings if not HEADING.fullmatch(word)]:
+        matrix.notes.append(
+            f"headings that are not known ({' '.join(unknown)[:80]}); the columns after the cells are taken "
+            f"as {', '.join(columns) or 'nothing'}"
+        )
+    columns = columns if headings else ["cpu", "numa", "gpu"]
     for row in table.rows:
-        _row(matrix, row, columns or ["cpu", "numa", "gpu"], f"{source}, line {row.line}")
+        _row(matrix, row, columns, f"{source}, line {row.line}")
     _fill(matrix, source)
-    _check_symmetric(matrix, source)
+    _check(matrix, source)
+    _note_further(matrix, table.after)
     return matrix
 
 
@@ -116,77 +150,135 @@ def _row(matrix: Matrix, row: Row, columns: list[str], place: str) -> None:
     names, name = matrix.names, row.name
     if name not in names:
         raise TopologyError(f"{place}: a row called {name[:40]!r}, and there is no such column")
-    if (name, name) in matrix.cells:
-        raise TopologyError(f"{place}: a second row for {name}")
-    cells, further = _cells(row.rest.replace(CUT, ""), len(names))
-    if CUT in row.rest and len(further.split()) < len(columns):
-        before, _, after = row.rest.rpartition(CUT)
-        apart = _cells(f"{before.replace(CUT, '')} {after}", len(names))
-        if apart[0] == cells and len(apart[1].split()) == len(columns):
-            further = apart[1]
-    for column, cell in zip(names, cells, strict=False):
-        if not CELL.fullmatch(cell):
-            raise TopologyError(
-                f"{place}: {cell[:40]!r} from {name} to {column}; expected X, NV#, PIX, PXB, PHB, NODE or SYS"
-            )
-        matrix.cells[name, column] = _OLD_WORDS.get(cell, cell)
-    if len(cells) < len(names):
-        raise TopologyError(f"{place}: {len(cells)} cells for {name}; expected {len(names)}, one a column")
+    cells, further = _split(row, len(names), len(columns))
     words = re.sub(r",\s+(?=\d)", ",", further).split()
+    words = words[:1] + list(takewhile(AFFINITY.fullmatch, words[1:]))  # without remarks
+    many = len(words) > len(columns)
+    found = _placed(cells, names.index(name), len(names))
+    if found is None or (found != cells and (many or not all(map(AFFINITY.fullmatch, words)))):
+        raise TopologyError(f"{place}: {_lacking(matrix, name, cells, further)}")
+    for column, cell in zip(names, found, strict=True):
+        if re.fullmatch(r"[A-Z]+\d{3,}", cell):
+            raise TopologyError(f"{place}: {cell[:40]!r} from {name} to {column}; expected at most 99 links")
+        if matrix.cells.setdefault((name, column), cell) != cell:
+            raise TopologyError(
+                f"{place}: a second row for {name}, with {cell} to {column}; the first has "
+                f"{matrix.cells[name, column]}"
+            )
     if words and words[0] != "N/A" and CELL.fullmatch(words[0]):
         raise TopologyError(f"{place}: more cells for {name} than the {len(names)} columns")
+    if many:
+        matrix.notes.append("more words after a device's cells than headings; its affinities are left out")
+        return
     space = len(further) - len(further.lstrip())
-    if len(words) == len(columns) - 1 and len(cells[-1]) + space > _TAB:
+    if len(words) == len(columns) - 1 and found == cells and len(cells[-1]) + space > _TAB:
         columns = columns[1:]  # no CPU of that node is left to this process
     by_column = {"cpu": matrix.affinity, "numa": matrix.numa}
     for column, text in zip(columns, words, strict=False):
-        if column in by_column and re.fullmatch(r"[\d,-]+|N/A", text):
-            by_column[column][name] = text
+        if column in by_column and AFFINITY.fullmatch(text):
+            by_column[column].setdefault(name, text)
+
+
+def _split(row: Row, count: int, columns: int) -> tuple[list[str], str]:
+    """The cells of a row, and the text after them, of which a terminal may have cut a word in two."""
+    cells, further = _cells(row.rest.replace(CUT, ""), count)
+    if CUT in row.rest and len(further.split()) < columns:
+        before, _, after = row.rest.rpartition(CUT)
+        apart = _cells(f"{before.replace(CUT, '')} {after}", count)
+        if apart[0] == cells and len(apart[1].split()) == columns:
+            further = apart[1]
+    return cells, further
 
 
 def _cells(text: str, count: int) -> tuple[list[str], str]:
-    """So many cells from the left, which may stand without a space, and the text after them.
-
-    The last cell is the word that is none, where there is one.
-    """
+    """At most so many cells from the left, which may stand without a space, and the text after them."""
     cells: list[str] = []
     position = 0
     while len(cells) < count:
         position += len(text[position:]) - len(text[position:].lstrip())
-        if position >= len(text):
-            break
         match = CELL.match(text, position)
         if match is None:
-            return [*cells, text[position:].split()[0]], ""
-        cells.append(match.group())
+            break
+        cells.append(_cell(match.group()))
         position = match.end()
     return cells, text[position:]
 
 
+def _cell(word: str) -> str:
+    """A cell as drivers of today write it."""
+    if word[:1] in "-_":
+        return "N/A"
+    return _OLD_WORDS.get(word) or re.sub(r"(?<=[VI])0+(?=\d)", "", word)
+
+
+def _placed(cells: list[str], position: int, count: int) -> list[str] | None:
+    """The cells of the device in a position; of a row that is half of a triangle, with N/A for the others.
+
+    Returns:
+        None where there are too few, and it is not known which.
+    """
+    missing = ["N/A"] * (count - len(cells))
+    if not missing or (cells[:1] == ["X"] and len(missing) == position):
+        return missing + cells
+    return cells + missing if cells[-1:] == ["X"] and len(cells) == position + 1 else None
+
+
+def _lacking(matrix: Matrix, name: str, cells: list[str], further: str) -> str:
+    """What is wrong with a row of too few cells."""
+    words = further.split()
+    if words and not all(map(AFFINITY.fullmatch, words)):
+        column = matrix.names[len(cells)]
+        return f"{words[0][:40]!r} from {name} to {column}; expected X, NV#, PIX, PXB, PHB, NODE or SYS"
+    return f"{len(cells)} cells for {name}; expected {len(matrix.names)}, one a column"
+
+
 def _fill(matrix: Matrix, source: str) -> None:
-    """Fills rows of NICs that the text leaves out from their columns.
+    """Fills rows of NICs that the text leaves out, and cells that it leaves blank, from their columns.
 
     Raises:
         TopologyError: The row of a GPU is missing.
     """
-    missing = [name for name in matrix.names if (name, name) not in matrix.cells]
+    names, cells = matrix.names, matrix.cells
+    missing = [name for name in names if (name, name) not in cells]
     if lost := [name for name in missing if GPU.fullmatch(name)]:
         raise TopologyError(
             f"{source}: no row for {', '.join(lost[:8])}; is the text cut short? Expected a row "
             "for each column"
         )
-    for name in missing:
-        for other in matrix.names:
-            cell = "X" if other == name else matrix.cells.get((other, name), "N/A")
-            matrix.cells[name, other] = cell if other not in missing or other == name else "N/A"
+    blank = [pair for pair, cell in cells.items() if cell == "N/A"]
+    cells.update({(name, other): "N/A" for name in missing for other in names})
+    for a, b in [pair for pair, cell in cells.items() if cell == "N/A"]:
+        cells[a, b] = "X" if a == b else cells[b, a]
     if missing:
         matrix.notes.append(
             f"{len(missing)} NICs have no row; their columns are taken, and how they are joined to each "
             "other is not known"
         )
+    if filled := [pair for pair in blank if cells[pair] != "N/A"]:
+        matrix.notes.append(
+            f"{len(filled)} cells are blank, the first from {' to '.join(filled[0])}; those of the other "
+            "half of the matrix are taken"
+        )
+    if unknown := [pair for pair in blank if cells[pair] == "N/A"]:
+        matrix.notes.append(f"{len(unknown)} cells are N/A, the first from {' to '.join(unknown[0])}")
 
 
-def _check_symmetric(matrix: Matrix, source: str) -> None:
+def _note_further(matrix: Matrix, rows: Sequence[Row]) -> None:
+    """Notes the rows after the table that say something else than the table."""
+    others = []
+    for row in rows:
+        cells, _ = _cells(row.rest, len(matrix.names))
+        own = [matrix.cells.get((row.name, column), "") for column in matrix.names]
+        found = _placed(cells, own.index("X"), len(own)) if "X" in own else None
+        if cells and (
+            found is None or any(cell not in ("N/A", mine) for cell, mine in zip(found, own, strict=True))
+        ):
+            others.append(f"that in line {row.line} says {' '.join(cells[:8])} for {row.name}")
+    if others:
+        matrix.notes.append(f"{len(others)} rows after the table are left out; {others[0]}")
+
+
+def _check(matrix: Matrix, source: str) -> None:
     cells = matrix.cells
     for name in matrix.names:
         if cells[name, name] != "X":

@@ -15,26 +15,43 @@ from dataclasses import dataclass, field
 from flagcx.topology import pasted
 
 GPU = re.compile(r"GPU\d{1,4}")
-CELL = re.compile(r"NV\d{1,3}|XGMI\d{1,2}|NODE|N/A|PIX|PXB|PHB|SYS|SOC|PSB|X")
+CELL = re.compile(r"NV\d+|XGMI\d+|NODE|N/A|PIX|PXB|PHB|SYS|SOC|PSB|X|[-_]+(?=\s|$)")
 #: The words of ``topo -p2p``, which says what is allowed and not what is there.
 P2P = frozenset(("OK", "CNS", "GNS", "TNS", "NS", "DR", "U"))
-_FURTHER = ("CPU", "NUMA", "Affinity", "GPU", "ID", "Node", "node", "Nodes")
+#: A word of a heading, or several without blanks between them.
+HEADING = re.compile(r"(?:[\W_]*(?:CPU|GPU|NUMA|Affinity|ID|Nodes?))+[\W_]*", re.I)
+#: Where the name of a device or a heading begins without a blank.
+_GLUED = re.compile(r"(?<=[^\W_])(?=GPU\d|NIC\d|mlx\d|CPU|NUMA|GPU[ _-]?NUMA)")
 _NAME = re.compile(r"[A-Za-z][A-Za-z_.:+-]*\d[\w.:+-]*")
-_AFFINITY = re.compile(r"[\d,-]*\d[\d,-]*|N/A")
+AFFINITY = re.compile(r"[\d,-]*\d[\d,-]*|N/A")
 #: Stands where a terminal has wrapped a row, perhaps in the middle of a word.
 CUT = "\0"
 _MOST_LINES = 1000  # of one table
+_MOST_ROWS = 150
+_MOST_OF_A_HEADER = 16384  # characters
 _MOST_IN_ALL = 50_000  # lines of a text that are looked at
 _MOST_BEFORE = 400  # characters of a line in which its name and first cell are looked for
 _QUOTE = re.compile(r"(?:\s*>)+ ?")
 _CELL_END = re.compile(r"</t[dh]>", re.I)
+_CLASS = r"(?:X|NV\d+|XGMI\d+|NODE|PIX|PXB|PHB|SYS|SOC|PSB)\b"
 #: The name and the first cell of a row, with what a log, a list or a shell's prompt put before them.
 _ROW = re.compile(
     r"(?:^|(?<=[\s\]>:+-]))(?P<name>(?!NV\d+\b|XGMI)[A-Za-z][A-Za-z_.+-]{0,30}\d[\w.+-]{0,30}):?"
-    r"(?=\s{1,40}(?:X|NV\d+|XGMI\d+|NODE|PIX|PXB|PHB|SYS|SOC|PSB)\b)"
+    rf"(?=\s{{1,40}}{_CLASS})"
 )
 _TAG = re.compile(r"</?[a-zA-Z][^<>]{0,80}>|`+")
-_MARKS = str.maketrans({**dict.fromkeys("|&;\\\"'", " "), "*": None})
+_MARKS = str.maketrans(dict.fromkeys("|!&;*\\\"'", " "))
+#: Footnotes' marks after a cell in markup, and what is struck out.
+_FOOTNOTE = re.compile(
+    r"<(sup|sub|del|s|strike)\b[^<>]{0,80}>(?:<a\b[^<>]{0,80}>)?[^<>]{0,20}(?:</a>)?</\1>|~~[^~\n]{1,20}~~"
+    r"|(?<=[A-Z0-9]) ?(?:\[\^?\w{1,2}\]_?|\(\w{1,2}\)|\^\{?\w{1,2}\}?\^?|\*\d\b)",
+    re.I,
+)
+#: Where a cell is blank: between marks that separate cells, or between tabs before a further cell.
+_BLANK = re.compile(r"(?<=[|&])[ \t]+(?=[|&])|(?<=;)[ \t]*(?=;)")
+_TABS = re.compile(rf"{_CLASS} ?\t ?{_CLASS}")
+_BLANK_TAB = re.compile(r"(?<=\t) ?(?=\t)")
+_BLANK_HTML = re.compile(r"<(t[dh])\b[^<>]{0,200}>(?:\s|</?(?:p|br|div|span)\b[^<>]{0,80}>){0,20}</\1>", re.I)
 #: The end of a line in a list of strings, marks that Markdown escapes, and rules of LaTeX.
 _NO_CELL = re.compile(r"\",?\s*$|\\(?=[_#*])|\\(?:hline|\w{3,6}rule)\b")
 _NAMES = re.compile(r"\bGPU[ _#-]?(?=\d{1,4}\b)", re.I)
@@ -54,11 +71,12 @@ class Row:
 
 @dataclass(slots=True)
 class Table:
-    """A table: the words of its header, and its rows."""
+    """A table: the words of its header, its rows, and further rows of its devices in the text after it."""
 
     header: list[str]
     line: int
     rows: list[Row] = field(default_factory=list)
+    after: list[Row] = field(default_factory=list)
 
     @property
     def is_p2p(self) -> bool:
@@ -68,7 +86,7 @@ class Table:
 
 def clean(text: str) -> list[str]:
     """The lines of a text without colours, quote marks, prefixes of logs, markup and unusual characters."""
-    text = pasted.plain(html.unescape(text).replace(CUT, ""))
+    text = _FOOTNOTE.sub("", pasted.plain(html.unescape(html.unescape(text)).replace(CUT, "")))
     head, *rows = _ROW_OF_HTML.split(text)
     # Each cell may stand in a line of its own, unless the row holds text with lines.
     text = head + "".join(row if "<pre" in row.lower() else _one_line(row) for row in rows)
@@ -78,15 +96,23 @@ def clean(text: str) -> list[str]:
     lines = re.split(r"\r*\n|\r", text, maxsplit=_MOST_IN_ALL)[:_MOST_IN_ALL]
     if re.search(r"\bGPU0\"?,\s*\"?(?:GPU|NIC|mlx|CPU)", text):
         lines = [_separated(line) for line in lines]
-    lines = [_NO_CELL.sub("", line).translate(_MARKS) for line in lines]
-    lines = [re.sub(r"(?<=Affinity)(?=NUMA|GPU)", " ", line) for line in lines]
+    if _TABS.search(text):  # else columns may be two tabs apart
+        lines = [_filled(line) for line in lines]
+    lines = [_NO_CELL.sub("", _BLANK.sub(" N/A ", line)).translate(_MARKS) for line in lines]
     return [_bare(line.expandtabs(8)) for line in _unnumbered(lines)]
 
 
 def _one_line(row: str) -> str:
     """A row of HTML on a line of its own, and what follows it."""
     cells, end, after = row.partition("</tr>")
+    cells = _LINE_END.sub(" ", _BLANK_HTML.sub(" N/A ", cells))
     return " ".join(cells.split()) + "\n" + after if end else row
+
+
+def _filled(line: str) -> str:
+    """A line with N/A between two tabs before its last cell."""
+    end = max((cell.end() for cell in re.finditer(_CLASS, line)), default=0)
+    return _BLANK_TAB.sub("N/A", line[:end]) + line[end:]
 
 
 def _separated(line: str) -> str:
@@ -123,31 +149,64 @@ def tables(lines: Sequence[str]) -> Iterator[Table]:
         A table for each header, even one with no rows.
     """
     position = 0
+    table: Table | None = None
     while position < len(lines):
-        names = _words(lines[position])
-        if not names or not all(map(_is_heading, names[:-1])):
-            position += 1
+        header, first = _header(lines, position)
+        if header:
+            if table:
+                yield table
+            table = Table(header, position + 1)
+            position = _rows(lines, first, table, _width(lines, position))
             continue
-        first = _first_row(lines, position + 1, names)
-        width = _width(lines, position)
-        header = _words(_joined(lines[position:first], width))
-        if not all(map(_is_heading, header)):
-            position += 1
-            continue
-        table = Table(header, position + 1)
-        position = _rows(lines, first, table, width)
+        if table and _begins_row(line := lines[position], table.header):
+            table.after.append(_row(line, position))
+        position += 1
+    if table:
         yield table
+
+
+def _header(lines: Sequence[str], position: int) -> tuple[list[str], int]:
+    """The words of the header that begins in a line, none where it is no header, and the line after it."""
+    names = _words(lines[position])
+    if not names:
+        return [], position
+    below = next((n for n in range(position + 1, len(lines)) if any(map(str.isalnum, lines[n]))), position)
+    before = _before(lines, position, names)
+    if (
+        all(map(_is_heading, names[:2]))
+        and _ROW.match(lines[below])
+        and lines[below].split()[0] in before + names
+    ):
+        return before + names, below
+    if not all(map(_is_heading, names[:-1])):
+        return [], position
+    first = _first_row(lines, position + 1, before + names)
+    words = _words(_joined(lines[position:first], _width(lines, position)))
+    return (before + words if all(map(_is_heading, words)) else []), first
+
+
+def _before(lines: Sequence[str], position: int, names: Sequence[str]) -> list[str]:
+    """The names of a header before the first GPU's that have rows of two cells or more."""
+    others = _split(lines[position])[: -len(names)]
+    below = lines[position + 1 : position + _MOST_ROWS] if others else ()
+    rows = [line.split(maxsplit=3) for line in below if _ROW.match(line)]
+    with_rows = {row[0] for row in rows if CELL.fullmatch("".join(row[2:3]))}
+    return [name for name in others if name in with_rows]
+
+
+def _split(line: str) -> list[str]:
+    return _GLUED.sub(" ", line[:_MOST_OF_A_HEADER]).split()
 
 
 def _words(line: str) -> list[str]:
     """The words of a header from the first GPU's on."""
-    words = line.split()
+    words = _split(line)
     start = next((number for number, word in enumerate(words) if GPU.fullmatch(word)), len(words))
     return words[start:]
 
 
 def _is_heading(word: str) -> bool:
-    return word in _FURTHER or (bool(_NAME.fullmatch(word)) and not CELL.fullmatch(word))
+    return bool(HEADING.fullmatch(word) or (_NAME.fullmatch(word) and not CELL.fullmatch(word)))
 
 
 def _is_header(line: str) -> bool:
@@ -169,7 +228,7 @@ def _first_row(lines: Sequence[str], position: int, names: Sequence[str]) -> int
     """
     for number in range(position, len(lines)):
         words = lines[number].split()
-        if words and words[0] in names and words[0] not in _FURTHER:
+        if words and words[0] in names and not HEADING.fullmatch(words[0]):
             return number
         if names[0] in words or not all(map(_is_heading, words[1:-1])):
             break
@@ -178,7 +237,7 @@ def _first_row(lines: Sequence[str], position: int, names: Sequence[str]) -> int
 
 def _begins_row(line: str, names: Sequence[str]) -> bool:
     words = line.split(maxsplit=2)
-    if len(words) < 2 or words[0] in _FURTHER:
+    if len(words) < 2 or HEADING.fullmatch(words[0]):
         return False
     cell = bool(CELL.match(words[1])) or words[1] in P2P
     return words[0] in names or (cell and bool(GPU.fullmatch(words[0])))
@@ -201,17 +260,20 @@ def _rows(lines: Sequence[str], position: int, table: Table, width: int) -> int:
     """Collects the rows of a table; gives the number of the line after them."""
     names = table.header
     wanted = {name for name in names if _NAME.fullmatch(name)}
-    while position < len(lines):
+    while position < len(lines) and len(table.rows) < _MOST_LINES:
         line = lines[position]
         words = line.split() if any(map(str.isalnum, line)) else []
-        complete = wanted <= {row.name for row in table.rows}
+        complete = not wanted
+        if _words(line) == names and not complete:  # again, as on each page
+            position += 1
+            continue
         if words and ("Legend:" in line or (_is_header(line) and not _begins_row(line, names))):
             break
-        if complete and not words:
+        if complete and (not words or _words(line) == names):
             break
         if _begins_row(line, names):
-            rest = line.lstrip()[len(words[0]) :]
-            table.rows.append(Row(words[0], rest, position + 1, len(line)))
+            table.rows.append(_row(line, position))
+            wanted.discard(words[0])
         elif words and table.rows and _continues(words, cut=len(line) == width):
             row = table.rows[-1]
             row.rest += (CUT if row.last == width else " ") + line
@@ -222,6 +284,11 @@ def _rows(lines: Sequence[str], position: int, table: Table, width: int) -> int:
     return position
 
 
+def _row(line: str, position: int) -> Row:
+    name = line.split(maxsplit=1)[0]
+    return Row(name, line.lstrip()[len(name) :], position + 1, len(line))
+
+
 def _continues(words: Sequence[str], *, cut: bool) -> bool:
     """Whether a line holds nothing but the further cells of a row, the first of which may be cut in two.
 
@@ -230,8 +297,8 @@ def _continues(words: Sequence[str], *, cut: bool) -> bool:
         cut: Whether the last may be cut too.
     """
     whole = words[1:-1] if cut else words[1:]
-    return all(CELL.match(word) or _AFFINITY.fullmatch(word) for word in whole) and (
-        len(words[0]) <= 4 or bool(CELL.match(words[0]) or _AFFINITY.fullmatch(words[0]))
+    return all(CELL.match(word) or AFFINITY.fullmatch(word) for word in whole) and (
+        len(words[0]) <= 4 or bool(CELL.match(words[0]) or AFFINITY.fullmatch(words[0]))
     )
 
 

@@ -232,7 +232,18 @@ CHANGES: MappingProxyType[str, Callable[[str], str]] = MappingProxyType(
         "wrapped at 164": wrapped(164),
         "lines end in br": lambda text: text.replace("\t", "&nbsp;" * 8).replace("\n", "<br>"),
         "a div a line": each(lambda n, line: f"<div>{line}</div>"),
+        "HTML table of paragraphs": table("<table><tr><td><p>", "</p></td><td><p>", "</p><br/></td></tr>"),
         "HTML table, a cell a line": table("<tr>\n <td>", "</td>\n <td>", "</td>\n</tr>"),
+        "small letters": lambda text: text if "mlx" in text else text.partition("\nNIC Legend")[0].lower(),
+        "Cyrillic and multiplication sign": lambda text: text.replace("SYS", "SY\u0405").replace(
+            "X", "\u00d7"
+        ),
+        "Arabic digits": lambda text: text.partition("\n\n")[0].translate(
+            {ord("0") + n: 0x660 + n for n in range(10)}
+        ),
+        "escaped twice": lambda text: text.replace(" ", "&amp;nbsp;"),
+        "MediaWiki": table("|-\n| ", " || ", ""),
+        "header again": lambda text: text.replace("\nGPU2", f"\n{text.splitlines()[0]}\nGPU2", 1),
         "CSV": table('"', '","', '"'),
         "list in Ansible's JSON": lambda text: json.dumps({"stdout_lines": text.splitlines()}, indent=4),
         "list in Python": lambda text: repr(text.splitlines()) if "\t" in text else text,

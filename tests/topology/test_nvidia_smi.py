@@ -22,6 +22,7 @@ from tests.topology.machines import FIXTURES, SHARED, shared_files
 from tests.topology.pastes import CHANGES, P2P, SOURCES
 
 TEXTS = sorted(FIXTURES.glob("*.txt"))
+HEAD = "GPU0 GPU1 CPU Affinity NUMA Affinity\n"
 PAIR = "GPU0 GPU1\nGPU0 X {}\nGPU1 {} X\n"
 #: Machines of which both an XML and a matrix exist.
 BOTH = [
@@ -140,11 +141,6 @@ def test_a_matrix_without_nvlinks_by_its_command_is_noted():
     assert any("topo -mp', which leaves NVLinks out" in note for note in nvidia_smi.parse(text).notes)
 
 
-def test_further_matrices_are_told_of():
-    machine = nvidia_smi.parse(CHANGES["twice"](SOURCES["tabs"]))
-    assert any("the text has 2 matrices; the first is read" in note for note in machine.notes)
-
-
 def test_what_the_text_cannot_tell_is_said():
     notes = read(FIXTURES / "switched_nics_4.txt").notes
     assert any("does not name the GPU; by its 12 NVLinks" in note for note in notes)
@@ -179,13 +175,25 @@ def test_the_old_word_for_sys_and_colour_codes():
     [
         ("", "t.txt: no line names GPU0, GPU1, ... as columns; expected the output of 'nvidia-smi topo -m'"),
         ("GPU0 GPU1\nGPU0 X NV1\n", "t.txt: no row for GPU1; is the text cut short"),
-        ("GPU0 GPU1\nGPU0 X\nGPU1 NV1 X\n", "t.txt, line 2: 1 cells for GPU0; expected 2"),
+        ("GPU0 GPU1\nGPU0 X NV1\nGPU1 NV1\n", "t.txt, line 3: 1 cells for GPU1; expected 2"),
+        (HEAD + "GPU0 X NV1 0-7 0\nGPU1 NV1 0-7 0\n", "t.txt, line 3: 1 cells for GPU1; expected 2"),
+        ("GPU0 GPU1\nGPU0 X NV1\nGPU1 NVl X\n", "line 3: 'NVl' from GPU1 to GPU0; expected X, NV#"),
+        ("GPU0 GPU1\nGPU0 X NVl\nGPU1 NV1 X\n", "line 2: 'NVl' from GPU0 to GPU1; expected X, NV#"),
+        (PAIR.format("NV1000", "NV1000"), "line 2: 'NV1000' from GPU0 to GPU1; expected at most 99 links"),
+        ("GPU0 GPU1 ...\nGPU0 X NV1 ...\nGPU1 NV1 X ...\n", "line 1: '...' among the columns; expected the"),
+        (
+            "GPU0 GPU1 CPU Affinity GPU0 GPU1\n" + PAIR[10:].format("PIX", "PIX"),
+            "line 1: 'CPU' among the columns",
+        ),
         (PAIR.format("NVX", "NVX"), "line 2: 'NVX' from GPU0 to GPU1; expected X, NV#"),
         (PAIR.format("NV2", "NV4"), "GPU0 to GPU1 is NV2, and GPU1 to GPU0 is NV4; expected the same"),
         (PAIR.format("X", "X"), "GPU0 to GPU1 is X, which a device only is to itself"),
         ("GPU0 GPU1\nGPU0 SYS SYS\nGPU1 SYS X\n", "GPU0 to itself is SYS; expected X"),
         ("GPU0 GPU0\nGPU0 X X\n", "2 columns of which some repeat"),
-        (PAIR.format("SYS", "SYS") + "GPU1 SYS X\n", "line 4: a second row for GPU1"),
+        (
+            PAIR.format("SYS", "SYS") + "GPU1 PHB X\n",
+            "line 4: a second row for GPU1, with PHB to GPU0; the first has SYS",
+        ),
         (
             PAIR.format("SYS", "SYS") + "GPU7 SYS X\n",
             "line 4: a row called 'GPU7', and there is no such column",
@@ -272,9 +280,6 @@ def test_more_cells_than_columns_and_old_words():
         nvidia_smi.parse("GPU0 GPU1\nGPU0 X NV1 PIX\nGPU1 NV1 X PIX\n")
     board = smi_matrix.parse_matrix(PAIR.format("PSB", "PSB"))
     assert board.cells["GPU0", "GPU1"] == "PIX"
-
-
-HEAD = "GPU0 GPU1 CPU Affinity NUMA Affinity\n"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,163 @@
+"""Matrices of nvidia-smi as people type, cut, mark and translate them: read right, or with a note."""
+
+import pytest
+
+from flagcx.errors import TopologyError
+from flagcx.topology import matrix, nvidia_smi, smi_matrix
+
+HEAD = "GPU0 GPU1 CPU Affinity NUMA Affinity\n"
+PAIR = "GPU0 GPU1\nGPU0 X {}\nGPU1 {} X\n"
+
+
+def test_further_matrices_are_told_of():
+    """With what the others say, so that nobody takes one machine for another."""
+    pair, alone = PAIR.format("NV4", "NV4"), "GPU0\nGPU0 X\n"
+    for others, told in (
+        ([pair], "2 matrices; that in line 1 is read, and the one in line 5 is the same"),
+        ([PAIR.format("PIX", "PIX")], "the one in line 5 says PIX from GPU0 to GPU1, not NV4"),
+        ([alone], "the one in line 5 has 1 GPUs and 0 NICs, not 2 GPUs and 0 NICs"),
+        ([pair.replace("GPU1", "GPU7")], "the one in line 5 has other names of devices"),
+        ([HEAD + "GPU0 X NV4 0-7 1\nGPU1 NV4 X 0-7 1\n"], "the one in line 5 has another CPU affinity"),
+        (
+            [PAIR.format("NV4", "NV6"), pair],
+            "3 matrices; that in line 1 is read, and the table in line 5 is left out (GPU0 to GPU1 is NV4, "
+            "and GPU1 to GPU0 is NV6; expected the same); the one in line 9 is the same",
+        ),
+    ):
+        notes = nvidia_smi.parse("\n".join([pair, *others])).notes
+        assert any(note.startswith("the text has") and told in note for note in notes), notes
+
+
+def test_rows_after_the_table_are_told_of_where_they_differ():
+    text = PAIR.format("NV4", "NV4")
+    for sentence in ("Sorry, GPU1 is really:", "GPU1 is really:", "GPU0 and GPU1, measured again:"):
+        notes = nvidia_smi.parse(f"{text}\n{sentence}\nGPU1 NV6 X\n").notes
+        assert notes[-1] == "1 rows after the table are left out; that in line 6 says NV6 X for GPU1"
+    assert not any(
+        "after the table" in note for note in nvidia_smi.parse(f"{text}\nAgain:\nGPU1 NV4 X\n").notes
+    )
+    assert matrix(nvidia_smi.parse(text + "GPU1 NV4 X\n"))["GPU0"]["GPU1"] == "NV4"  # twice the same
+    columns = nvidia_smi.parse(f"{text}\nNIC0\nGPU0 PIX\nGPU1 SYS\n").notes[-1]
+    assert columns == "2 rows after the table are left out; that in line 6 says PIX for GPU0"
+    page = nvidia_smi.parse(f"{text}\nGPU7 PIX X\n").notes[-1]
+    assert page == "1 rows after the table are left out; that in line 5 says PIX X for GPU7"
+
+
+HEADINGS = "CPU Affinity NUMA Affinity GPU NUMA ID"
+
+
+@pytest.mark.parametrize(
+    ("before", "headings"),
+    [
+        (" ", "CPUAffinity NUMAAffinity GPUNUMAID"),
+        ("", HEADINGS),
+        ("", "CPUAffinityNUMAAffinityGPUNUMAID"),
+        (" ", HEADINGS.lower()),
+        ("", HEADINGS.upper()),
+        (" ", "CPU_Affinity NUMA_Affinity GPU_NUMA_ID"),
+        (" ", "CPU-Affinity, NUMA-Affinity, GPU-NUMA-ID"),
+        (" ", "CPU    Affinity    NUMA    Affinity    GPU    NUMA    ID"),
+        (" ", "cpuAffinity numaAffinity gpuNumaId"),
+    ],
+)
+def test_headings_in_any_spelling(before, headings):
+    text = (
+        f"GPU0 GPU1 NIC0{before}{headings}\nGPU0 X SYS PIX 16-31,48-63 1 N/A\n"
+        "GPU1 SYS X SYS 0-15 0 N/A\nNIC0 PIX SYS X\n"
+    )
+    found = smi_matrix.parse_matrix(text)
+    assert found.names == ["GPU0", "GPU1", "NIC0"] and not found.notes
+    assert found.affinity == {"GPU0": "16-31,48-63", "GPU1": "0-15"}
+    assert found.numa == {"GPU0": "1", "GPU1": "0"}
+
+
+@pytest.mark.parametrize(
+    "headings",
+    [
+        "CPU \u4eb2\u548c\u6027 NUMA \u4eb2\u548c\u6027 GPU NUMA ID",
+        "Afinidad de CPU Afinidad de NUMA ID de NUMA de GPU",
+        "CPU-Affinit\u00e4t NUMA-Affinit\u00e4t GPU-NUMA-ID",
+    ],
+)
+def test_translated_headings_are_read_with_a_note(headings):
+    found = smi_matrix.parse_matrix(f"GPU0 GPU1 {headings}\nGPU0 X SYS 16-31 1 N/A\nGPU1 SYS X 0-15 0 N/A\n")
+    assert (found.affinity["GPU0"], found.numa) == ("16-31", {"GPU0": "1", "GPU1": "0"})
+    assert any("headings that are not known" in note and "taken as cpu, numa" in note for note in found.notes)
+
+
+def test_affinities_that_fit_no_heading_are_left_out():
+    found = smi_matrix.parse_matrix(HEAD + "GPU0 X SYS 0-7 16-23 0\nGPU1 SYS X 8-15 1 <- the slow one\n")
+    assert (found.affinity, found.numa) == ({"GPU1": "8-15"}, {"GPU1": "1"})
+    assert found.notes == ["more words after a device's cells than headings; its affinities are left out"]
+
+
+@pytest.mark.parametrize(
+    "mark",
+    [
+        "\u00b9",
+        "\u2460",
+        "\u207d\u00b9\u207e",
+        "\u1d43",
+        "\u2020",
+        "\u20202",
+        "*2",
+        "*",
+        "<sup>1</sup>",
+        "[1]",
+        " [1]_",
+        "[^1]",
+        "(a)",
+        "^1^",
+    ],
+)
+def test_footnotes_are_no_digits(mark):
+    text = f"GPU0{mark} GPU1 CPU Affinity{mark}\nGPU0 X NV2{mark} 0-7\nGPU1{mark} NV2 X{mark} 0-7{mark}\n"
+    for pasted in (text, text.replace("NV2", "PIX")):
+        assert matrix(nvidia_smi.parse(pasted))["GPU0"]["GPU1"] == ("NV2" if "NV2" in pasted else "PIX")
+        assert smi_matrix.parse_matrix(pasted).affinity == {"GPU0": "0-7", "GPU1": "0-7"}
+
+
+def test_numbers_in_circles_and_what_is_struck_out():
+    assert matrix(nvidia_smi.parse(PAIR.format("NV\u2461", "NV\u2082")))["GPU0"]["GPU1"] == "NV2"
+    assert matrix(nvidia_smi.parse(PAIR.format("NV\uff12\u00b9", "NV2")))["GPU0"]["GPU1"] == "NV2"
+    for old in ("<del>NV1</del> ", "~~NV1~~ "):
+        assert matrix(nvidia_smi.parse(PAIR.format(f"{old}NV2", "NV2")))["GPU0"]["GPU1"] == "NV2"
+    with pytest.raises(TopologyError, match="line 2: '#1' from GPU0 to GPU2"):
+        smi_matrix.parse_matrix("GPU0 GPU1 GPU2\nGPU0 X NV2#1 NV2\n")
+
+
+UPPER = "GPU0 X NV4 SYS 0-7 0\nGPU1 {0} X PIX 0-7 0\nNIC0 {0} {0} X\n"
+LOWER = "GPU0 X {0} {0} 0-7 0\nGPU1 NV4 X {0} 0-7 0\nNIC0 SYS PIX X\n"
+
+
+@pytest.mark.parametrize("rows", [UPPER, LOWER])
+@pytest.mark.parametrize("blank", ["", "-", "N/A", "\u2014"])
+def test_half_a_matrix_is_completed_with_a_note(rows, blank):
+    text = "GPU0 GPU1 NIC0 CPU Affinity NUMA Affinity\n" + rows.format(blank)
+    for pasted in (text, text.replace(" X", " -")) if blank == "-" else (text, text.replace(" ", "\t")):
+        found = smi_matrix.parse_matrix(pasted)
+        assert found.cells["GPU1", "GPU0"] == "NV4" and found.cells["GPU0", "NIC0"] == "SYS"
+        assert found.numa == {"GPU0": "0", "GPU1": "0"}
+        assert any("cells are blank, the first from" in note for note in found.notes)
+
+
+def test_a_blank_cell_is_taken_from_the_other_half():
+    for text in (
+        "\tGPU0\tGPU1\tGPU2\nGPU0\tX\t\tSYS\nGPU1\tPIX\tX\tSYS\nGPU2\tSYS\tSYS\tX\n",
+        "| | GPU0 | GPU1 | GPU2 |\n|-|-|-|-|\n| GPU0 | X | | SYS |\n| GPU1 | PIX | X | SYS |\n"
+        "| GPU2 | SYS | SYS | X |\n",
+    ):
+        found = smi_matrix.parse_matrix(text)
+        assert found.cells["GPU0", "GPU1"] == "PIX"
+        assert found.notes == [
+            "1 cells are blank, the first from GPU0 to GPU1; those of the other half of the matrix are taken"
+        ]
+
+
+def test_nics_may_stand_before_gpus():
+    text = (
+        "NIC0 roceo1 GPU0 GPU1\nNIC0 X SYS PIX SYS\nroceo1 SYS X SYS PIX\n"
+        "GPU0 PIX SYS X SYS\nGPU1 SYS PIX SYS X\n"
+    )
+    found = matrix(nvidia_smi.parse(text))
+    assert found["NIC0"]["GPU0"] == "PIX" and found["NIC1"]["GPU1"] == "PIX"

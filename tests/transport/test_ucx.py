@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -150,6 +152,27 @@ def connect_to_the_dead() -> None:
 def test_a_rank_that_died_while_it_connected_ends_no_other():
     program = "from tests.transport.test_ucx import connect_to_the_dead; connect_to_the_dead()"
     assert "Endpoint timeout [1]" in alone(program)
+
+
+def test_a_rank_that_cannot_be_connected_to_is_lost():
+    """So that the error names it: this rank's own link may be the one that is cut."""
+
+    def refuse(*_: object) -> None:
+        raise ConnectionError("Destination is unreachable")
+
+    ucxx = SimpleNamespace(
+        UCXError=ConnectionError,
+        UCXXTag=int,
+        UCXXTagMask=int,
+        UCXXTagMaskFull=0,
+        UCXAddress=SimpleNamespace(create_from_buffer=bytes),
+        UCXEndpoint=SimpleNamespace(create_from_worker_address=refuse),
+    )
+    engine = UcxEngine(ucxx, SimpleNamespace(progress_once=bool), 1, [b"a", b"b", b"c"])
+    atexit.unregister(engine._at_exit)
+    with pytest.raises(ConnectionError, match="Destination is unreachable"):
+        engine.send(b"", 2, 2)
+    assert engine.lost() == [2] and list(engine.reached()) == []
 
 
 def test_a_missing_package_is_named():

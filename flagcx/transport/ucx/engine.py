@@ -115,7 +115,11 @@ class UcxEngine(Engine):
             found = self._endpoints.get(peer)
             if found is None:
                 address = self._ucxx.UCXAddress.create_from_buffer(self._addresses[peer])
-                found = self._ucxx.UCXEndpoint.create_from_worker_address(self._worker, address, True)
+                try:
+                    found = self._ucxx.UCXEndpoint.create_from_worker_address(self._worker, address, True)
+                except self.error:
+                    self._cut_off[peer] = None
+                    raise
                 self._endpoints[peer] = found
         return found
 

@@ -1,4 +1,4 @@
-"""All-reduce between hosts on a slow link: flagcx over UCX, or over MPI beside Open MPI's own Allreduce.
+"""Collectives between hosts on a slow link: flagcx over UCX, or over MPI beside MPI's own.
 
     sudo python bench/two_hosts.py --rate 1gbit --ranks 2,2 --sizes 4K,1M,64M
 
@@ -57,64 +57,136 @@ def torchrun(names: Sequence[str], counts: Sequence[int], command: list[str], ti
             rank.kill()
 
 
-def measure(sizes: list[int], rounds: int, codecs: list[str]) -> None:
-    """Runs on every rank; rank 0 prints JSON lines."""
-    import numpy as np
+def measure(collectives: list[str], sizes: list[int], rounds: int, given: list[str]) -> None:
+    """Runs on every rank: each library in turns. Rank 0 prints JSON lines.
 
+    Args:
+        collectives: Their names.
+        sizes: Bytes of the whole message, of all blocks.
+        rounds: Calls that count, of each.
+        given: More ways to call flagcx: algorithms, and codecs for all-reduces.
+    """
     import flagcx as fc
 
     comm = fc.init()
-    for nbytes in sizes:
-        x, want = _data(comm, nbytes // 4)
-        y = np.empty_like(x)
-        for name, call in _ways(comm, x, y, codecs).items():
-            times = []
-            for n in range(rounds + 1):
-                comm.barrier()
-                start = time.perf_counter()
-                call()
-                times.append((time.perf_counter() - start) * 1e6)
-                error = float(np.linalg.norm(y - want) / max(np.linalg.norm(want), 1e-30))
-                if n == 1 and max(comm.allgather_object(times[0])) > 2e6:
-                    break  # Seconds a call: two will do.
-            times = comm.allgather_object(times[1:])
-            each = [max(column) for column in zip(*times, strict=True)]
-            row = {
-                "collective": "allreduce", "library": name, "over": comm._host.transport.name,
-                "ranks": comm.size, "hosts": len(set(comm.hosts)),
-                "nbytes": nbytes, "time_us": round(statistics.median(each), 1),
-                "spread_us": [round(min(each), 1), round(max(each), 1)], "error": error,
-            }  # fmt: skip
-            if comm.rank == 0:
-                print(json.dumps(row), flush=True)
+    for collective in collectives:
+        for nbytes in sizes:
+            call = Collective(comm, collective, nbytes)
+            times: dict[str, list[float]] = {}
+            errors: dict[str, float] = {}
+            ways = call.ways(given)
+            for _ in range(rounds + 1):
+                for name, way in [*ways.items()]:
+                    slowest = max(comm.allgather_object(_timed(comm, way)))
+                    times.setdefault(name, []).append(slowest)
+                    errors[name] = call.error()
+                    if len(times[name]) == 2 and slowest > 2e6:
+                        del ways[name]  # Seconds a call: two will do.
+            for name, (_, *took) in times.items():
+                row = {
+                    "collective": collective, "library": name, "over": comm._host.transport.name,
+                    "ranks": comm.size, "hosts": [comm.hosts.count(h) for h in dict.fromkeys(comm.hosts)],
+                    "nbytes": nbytes, "time_us": round(statistics.median(took), 1),
+                    "spread_us": [round(min(took), 1), round(max(took), 1)],
+                    "error": max(comm.allgather_object(errors[name])),
+                }  # fmt: skip
+                if comm.rank == 0:
+                    print(json.dumps(row), flush=True)
 
 
-def _data(comm: Any, count: int) -> tuple[Any, Any]:
-    """This rank's numbers, small whole ones in disorder, and the sum of all ranks'."""
-    import numpy as np
-
-    each = [
-        np.random.default_rng(q).integers(-1000, 1000, count).astype(np.float32) for q in range(comm.size)
-    ]
-    return each[comm.rank], sum(each)
+def _timed(comm: Any, call: Callable[[], Any]) -> float:
+    """How long a call takes on this rank, in microseconds."""
+    comm.barrier()
+    start = time.perf_counter()
+    call()
+    return (time.perf_counter() - start) * 1e6
 
 
-def _ways(comm: Any, x: Any, y: Any, codecs: list[str]) -> dict[str, Callable[[], Any]]:
-    """For each library and codec: a call that adds up ``x`` of all ranks into ``y``."""
-    theirs: dict[str, Callable[[], Any]] = {}
-    if comm._host.transport.name == "mpi":
-        from mpi4py import MPI
+_BEFORE = {"allreduce": "ring", "allgather": "ring", "reduce_scatter": "ring"}
+"""What flagcx took between hosts before it had hierarchies; a chain else."""
 
-        theirs["Open MPI"] = lambda: MPI.COMM_WORLD.Allreduce(x, y)
-    coded = {
-        f"flagcx {codec}": lambda codec=codec: comm.allreduce(x, out=y, compression=codec) for codec in codecs
-    }
-    return {
-        "flagcx": lambda: comm.allreduce(x, out=y),
-        "flagcx ring": lambda: comm.allreduce(x, out=y, algorithm="ring"),
-        **coded,
-        **theirs,
-    }
+
+class Collective:
+    """A call of small whole numbers in disorder, whose result is known.
+
+    Args:
+        comm: The communicator.
+        name: Of the collective.
+        nbytes: Bytes of the whole message.
+    """
+
+    def __init__(self, comm: Any, name: str, nbytes: int) -> None:
+        import numpy as np
+
+        from flagcx.schedule.collectives import COLLECTIVES
+
+        kind, rank, size = COLLECTIVES[name], comm.rank, comm.size
+        count = nbytes // 4 // size * size
+        every = [
+            np.random.default_rng(q).integers(-1000, 1000, count).astype(np.float32) for q in range(size)
+        ]
+        own = slice(rank * count // size, (rank + 1) * count // size)
+        blocks = [one[q * count // size : (q + 1) * count // size] for q, one in enumerate(every)]
+        whole: Any = sum(every) if kind.reduces else np.concatenate(blocks) if kind.blocks else every[0]
+        self._comm, self._name, self._kind = comm, name, kind
+        self._given = blocks[rank] if kind.before == "each" else every[rank]
+        self._want = whole[own] if kind.after == "each" else whole
+        self._out = np.empty_like(self._want)
+
+    def ways(self, given: Sequence[str]) -> dict[str, Callable[[], Any]]:
+        """The call by each library, algorithm and codec."""
+        from flagcx.algorithms import Algorithm
+
+        found: dict[str, Callable[[], Any]] = {"flagcx": self._ours()}
+        for one in dict.fromkeys((_BEFORE.get(self._name, "chain"), *given)):
+            compressed = one.partition("|")[0] not in set(map(str, Algorithm))
+            if not compressed or self._name == "allreduce":
+                key = "compression" if compressed else "algorithm"
+                found[f"flagcx {one}"] = self._ours(**{key: one})
+        if self._comm._host.transport.name == "mpi":
+            from mpi4py import MPI
+
+            library = MPI.Get_library_version().split(" v")[0].split(" Version")[0]
+            found[library] = self._theirs(MPI.COMM_WORLD)
+        return found
+
+    def _ours(self, **options: Any) -> Callable[[], Any]:
+        call, given, out, root = getattr(self._comm, self._name), self._given, self._out, self._comm.rank == 0
+        if self._name == "broadcast":
+            return lambda: call(self._from_root(), root=0, **options)
+        if self._name == "reduce":
+            return lambda: call(given, root=0, out=out if root else None, **options)
+        return lambda: call(given, out=out, **options)
+
+    def _from_root(self) -> Any:
+        """The array of a broadcast, which the root fills."""
+        if self._comm.rank == 0:
+            self._out[...] = self._given
+        return self._out
+
+    def _theirs(self, mpi: Any) -> Callable[[], Any]:
+        given, out, name = self._given, self._out, self._name
+        if name == "broadcast":
+            return lambda: mpi.Bcast(self._from_root(), root=0)
+        if name == "reduce":
+            return lambda: mpi.Reduce(given, out if self._comm.rank == 0 else None, root=0)
+        method = {
+            "allreduce": "Allreduce",
+            "allgather": "Allgather",
+            "reduce_scatter": "Reduce_scatter_block",
+        }
+        return lambda: getattr(mpi, method[name])(given, out)
+
+    def error(self) -> float:
+        """How far the result is from what it should be, relatively; then the result is spoilt."""
+        import numpy as np
+
+        if self._name == "reduce" and self._comm.rank:
+            return 0.0
+        length = float(np.linalg.norm(self._want))
+        found = float(np.linalg.norm(self._out - self._want)) / (length or 1.0)
+        self._out.fill(np.nan)
+        return found
 
 
 def main() -> None:
@@ -130,18 +202,20 @@ def main() -> None:
     parser.add_argument("--ranks", default="2,2", help="on each host, by commas")
     parser.add_argument("--sizes", default="4K,64K,1M,16M,64M")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--codecs", default="", help="also all-reduces compressed by these, by commas")
+    parser.add_argument("--collectives", default="allreduce")
+    parser.add_argument("--ways", default="", help="also these algorithms and codecs, by commas")
     parser.add_argument("--run", default="", help="a command for the ranks, in place of the benchmark")
     parser.add_argument("--out", default="", help="file that JSON lines are added to")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.inside:
-        codecs = [name for name in given.codecs.split(",") if name]
-        measure([parse_nbytes(s) for s in given.sizes.split(",")], given.rounds, codecs)
+        ways = [name for name in given.ways.split(",") if name]
+        sizes = [parse_nbytes(size) for size in given.sizes.split(",")]
+        measure(given.collectives.split(","), sizes, given.rounds, ways)
         return
     command = shlex.split(given.run) or [
         sys.executable, str(Path(__file__).resolve()), "--inside", "--sizes", given.sizes,
-        "--rounds", str(given.rounds), "--codecs", given.codecs,
+        "--rounds", str(given.rounds), "--ways", given.ways, "--collectives", given.collectives,
     ]  # fmt: skip
     if missing():
         parser.error(missing())
@@ -154,13 +228,18 @@ def main() -> None:
         print(printed, end="")
         return
     rows = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+    if not rows:
+        sys.exit(printed)
     header = {"command": " ".join(sys.argv), "date": time.strftime("%Y-%m-%d"), "rate": given.rate}
     if given.out:
         with open(given.out, "a") as file:
             file.writelines(json.dumps({**row, "run": header}) + "\n" for row in rows)
-    print(f"{'bytes':>10}  {'library':12} {'time us':>12} {'error':>9}")
+    print(f"{'collective':14} {'bytes':>10}  {'library':22} {'time us':>12} {'least':>12} {'error':>9}")
     for row in rows:
-        print(f"{row['nbytes']:>10}  {row['library']:12} {row['time_us']:>12.1f} {row['error']:>9.2g}")
+        print(
+            f"{row['collective']:14} {row['nbytes']:>10}  {row['library']:22} {row['time_us']:>12.1f} "
+            f"{row['spread_us'][0]:>12.1f} {row['error']:>9.2g}"
+        )
 
 
 if __name__ == "__main__":

@@ -242,6 +242,8 @@ class Transport(ABC):
         cross_memory: Whether ranks read and write each other's private memory, in one copy; the rules for
             NumPy arrays on one host depend on it.
         modelled: Whether ``flagcx.cost.shared_memory`` says how long its calls take.
+        shares_memory: Whether, of ranks on several hosts, those of one host share memory, through which the
+            inner level of a hierarchy goes.
         link: The speed of the link between ranks where it is known beforehand, else None.
         progress: What it counts, or None if it counts nothing.
         messenger: What carries sends and receives beside collectives, any number at once; where it is None
@@ -255,6 +257,7 @@ class Transport(ABC):
     takes_cores: bool = False
     cross_memory: bool = False
     modelled: bool = False
+    shares_memory: bool = False
     link: LinkSpeed | None = None
     progress: Progress | None = None
     messenger: Messenger | None = None

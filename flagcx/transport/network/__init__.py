@@ -5,5 +5,5 @@ it is added up, so results are the same as on one host. Each message says which 
 (``message.py``), and is checked before its data is used (``wire.py``). Every wait has a deadline, and is
 explained before it (``watch.py``).
 
-Inside a host a hierarchical all-reduce goes through memory that its ranks share (``hierarchy.py``).
+Inside a host hierarchical collectives go through memory that its ranks share (``hierarchy.py``).
 """

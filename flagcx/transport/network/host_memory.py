@@ -1,7 +1,8 @@
 """Memory that the ranks of one host share, in a communicator of several hosts.
 
 Each rank has a segment, which the others of its host map: two counters, a head that says which call the rank
-is in, what it contributes to sums, and what it has added up for the others.
+is in, and what it contributes to sums. The first rank's has also the image of the message that all of them
+share, in two halves, with which calls take turns.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from flagcx.transport.shared_memory.segment import ONE_NAMESPACE, Handle, Segmen
 
 ARRIVED, REDUCED, _GAVE_UP = range(0, 24, 8)
 """Words of a segment, each in a cache line of its own: how many pieces the rank has contributed, and how many
-it has added up; and whether it has given up."""
+it has in the image, added up over all hosts; and whether it has given up."""
 _HEAD_AT, _DATA_AT = 512, 4096
-PART_NBYTES = 16 << 20
-"""The room for what a rank contributes, and that for what it adds up. Pages are taken as they are written."""
+HALF_NBYTES = 8 << 20
+"""The room for what a rank contributes to sums, and that for each half of the image of its host. Pages are
+taken as they are written."""
+SEGMENT_NBYTES = _DATA_AT + 3 * HALF_NBYTES
 
 
 class HostMemory:
@@ -46,11 +49,13 @@ class HostMemory:
         self._heads = {q: memory[head].data for q, memory in self._memory.items()}
         self.words = {q: memory[:_HEAD_AT].data.cast("Q") for q, memory in self._memory.items()}
         self.own = self.words[rank]
-        self.pieces, self.fence = 0, memory_fence()
+        self.pieces, self._calls, self.fence = 0, 0, memory_fence()
 
-    def enter(self, head: bytes) -> None:
-        """Says which call this rank is in, before it contributes to it."""
+    def enter(self, head: bytes) -> int:
+        """Says which call this rank is in, before it contributes to it; returns its half of the image."""
         self._heads[self._rank][:] = head
+        self._calls += 1
+        return self._calls % 2
 
     def check(self, peer: int, head: bytes) -> None:
         """Checks that a rank that has contributed is in the same call.
@@ -64,9 +69,9 @@ class HostMemory:
         """Where a rank leaves ``count`` elements that it contributes, ``start`` bytes from the first on."""
         return self._view(rank, _DATA_AT + start, count, dtype)
 
-    def reduced(self, rank: int, start: int, count: int, dtype: np.dtype) -> np.ndarray:
-        """Likewise what it has added up."""
-        return self._view(rank, _DATA_AT + PART_NBYTES + start, count, dtype)
+    def image(self, half: int, start: int, count: int, dtype: np.dtype) -> np.ndarray:
+        """Likewise ``count`` elements of a half of the image."""
+        return self._view(self.ranks[0], _DATA_AT + (1 + half) * HALF_NBYTES + start, count, dtype)
 
     def _view(self, rank: int, at: int, count: int, dtype: np.dtype) -> np.ndarray:
         return self._memory[rank][at : at + count * dtype.itemsize].view(dtype)
@@ -146,6 +151,6 @@ class Offer:
 def _segment() -> Segment | None:
     """A segment of this rank's; None where the machine has no room for it."""
     try:
-        return Segment.create(_DATA_AT + 2 * PART_NBYTES)
+        return Segment.create(SEGMENT_NBYTES)
     except ResourceError:
         return None

@@ -12,7 +12,7 @@ from flagcx.errors import ArgumentError, FlagcxError, MissingDependencyError
 from flagcx.transport.average import averaging
 from flagcx.transport.base import Call, Plan, TransportContext, groups_of
 from flagcx.transport.network.engine import Engine
-from flagcx.transport.network.hierarchy import HierarchicalAllReduce, Hosts
+from flagcx.transport.network.hierarchy import HierarchicalCollective, Hosts
 from flagcx.transport.network.host_memory import HostMemory, Offer
 from flagcx.transport.network.message import Message, kind_of
 from flagcx.transport.network.messenger import NetworkMessenger
@@ -40,6 +40,7 @@ class NetworkTransport(HostTransport):
     def __init__(self, context: TransportContext, engine: Engine, memory: HostMemory | None) -> None:
         assert context.store is not None
         self.rank, self.size, self._engine = context.rank, context.size, engine
+        self.shares_memory = memory is not None
         self._watch = Watch(context.store, context.config.timeout_s, context.waits)
         self._wire = Wire(engine, self._watch)
         self.messenger = NetworkMessenger(self._wire, self._watch, self._message, context.config.timeout_s)
@@ -49,7 +50,7 @@ class NetworkTransport(HostTransport):
     def _compile(self, call: Call) -> Plan:
         words, hosts = call.describe(), self._hosts
         if hosts.serves(call):
-            return averaging(call, lambda call: HierarchicalAllReduce(hosts, call, words))
+            return averaging(call, lambda call: HierarchicalCollective(hosts, call, words))
         return averaging(call, lambda call: NetworkSteps(self._wire, self._watch, call, self.scratch, words))
 
     def transfer(self, sends: Messages, receives: Messages) -> None:

@@ -12,15 +12,16 @@ from flagcx.errors import CommunicatorError
 from flagcx.executor.float_errors import SAME_MODE
 from flagcx.executor.host import Executor
 from flagcx.profiler import RecordBuffer
-from flagcx.selection.rules import HostRules, MultiHostRules
+from flagcx.selection.rules import HostRules, MultiHostRules, Rules
 from flagcx.selection.selector import PiggybackExchange, Selector, TuningInfo, look_for_table
 from flagcx.selection.table import fit_here
-from flagcx.transport.base import DEVICE, HOST, TransportContext, groups_of
+from flagcx.transport.base import DEVICE, HOST, Transport, TransportContext, groups_of
 from flagcx.transport.compared import comparing
 from flagcx.transport.registry import TransportEntry, find_transport, open_transport
 from flagcx.transport.throttled import throttled
 
 if TYPE_CHECKING:
+    from flagcx.cost.hosts import HostLinks
     from flagcx.executor.device import DeviceExecutor
 
 
@@ -47,13 +48,23 @@ def open_host_executor(context: TransportContext, ring: RecordBuffer | None) -> 
     if exchange.told is None:  # a transport that exchanged nothing
         exchange(b"")
     _compare_modes(exchange.flushes)
-    if len(groups) > 1:
-        selector = Selector(MultiHostRules(groups), exchange.told, groups)
-    else:
-        selector = Selector(HostRules(transport, context.hosts[context.rank]), exchange.told)
+    rules: Rules = HostRules(transport, context.hosts[context.rank])
+    shares = transport.shares_memory
     transport = comparing(throttled(transport, context.config.throttle), context)
+    if len(groups) > 1:
+        rules = MultiHostRules(groups, _links(transport, groups, context), shares)
+    selector = Selector(rules, exchange.told, groups if len(groups) > 1 else None)
     executor = Executor(context.rank, context.size, transport, selector, ring)
     return recorded(executor, context)
+
+
+def _links(transport: Transport, groups: Groups, context: TransportContext) -> HostLinks | None:
+    """What messages take between the hosts; None where the rule alone chooses."""
+    if context.config.deterministic or not context.config.tuning:
+        return None
+    from flagcx.selection.host_links import measure_host_links
+
+    return measure_host_links(transport, groups, context.exchange)
 
 
 def recorded(executor: Executor, context: TransportContext) -> Any:
@@ -68,7 +79,7 @@ def _told_by_rank_0(context: TransportContext, entry: TransportEntry, groups: Gr
     if len(groups) == 1:
         return _look_for_table(context, entry)
     along_hosts = tuple(rank for group in groups for rank in group)
-    return TuningInfo(None, "not measured between hosts", order=along_hosts)
+    return TuningInfo(None, "times by the model of the hosts' links", order=along_hosts)
 
 
 def _compare_modes(flushes: list[bool]) -> None:

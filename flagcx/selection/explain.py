@@ -18,7 +18,7 @@ from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.selection.candidates import Request
 from flagcx.selection.explanation import Explanation, Row, in_order
 from flagcx.selection.predicted import compare
-from flagcx.selection.rules import Rules
+from flagcx.selection.rules import CLEARLY, Rules
 from flagcx.topology import LinkKind, Topology
 from flagcx.topology.loads import pair_loads
 from flagcx.topology.routes import Routes
@@ -30,8 +30,6 @@ TOO_LONG = "too long for packets"
 NO_PACKETS = "no packets carry this"
 NOT_KNOWN = "whether these GPUs reach each other's memory is known on the machine alone"
 GROUPED = "needs ranks in groups, such as those of several hosts"
-_CLEARLY = 0.9
-"""The model speaks up where it sees at least a tenth less time."""
 
 
 def _row(
@@ -293,6 +291,6 @@ def _doubt(chosen: Row, others: Sequence[Row]) -> str:
     if chosen.measured_us is not None or not chosen.predicted_us:
         return ""
     for row in others:
-        if row.predicted_us and not row.obstacle and row.predicted_us < _CLEARLY * chosen.predicted_us:
+        if row.predicted_us and not row.obstacle and row.predicted_us < CLEARLY * chosen.predicted_us:
             return f"; the model would take {row.name}, which flagcx tune would settle"
     return ""

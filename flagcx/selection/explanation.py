@@ -118,7 +118,8 @@ class Explanation(Reported):
             )
             rows.append((row.name, *steps, link, predicted, measured, self._verdict(row)))
         notes = [self.reason, *([f"Times: {self.note}."] if self.note else [])]
-        if any(row.name.startswith("hierarchical") and row.predicted_us for row in self.rows):
+        stepwise = not self.note  # where hosts' links were measured, the transport pipelines the levels
+        if stepwise and any(row.name.startswith("hierarchical") and row.predicted_us for row in self.rows):
             notes.append(PHASES)
         notes += self._intervals()
         notes += [PLAIN.format(row.name, row.plain_us) for row in self.rows if row.plain_us]

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from flagcx.algorithms import Algorithm, entry
+from flagcx.algorithms import Algorithm, entries, entry
 from flagcx.algorithms.candidate import MOST_PIECES, Candidate, Groups
 from flagcx.selection.candidates import Request, schedules, why_not
+from flagcx.transport.network.crossing import CROSSED
 from flagcx.transport.shared_memory import CROSS_MEMORY, SLOTS, STEP_NBYTES
 
 if TYPE_CHECKING:
+    from flagcx.cost.hosts import HostLinks
     from flagcx.cost.model import Prediction
     from flagcx.transport.base import Transport
 
@@ -30,6 +34,11 @@ _ATTACH_NBYTES = 128 << 10
 _TINY_NBYTES = 4 << 10
 _WORTH_SHARING_NBYTES = 1 << 20
 _ATTACH_REDUCE_NBYTES = 1 << 20
+_CROSSES_ONCE = "within hosts first: the message crosses the network once"
+MOST_MODELLED_RANKS, _MOST_MODELLED = 64, 256
+"""Up to so many ranks on several hosts the model chooses; and how many of its choices are kept."""
+CLEARLY = 0.9
+"""The model speaks up where it sees at least a tenth less time."""
 _STRIPED_RANKS, _STRIPED_NBYTES = 4, 128 << 10
 """From so many ranks on, whose messages have so many bytes together; measured on 16 cores of a Xeon."""
 
@@ -137,17 +146,71 @@ class HostRules(Rules):
 class MultiHostRules(Rules):
     """For NumPy arrays between hosts, where the network is far slower than memory.
 
+    Where the links were measured, the model of both levels chooses, if it sees clearly less time than that of
+    the choice by rule.
+
     Args:
         groups: The ranks of each host.
+        links: What messages take; None where that was not measured.
+        shared: Whether the ranks of each host share memory.
     """
 
-    def __init__(self, groups: Groups) -> None:
-        self._groups = groups
+    def __init__(self, groups: Groups, links: HostLinks | None = None, shared: bool = True) -> None:
+        self._groups, self._links, self._shared = groups, links, shared
+        self._order = tuple(rank for group in groups for rank in group)
         self.where = f"{len(groups)} hosts"
+        self._modelled = lru_cache(_MOST_MODELLED)(self._by_model)
 
     def choose(self, request: Request) -> Candidate:
-        """The choice: nothing is measured between hosts."""
-        return choose_across_hosts(request, self._groups)
+        """The choice by rule, or by the model where that sees clearly less time."""
+        choice = choose_across_hosts(request, self._groups, self._shared)
+        if self._links is None or request.uneven or not 1 < request.size <= MOST_MODELLED_RANKS:
+            return choice
+        # All lengths between two powers of two are chosen for alike.
+        nbytes = 1 << max(request.nbytes - 1, 0).bit_length()
+        better = self._modelled(request.collective, nbytes, request.size)
+        return choice if better is None else better.at(request.nbytes)
+
+    def _by_model(self, collective: str, nbytes: int, size: int) -> Candidate | None:
+        request = Request(collective, nbytes, size)
+        choice = choose_across_hosts(request, self._groups, self._shared)
+        rivals = [one for one in self._serving(request) if not one.reason]
+        times = {one: self._time_us(one, request) for one in [choice, *rivals]}
+        best = min(rivals, key=times.__getitem__, default=choice)
+        if times[best] > CLEARLY * times[choice]:
+            return None
+        reason = f"by the links' measured times about {times[best]:.3g} us, beside {times[choice]:.3g}"
+        return replace(best, reason=f"{reason} by {choice.name}")
+
+    def _serving(self, request: Request) -> list[Candidate]:
+        found = schedules(request, PIECE_NBYTES)
+        if any(one.grouped and one.trusted for one in entries(request.collective)):
+            found.append(Candidate(Algorithm.HIERARCHICAL))
+        return found
+
+    def _time_us(self, candidate: Candidate, request: Request) -> float:
+        found = self.predict(candidate.along(self._order, self._groups), request)
+        return math.inf if found is None else found.time_us
+
+    def predict(self, candidate: Candidate, request: Request) -> Prediction | None:
+        """What the model of both levels says; nothing where links were not measured."""
+        from flagcx.cost.hosts import predict_over_hosts
+
+        if self._links is None or not 1 < request.size <= MOST_MODELLED_RANKS:
+            return None
+        placed = candidate.at(request.nbytes)
+        shared = self._shared
+        return predict_over_hosts(
+            request.collective, placed, request.nbytes, self._groups, self._links, shared=shared
+        )
+
+    def candidates(self, request: Request) -> Iterable[Candidate]:
+        """All that could serve a request, settled for its size."""
+        return (one.at(request.nbytes) for one in self._serving(request))
+
+    def obstacle(self, candidate: Candidate, request: Request) -> str:
+        """Why a candidate cannot serve a request; empty where it can."""
+        return "" if candidate.algorithm == Algorithm.HIERARCHICAL else super().obstacle(candidate, request)
 
     def choose_named(self, algorithm: str, request: Request) -> Candidate:
         """The choice where the caller names an algorithm. The transport cuts hierarchies into pieces."""
@@ -215,21 +278,29 @@ def _broadcast_on_host(nbytes: int, size: int) -> Candidate:
     return Candidate(Algorithm.CHAIN, _pieces(nbytes), reason=reason)
 
 
-def choose_across_hosts(request: Request, groups: Groups) -> Candidate:
-    """Chooses for NumPy arrays between several hosts, which have these ranks."""
+def choose_across_hosts(request: Request, groups: Groups, shared: bool = True) -> Candidate:
+    """Chooses for NumPy arrays between several hosts, which have these ranks.
+
+    Args:
+        request: What is called.
+        groups: The ranks of each host.
+        shared: Whether the ranks of each host share memory.
+    """
     collective, nbytes, *_ = request
+    single = all(len(group) == 1 for group in groups)
     if collective == "barrier":
         return Candidate(Algorithm.DISSEMINATION, reason="fewest steps")
+    if collective == "allreduce":
+        if nbytes <= _TINY_NBYTES and single:
+            return Candidate(Algorithm.RECURSIVE_DOUBLING, reason="tiny: fewest steps")
+        return Candidate(Algorithm.HIERARCHICAL, reason=_CROSSES_ONCE)
+    if collective in CROSSED and shared and not single:
+        return Candidate(Algorithm.HIERARCHICAL, reason=_CROSSES_ONCE)
     if collective in ("broadcast", "reduce"):
         if nbytes <= _TINY_NBYTES:
             return Candidate(Algorithm.BINOMIAL, reason="tiny: fewest steps")
         reason = "pieces flow from host to host, over each link once"
         return Candidate(Algorithm.CHAIN, _pieces(nbytes), reason=reason)
-    if collective == "allreduce":
-        if nbytes <= _TINY_NBYTES and all(len(group) == 1 for group in groups):
-            return Candidate(Algorithm.RECURSIVE_DOUBLING, reason="tiny: fewest steps")
-        reason = "within hosts first: the message crosses the network once"
-        return Candidate(Algorithm.HIERARCHICAL, reason=reason)
     if collective in ("allgather", "reduce_scatter") and not request.uneven:
         reason = "in the order of the hosts: each block crosses each link once"
         return Candidate(Algorithm.RING, reason=reason)

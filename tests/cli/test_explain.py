@@ -36,6 +36,28 @@ def test_the_choice_as_json(call):
     assert obstacles["two_shot (peer_memory)"] == "" and "too long" in obstacles["one_shot (peer_packets)"]
 
 
+def test_hosts_that_are_not_there(call):
+    values = json.loads(
+        call("allreduce", "-b", "64MiB", "--hosts", "2,2", "--link", "0.125,50", "--json").stdout
+    )
+    assert values["size"] == 4 and values["chosen"] == "hierarchical" and values["topology"] == "2 hosts"
+    assert 530_000 < values["candidates"][0]["predicted_us"] < 600_000
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--hosts", "4"), "--hosts '4'; expected the ranks of two hosts or more, such as 4,4"),
+        (("--hosts", "4,x"), "--hosts '4,x'; expected"),
+        (("--hosts", "1,1", "--link", "fast"), "is no link; expected GB/s"),
+        (("--hosts", "1,1", "-n", "2"), "--hosts says how many ranks there are"),
+    ],
+)
+def test_hosts_that_cannot_be(call, options, told):
+    result = call("allreduce", "-b", "1K", *options)
+    assert result.exit_code != 0 and told in " ".join(result.output.split())
+
+
 def test_the_choice_as_a_table(call):
     result = call("broadcast", "-b", "1M", "-t", "8xa100-pcie")
     assert result.exit_code == 0

@@ -144,8 +144,10 @@ def test_the_ranks_of_each_host():
         ("allreduce", 1 << 10, ((0, 1), (2, 3)), "hierarchical"),
         ("allreduce", 1 << 20, ((0,), (1,)), "hierarchical"),
         ("allreduce", 1 << 10, ((0,), (1,)), "recursive_doubling"),
-        ("broadcast", 1 << 20, ((0, 1), (2, 3)), "chain"),
-        ("allgather", 1 << 20, ((0, 1), (2, 3)), "ring"),
+        ("broadcast", 1 << 20, ((0, 1), (2, 3)), "hierarchical"),
+        ("broadcast", 1 << 20, ((0,), (1,)), "chain"),
+        ("allgather", 1 << 20, ((0,), (1, 2, 3)), "hierarchical"),
+        ("allgather", 1 << 20, ((0,), (1,)), "ring"),
         ("alltoall", 1 << 20, ((0, 1), (2, 3)), "direct"),
     ],
 )

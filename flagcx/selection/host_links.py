@@ -1,0 +1,81 @@
+"""Measures in some milliseconds what messages take between hosts and inside them; see ``cost.hosts``.
+
+One rank of each of two hosts send each other messages, longer ones as long as these are quick; then two ranks
+of one host. All ranks get the same table.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import astuple
+from time import perf_counter
+
+import numpy as np
+
+from flagcx.algorithms.candidate import Groups
+from flagcx.cost.hosts import HostLinks, Times
+from flagcx.cost.shared_memory import count_cores
+from flagcx.transport.base import Transport
+
+_NBYTES = (1 << 10, 8 << 10, 64 << 10, 512 << 10, 2 << 20)
+_LONG_US, _ROUNDS, _LEAST = 3000.0, 3, 2
+_COUNT = 1 << 18
+
+
+def measure_host_links(
+    transport: Transport, groups: Groups, exchange: Callable[[bytes], Sequence[bytes]]
+) -> HostLinks:
+    """What messages take between the ranks of a communicator. All ranks call it together.
+
+    Args:
+        transport: Carries them.
+        groups: The ranks of each host, several.
+        exchange: Sends bytes to all ranks and returns every rank's, in rank order.
+    """
+    here = next((group for group in groups if len(group) > 1), None)
+    pairs = [(groups[0][0], groups[1][0])] + ([] if here is None else [(here[0], here[1])])
+    measured = [_ping(transport, *pair) if transport.rank in pair else () for pair in pairs]
+    links = HostLinks(measured[0], measured[-1], _speed(np.copyto), _speed(np.add), count_cores())
+    told = [json.loads(raw) for raw in exchange(json.dumps(astuple(links)).encode())]
+    between, inside = (told[first][number] for number, first in enumerate((pairs[0][0], pairs[-1][0])))
+    return HostLinks(_times(between), _times(inside), *told[0][2:])
+
+
+def _times(rows: Sequence[Sequence[float]]) -> Times:
+    return tuple((int(nbytes), time_us) for nbytes, time_us in rows)
+
+
+def _ping(transport: Transport, first: int, second: int) -> Times:
+    """Times of messages between two ranks, which both call this; the second one gets no times."""
+    leads = transport.rank == first
+    peer, found = second if leads else first, list[tuple[int, float]]()
+    for nbytes in (_NBYTES[0], *_NBYTES):  # the first messages connect the ranks
+        x, least_us, rounds, going = np.zeros(nbytes, np.uint8), np.inf, 0, True
+        while going:
+            start, rounds = perf_counter(), rounds + 1
+            for sends in (leads, not leads):
+                transport.transfer([(x, peer)] if sends else [], [] if sends else [(x, peer)])
+            least_us = min(least_us, (perf_counter() - start) * 1e6 / 2)
+            going = _told(transport, leads, peer, rounds < _ROUNDS and least_us < _LONG_US)
+        found.append((nbytes, round(least_us, 1)))
+        if len(found) > _LEAST and not _told(transport, leads, peer, least_us < _LONG_US):
+            break
+    return tuple(found[1:])
+
+
+def _told(transport: Transport, leads: bool, peer: int, value: bool) -> bool:
+    """What the first rank says."""
+    word = np.array([value])
+    transport.transfer([(word, peer)] if leads else [], [] if leads else [(word, peer)])
+    return bool(word[0])
+
+
+def _speed(work: np.ufunc | Callable) -> float:
+    """GB/s at which this core copies, or adds up, 1 MiB."""
+    x, y, least = np.ones(_COUNT, np.float32), np.ones(_COUNT, np.float32), np.inf
+    for _ in range(_ROUNDS):
+        start = perf_counter()
+        work(x, y, y) if isinstance(work, np.ufunc) else work(y, x)
+        least = min(least, perf_counter() - start)
+    return round(x.nbytes / least / 1e9, 3)

@@ -1,0 +1,69 @@
+"""Measuring what messages take between hosts, over a transport of threads that takes its time."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+
+import pytest
+
+from flagcx.cost.hosts import HostLinks
+from flagcx.selection.host_links import measure_host_links
+
+SLOW_US = 4000.0
+
+
+class Slow:
+    """Messages that take the longer the more bytes they have."""
+
+    def __init__(self, rank, queues, us_per_kib):
+        self.rank, self._queues, self._us = rank, queues, us_per_kib
+
+    def transfer(self, sends, receives):
+        for array, peer in sends:
+            end = time.perf_counter() + self._us * array.nbytes / 1024 * 1e-6
+            while time.perf_counter() < end:
+                time.sleep(0)
+            self._queues[self.rank, peer].put(array.copy())
+        for array, peer in receives:
+            array[...] = self._queues[peer, self.rank].get(timeout=20)
+
+
+def measured(groups, us_per_kib):
+    """The table of every rank."""
+    size = sum(map(len, groups))
+    queues = {(a, b): SimpleQueue() for a in range(size) for b in range(size)}
+    told, meet = [b""] * size, threading.Barrier(size)
+
+    def rank(number):
+        def exchange(mine):
+            told[number] = mine
+            meet.wait(20)
+            return list(told)
+
+        return measure_host_links(Slow(number, queues, us_per_kib), groups, exchange)
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(rank, range(size))), told
+
+
+@pytest.mark.parametrize("groups", [((0,), (1,)), ((1, 0), (2, 3)), ((2,), (0, 1, 3))], ids=str)
+def test_all_ranks_get_the_table_of_those_that_measured(groups):
+    found, told = measured(groups, 1.0)
+    assert len(set(found)) == 1
+    first, here = groups[0][0], next((group[0] for group in groups if len(group) > 1), groups[0][0])
+    assert [list(pair) for pair in found[0].between] == json.loads(told[first])[0]
+    assert [list(pair) for pair in found[0].inside] == json.loads(told[here])[1]
+    lengths = [nbytes for nbytes, _ in found[0].between]
+    assert lengths == sorted(set(lengths)) and lengths[0] == 1 << 10 and len(lengths) >= 2
+    assert found[0].copy_gb_per_s > 0 and found[0].add_gb_per_s > 0 and found[0].cores >= 1
+
+
+def test_on_a_slow_link_few_lengths_are_tried():
+    """Of 4 ms for each KiB: two lengths, which give the speed, and none that would take minutes."""
+    (found, *_), _ = measured(((0,), (1,)), SLOW_US)
+    assert [nbytes for nbytes, _ in found.between] == [1 << 10, 8 << 10]
+    assert HostLinks.law(found.between, 1 << 20)[1] == pytest.approx(1024 / SLOW_US / 1e3, rel=0.3)

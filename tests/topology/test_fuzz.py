@@ -1,7 +1,6 @@
 """Files from strangers: an error of ours or a topology, in bounded time, whatever is in them."""
 
 import random
-import time
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -17,6 +16,7 @@ from flagcx.topology import (
     nvidia_smi,
     read,
 )
+from tests.speed import within
 from tests.topology.mutants import TEXT, XML, mangled, read_mutants
 
 FEW = settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
@@ -90,9 +90,8 @@ def test_any_bytes(tmp_path_factory, data):
     ids=["entities", "external", "parameter", "undefined", "deep", "many", "attributes"],
 )
 def test_bombs_are_refused_or_read_in_bounded_time(text):
-    start = time.process_time()
-    read_or_refuse(nccl_xml.parse, text)
-    assert time.process_time() - start < 5
+    with within(5):
+        read_or_refuse(nccl_xml.parse, text)
 
 
 def test_a_matrix_of_too_many_columns_is_refused():
@@ -105,6 +104,6 @@ def test_a_large_machine_reads_in_bounded_time():
     inside = "".join(
         f'<pci busid="{n:04x}:00:00.0" class="0x030000"><gpu dev="{n}" sm="80"/></pci>' for n in range(2000)
     )
-    start = time.perf_counter()
-    machine = nccl_xml.parse(f'<system version="1"><cpu numaid="0">{inside}</cpu></system>')
-    assert len(machine.gpus) == 2000 and time.perf_counter() - start < 5
+    with within(5):
+        machine = nccl_xml.parse(f'<system version="1"><cpu numaid="0">{inside}</cpu></system>')
+    assert len(machine.gpus) == 2000

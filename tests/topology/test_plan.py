@@ -3,7 +3,6 @@
 import math
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from itertools import permutations
 
@@ -29,6 +28,7 @@ from flagcx.topology import (
 from flagcx.topology.loads import add_loads
 from flagcx.topology.plan import crossings
 from flagcx.topology.routes import Routes
+from tests.speed import within
 from tests.topology.graphs import random_machine
 from tests.topology.machines import CLASSLESS, FIXTURES, REFUSED, shared_files
 
@@ -131,9 +131,8 @@ def test_an_nvl72_is_planned_fast():
     machine = nccl_xml.parse(nccl_xml_write.format_xml(preset("gb200-nvl72")))
     assert (len(machine.gpus), len(machine["numa_nodes"]), len(machine["nics"])) == (72, 36, 72)
     make_plan(preset("dgx-1v"))  # imports what it needs
-    start = time.process_time()
-    plan = make_plan(machine)
-    assert time.process_time() - start < 2
+    with within(2):
+        plan = make_plan(machine)
     assert plan.exact and plan.ratio == pytest.approx(1.0)
     check(machine, plan)
 
@@ -154,14 +153,12 @@ def test_fixtures(path):
 )
 def test_real_machines(path):
     machine = read(path)
-    start = time.perf_counter()
-    plan = make_plan(machine)
-    took = time.perf_counter() - start
+    with within(5):  # it takes well under a second
+        plan = make_plan(machine)
     check(machine, plan)
     if any(device.kind is DeviceKind.NVSWITCH for device in machine.devices()):
         assert plan.ratio == pytest.approx(1.0)
     assert bool(plan.why) == (plan.ratio < 0.9)
-    assert took < 5, "planning takes well under a second on a free machine"
 
 
 def test_the_cube_mesh_plans_over_nvlink_alone_and_both_ways_round():
@@ -246,12 +243,10 @@ def test_random_machines(seed):
 def test_sixteen_gpus_in_a_second_each():
     for seed in range(2):
         machine = random_machine(seed, 16, mesh=0.25)
-        start = time.perf_counter()
-        plan = make_plan(machine)
-        took = time.perf_counter() - start
+        with within(5):  # it takes about half a second
+            plan = make_plan(machine)
         check(machine, plan)
         assert not plan.exact
-        assert took < 5, "about half a second on a free machine"
 
 
 def test_the_plan_is_the_same_in_every_process():
@@ -304,11 +299,9 @@ def test_hosts_below_one_leaf_stay_together():
 @pytest.mark.exhaustive
 def test_a_thousand_hosts_in_seconds():
     machine = cluster(preset("dgx-h100"), 1024)
-    start = time.perf_counter()
-    plan = make_plan(machine)
-    took = time.perf_counter() - start
+    with within(10):
+        plan = make_plan(machine)
     assert plan.bandwidth_gb_per_s > 0 and len(plan.order) == 8192
-    assert took < 10
 
 
 # -- refusals

@@ -117,8 +117,7 @@ class Watchdog:
             try:
                 error = self._look()
             except PeerDiedError as death:
-                here = f"rank {self._store.rank} was in {self._order.what}"
-                error = PeerDiedError(f"{death}; {here}", peer=death.peer)
+                error = self._died(death)
             except MismatchError as different:
                 error = different
             except FlagcxError:
@@ -204,15 +203,24 @@ class Watchdog:
         except FlagcxError:
             return None
 
-    def difference(self) -> MismatchError | None:
-        """The error of ranks that call different things; None if they do not, or do not answer."""
+    def explained(self, error: CommunicationError) -> CommunicationError:
+        """What a call that NCCL could not enqueue comes from, as far as the ranks tell, or else its error.
+
+        NCCL fails too where a rank died or gave up, and where ranks connect for different calls.
+        """
         try:
             compare(self._questions.ask())
-        except MismatchError as error:
-            return error
+            return self._reason() if self._questions.look() else error
+        except MismatchError as different:
+            return different
+        except PeerDiedError as death:
+            return self._died(death)
         except FlagcxError:
-            pass  # the job is ending
-        return None
+            return error  # the job is ending
+
+    def _died(self, death: PeerDiedError) -> PeerDiedError:
+        here = f"rank {self._store.rank} was in {self._order.what}"
+        return PeerDiedError(f"{death}; {here}", peer=death.peer)
 
     def _compare_with_neighbour(self) -> None:
         """Compares this rank's calls so far with those that the next rank has published.

@@ -199,7 +199,8 @@ class Job:
         if not events:
             launcher = self._read("launcher")
             gone = bool(launcher) and not is_alive(launcher[0]["pid"])
-            return gone or any(process.poll() is not None for process in self._started)
+            own = self._started[rank:] if len(self._started) == self.plan.size else self._started
+            return gone or any(process.poll() is not None for process in own[:1])
         stays = self.plan.transport == "threads" or "MPI" in self.plan.transport
         if stays and any(event["event"] in ("end", "raised") for event in events):
             return True  # a thread; or in MPI_Finalize, which is collective and waits for a stopped rank

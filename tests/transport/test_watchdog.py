@@ -357,9 +357,20 @@ def test_a_close_finds_calls_that_differed_long_ago(stores):
 def test_the_calls_of_ranks_are_compared_when_nccl_fails(stores):
     fakes = calling("a", "allreduce of 3 int8"), calling("a", "allreduce of 4 int8")
     dogs = watch(stores, *fakes, timeout_s=60.0)
-    error = dogs[0].difference()
+    failure = CommunicationError("NCCL failed")
+    error = dogs[0].explained(failure)
     assert isinstance(error, MismatchError) and "rank 1: allreduce of 4 int8" in str(error)
     fakes[1].texts = fakes[0].texts
-    assert dogs[0].difference() is None
+    assert dogs[0].explained(failure) is failure
     for dog in dogs:
         dog.close()
+
+
+def test_a_rank_that_died_is_named_when_nccl_fails(stores):
+    fakes = calling("a"), calling("a")
+    dogs = watch(stores, *fakes, timeout_s=60.0)
+    dogs[1].close()
+    stores[1].abort("it was killed")
+    error = dogs[0].explained(CommunicationError("NCCL failed"))
+    assert isinstance(error, PeerDiedError) and error.peer == 1 and "rank 0 was in a" in str(error)
+    dogs[0].close()

@@ -295,8 +295,8 @@ class NcclTransport(DeviceTransport):
             f"{message_of(error) or type(error).__name__}; {hints()}"
         )
         ours = isinstance(error, (self._cupy.cuda.runtime.CUDARuntimeError, RuntimeError, KeyError))
-        if ours and self._watchdog is not None:  # NCCL fails too where ranks connect for different calls
-            failure = self._watchdog.difference() or failure
+        if ours and self._watchdog is not None:
+            failure = self._watchdog.explained(failure)
         self._give_up(failure)
         return failure if ours else error
 

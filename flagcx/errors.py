@@ -88,6 +88,15 @@ def text_of(error: BaseException) -> str:
         return "<its text cannot be made>"
 
 
+def is_own_fault(error: BaseException) -> bool:
+    """Whether an exception that is none of flagcx's kinds comes from a line of flagcx."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    module = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__", ""))
+    return module.startswith("flagcx.") and not isinstance(error, FlagcxError)
+
+
 def what_it_raised(error: BaseException) -> str:
     """How a rank ended that raised an exception, as its peers are told."""
     return f"it raised {type(error).__name__}: {text_of(error)[:500]}"

@@ -73,7 +73,7 @@ class _World:
         if self.page is not None:
             self.page.record_uncaught()
         comm = self.current()
-        kinds = {PeerDiedError} if comm is None else comm.broken_by()  # None: fc.init() has failed
+        kinds = {PeerDiedError: ""} if comm is None else comm.broken_by()  # None: fc.init() has failed
         lost = hasattr(sys, "last_value") or PeerDiedError in kinds
         try:
             self.close()
@@ -394,5 +394,5 @@ def _join_once(config: Config, environ: Mapping[str, str]) -> Communicator:
         comm.at_close(lambda: leave(store))
     if thread is None or thread.own_process:
         opened = weakref.ref(comm)
-        store.blames = lambda: (found := opened()) is not None and found.blames
+        store.blames = lambda: "" if (found := opened()) is None else found.blames
     return comm

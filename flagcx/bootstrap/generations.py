@@ -40,10 +40,10 @@ class Generations(Membership):
         """A rank's connection has ended."""
         del self.connected[rank]
 
-    def leave(self, rank: int) -> Answers:
+    def leave(self, rank: int, why: str = "") -> Answers:
         """A connected rank leaves in good order; while a generation forms, it may well be back for it."""
         if self._stays[rank] < self._forming:
-            return self._formed(super().leave(rank))
+            return self._formed(super().leave(rank, why))
         self.end_stay(rank)
         gone = self._leave_for_good(rank) if rank in self._finished else []
         return self._formed(self._states[self._forming].withdraw(rank) + gone)

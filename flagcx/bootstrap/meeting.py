@@ -115,7 +115,7 @@ class MetRank(ThreadRank):
         if comm is None:  # so the others are in no calls
             SERVING.go_on(server, 0.0, True)
         else:
-            SERVING.go_on(server, comm.config.timeout_s, failed or comm.blames)
+            SERVING.go_on(server, comm.config.timeout_s, failed or bool(comm.blames))
 
     def _end_at_exit(self) -> None:
         error = getattr(sys, "last_value", None)

@@ -79,11 +79,16 @@ class Membership:
         del self.connected[rank]
         self._stays[rank] += 1
 
-    def leave(self, rank: int) -> Answers:
-        """A connected rank leaves in good order."""
+    def leave(self, rank: int, why: str = "") -> Answers:
+        """A connected rank leaves in good order.
+
+        Args:
+            rank: The rank.
+            why: The failure of a peer because of which it leaves, if that is so.
+        """
         stay = self._stays[rank]
         self.end_stay(rank)
-        answers = self._states[stay].leave(rank)
+        answers = self._states[stay].leave(rank, why)
         if len(self._states[stay].left) == self.size:
             del self._states[stay]
         return answers + (self._leave_for_good(rank) if rank in self._finished else [])

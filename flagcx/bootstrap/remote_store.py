@@ -164,7 +164,7 @@ class RemoteStore(Store):
             raise self._broken
 
     def close(self) -> None:
-        self._close_with({"kind": "leave", "blames": self.blames()})
+        self._close_with({"kind": "leave", "detail": self.blames()})
 
     def abort(self, reason: str, lives_on: bool = False) -> None:
         self._close_with({"kind": "abort", "detail": reason, "lives_on": lives_on})

@@ -130,7 +130,7 @@ class _Job:
         """Leaves as the process ends; where it runs the store, that goes on."""
         server, failed = self.server, False
         if self.store is not None:
-            failed = self.store.blames()
+            failed = bool(self.store.blames())
             leave(self.store)
             server = server or self.store.server
         SERVING.go_on(server, self.timeout_s, failed)

@@ -18,6 +18,7 @@ from flagcx.bootstrap.rank_page import RankPage
 from flagcx.bootstrap.store_server import StoreServer
 from flagcx.bootstrap.store_state import StoreAnswer, StoreRequest, StoreState
 from flagcx.errors import (
+    AbortedError,
     ArgumentError,
     BootstrapError,
     CommunicationError,
@@ -42,14 +43,15 @@ class Store:
         rank: This rank.
         size: How many ranks share the store.
         elastic: Whether lost ranks may be started again: then the ranks that join agree on which are there.
-        blames: Whether a peer's failure is why this rank will leave, so that its launcher blames the peer.
+        blames: The failure of a peer that is why this rank will leave, in words, so that its launcher and the
+            other ranks blame the peer; "" where there is none.
         page: The page on which this rank shows where it is, if it has one; of the whole job's store alone.
     """
 
     rank: int
     size: int
     elastic: bool = False
-    blames: Callable[[], bool] = staticmethod(lambda: False)
+    blames: Callable[[], str] = staticmethod(lambda: "")
     page: RankPage | None = None
 
     def set(self, key: str, value: bytes) -> None:
@@ -236,6 +238,11 @@ class Store:
                 f"{names} died ({answer.detail}), so {what} on {self._name(self.rank)} cannot go on; look "
                 f"for the first error in that rank's output",
                 peer=peer,
+            )
+        if answer.fault == "left" and answer.detail:
+            raise AbortedError(
+                f"{names} has left the job because a peer failed ({answer.detail}), so {what} on "
+                f"{self._name(self.rank)} cannot go on"
             )
         if answer.fault == "left":
             raise CommunicationError(

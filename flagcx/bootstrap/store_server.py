@@ -322,9 +322,9 @@ class StoreServer:
         if header.get("kind") == "leave":
             end = wire.read_end(header)
             peer.joined = False
-            if end.blames:
+            if end.detail:
                 self.blaming.add(peer.rank)
-            self._deliver(self._members.leave(peer.rank))
+            self._deliver(self._members.leave(peer.rank, end.detail))
         elif header.get("kind") == "abort":
             end = wire.read_end(header)
             self._drop(peer, end.detail)

@@ -49,7 +49,7 @@ class StoreAnswer:
         number: The sum after "add"; 1 if "delete" found the key.
         fault: "" if it went well, else the reason: "died", "left", "timeout", "full" or "twice".
         ranks: The ranks at fault, if any; after "agree", those of its group that are gone.
-        detail: More about the fault, in words.
+        detail: More about the fault, in words; of a rank that has left, the failure of a peer that made it.
     """
 
     values: tuple[bytes, ...] = ()
@@ -88,14 +88,14 @@ class StoreState:
 
     Attributes:
         present: The ranks that are connected.
-        left: The ranks that left in good order.
+        left: The ranks that left in good order, each with the failure of a peer that made it leave, or "".
         agreed: How many agreements were reached.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.present: set[int] = set()
-        self.left: set[int] = set()
+        self.left: dict[int, str] = {}
         self._dead: dict[int, str] = {}
         self._ended: dict[int, None] = {}  # ranks that left or died, the first of them first
         self._values: dict[str, bytes] = {}
@@ -106,12 +106,12 @@ class StoreState:
         self._agreements: dict[tuple[Group, str], _OpenExchange] = {}
         self.agreed = 0
 
-    def leave(self, rank: int) -> Answers:
+    def leave(self, rank: int, why: str = "") -> Answers:
         """A rank left in good order. Exchanges that it has yet to join can never be complete."""
         self.present.discard(rank)
-        self.left.add(rank)
+        self.left.setdefault(rank, why)
         self._ended.setdefault(rank)
-        answer = StoreAnswer(fault="left", ranks=(rank,))
+        answer = StoreAnswer(fault="left", ranks=(rank,), detail=why)
         answers = self._end_exchanges(lambda it: rank in it.group and rank not in it.joined, answer)
         return answers + self.withdraw(rank)
 
@@ -153,7 +153,7 @@ class StoreState:
                 answer = StoreAnswer(fault="died", ranks=(ended,), detail=self._dead[ended])
                 return [(ticket, answer)]
             if ended in group and request.kind == "exchange" and not self._has_joined(ended, request):
-                return [(ticket, StoreAnswer(fault="left", ranks=(ended,)))]
+                return [(ticket, StoreAnswer(fault="left", ranks=(ended,), detail=self.left[ended]))]
         if request.kind == "set":
             return self._set(request, ticket)
         if request.kind == "get":

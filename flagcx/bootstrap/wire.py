@@ -187,13 +187,11 @@ class End(NamedTuple):
     """What a rank says as it leaves or aborts.
 
     Attributes:
-        detail: Why it aborts.
-        blames: Whether it leaves because a peer failed.
+        detail: Why it aborts; of a rank that leaves, the failure of a peer because of which it does, if any.
         lives_on: Whether its process lives on after the exception that ended its main thread.
     """
 
     detail: str
-    blames: bool
     lives_on: bool
 
 
@@ -203,8 +201,8 @@ def read_end(header: dict[str, Any]) -> End:
     Raises:
         MalformedError: It is no such message.
     """
-    end = End(header.get("detail", ""), header.get("blames", False), header.get("lives_on", False))
-    if [*map(type, end)] != [str, bool, bool]:
+    end = End(header.get("detail", ""), header.get("lives_on", False))
+    if [*map(type, end)] != [str, bool]:
         raise MalformedError("an end whose reason is no text")
     return end._replace(detail=end.detail[:_LONGEST_DETAIL])
 

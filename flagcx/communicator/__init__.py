@@ -324,15 +324,19 @@ class Communicator(Caller, ForeignNames):
         return any(executor.over for executor in self.executors())
 
     @property
-    def blames(self) -> bool:
-        """Whether a peer is to blame that this communicator, or a split of it, cannot be used any more."""
-        blaming = (k for k in self.broken_by() if issubclass(k, CommunicationError))
-        return any(not issubclass(kind, MismatchError) for kind in blaming)
+    def blames(self) -> str:
+        """The failure of a peer that ended this communicator, or a split of it; "" where none did."""
+        for kind, text in self.broken_by().items():
+            if issubclass(kind, CommunicationError) and not issubclass(kind, MismatchError):
+                return text or kind.__name__
+        return ""
 
-    def broken_by(self) -> set[type[BaseException]]:
-        """The kinds of errors that ended this communicator, or splits of it."""
-        own = {one.broken_by for one in self.executors() if one.broken_by is not None}
-        return own.union(*(child.broken_by() for child in self._children))
+    def broken_by(self) -> dict[type[BaseException], str]:
+        """The errors that ended this communicator, or splits of it: what one of each kind says."""
+        found = dict(one.broken_by for one in self.executors() if one.broken_by is not None)
+        for child in self._children:
+            found |= child.broken_by()
+        return found
 
     @property
     def forked(self) -> bool:

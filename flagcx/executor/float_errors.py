@@ -67,3 +67,11 @@ def _depth_of_caller(frame: FrameType | None) -> int:
     while frame is not None and frame.f_code.co_filename.startswith(_OURS):
         frame, depth = frame.f_back, depth + 1
     return 0 if frame is None or frame.f_globals.get("__name__") == "concurrent.futures.thread" else depth
+
+
+def warn_of_mode(rank: int, flushes: bool) -> bool:
+    """Warns of a rank that treats subnormal numbers in another way than before; returns ``flushes``."""
+    does = "flushes" if flushes else "no longer flushes"
+    what = f"rank {rank} {does} subnormal numbers to zero since its communicator was made"
+    warnings.warn(f"{what}: {SAME_MODE}", RuntimeWarning, stacklevel=3)
+    return flushes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -15,8 +14,15 @@ import numpy as np
 from flagcx.algorithms import entries
 from flagcx.algorithms.candidate import Candidate
 from flagcx.dtypes import OPS, DType, ReduceOp, dtype_of, flushes_subnormals, resolve_op
-from flagcx.errors import AbortedError, ArgumentError, CommunicationError, CommunicatorError, text_of
-from flagcx.executor.float_errors import SAME_MODE, FloatErrors
+from flagcx.errors import (
+    AbortedError,
+    ArgumentError,
+    CommunicationError,
+    CommunicatorError,
+    is_own_fault,
+    text_of,
+)
+from flagcx.executor.float_errors import FloatErrors, warn_of_mode
 from flagcx.executor.plan_cache import PlanCache, plan_nbytes
 from flagcx.executor.point_to_point import TWO_THREADS, PointToPoint
 from flagcx.executor.progress_thread import progress_thread
@@ -52,7 +58,7 @@ class Executor:
         quietly: Runs a plan; see ``FloatErrors.run``, likewise ``noted``.
         over: Why no further call can be made; empty where one can.
         partner: The executor of the same communicator for the other kind of array, which ends with this one.
-        broken_by: The kind of error because of which no further call can be made, if it is one of a call.
+        broken_by: Kind and text of the error because of which no further call can be made, if a call had it.
         messages: Sends and receives under way; None where the transport makes them in order.
         forked: Whether this is a copy in a forked child of the process that made it.
         retired: Whether no thread is in a call, nor will be.
@@ -71,7 +77,7 @@ class Executor:
         self.explorations: dict[tuple, Exploration] = {}
         self._flushes = flushes_subnormals()
         self.over = ""
-        self.broken_by: type[BaseException] | None = None
+        self.broken_by: tuple[type[BaseException], str] | None = None
         self.float_errors = FloatErrors()
         self.quietly, self.noted = self.float_errors.run, self.float_errors.noted
         self._worker: ThreadPoolExecutor | None = None
@@ -124,7 +130,7 @@ class Executor:
 
     def _compile(self, collective, counts, dtype, op, root, algorithm, in_place, part_of) -> Plan:
         if op is not None and flushes_subnormals() != self._flushes:
-            self._warn_of_mode()
+            self._flushes = warn_of_mode(self.rank, not self._flushes)
         uneven = not isinstance(counts, int)
         request = Request(
             collective, largest_block(counts) * dtype.numpy.itemsize, self.size, uneven, dtype, op
@@ -150,12 +156,6 @@ class Executor:
         plan = make(choice)
         return plan if self.ring is None else RecordedPlan(plan, describe(choice), self.ring, self._progress)
 
-    def _warn_of_mode(self) -> None:
-        self._flushes = not self._flushes
-        does = "flushes" if self._flushes else "no longer flushes"
-        what = f"rank {self.rank} {does} subnormal numbers to zero since its communicator was made"
-        warnings.warn(f"{what}: {SAME_MODE}", RuntimeWarning, stacklevel=2)
-
     def _make(
         self, collective, counts, dtype, op, root, in_place, choice: Candidate, part_of: str = ""
     ) -> Plan:
@@ -169,15 +169,9 @@ class Executor:
         return self.transport.compile(call)
 
     def _describe(self, collective: str, counts: Counts, dtype: DType, choice: Candidate) -> OperationInfo:
-        return OperationInfo(
-            collective,
-            largest_block(counts) * dtype.numpy.itemsize,
-            dtype.name,
-            choice.label,
-            choice.pieces,
-            choice.protocol,
-            self.transport.name,
-        )
+        nbytes, carrier = largest_block(counts) * dtype.numpy.itemsize, self.transport.name
+        how = choice.label, choice.pieces, choice.protocol
+        return OperationInfo(collective, nbytes, dtype.name, *how, carrier)
 
     def _explore(self, key: tuple, request: Request) -> Exploration | None:
         """The trials for a kind of call; every rank makes and counts them alike."""
@@ -345,14 +339,20 @@ class Executor:
             raise CommunicatorError(self.over)
 
     def broke(self, error: BaseException) -> None:
-        """Ends the communicator after an error that left ranks in different places, and tells the peers."""
+        """Ends the communicator after an error that left ranks in different places, and tells the peers.
+
+        Raises:
+            CommunicatorError: The error comes of a close in the middle of the call, as by a signal's handler.
+        """
+        if self._closed and is_own_fault(error):
+            raise CommunicatorError(f"{self.over}, and was in the middle of a call") from error
         if self.over or isinstance(error, ArgumentError):
             return
-        text, self.broken_by = text_of(error), type(error)
+        kind, text = self.broken_by = type(error), text_of(error)
         if isinstance(error, CommunicationError):
             self.record(error)  # while the others still wait where they are
-        self.end(f"this communicator cannot be used after {type(error).__name__}: {text}; make a new one")
-        self.transport.abort(text or type(error).__name__, getattr(error, "peer", None))
+        self.end(f"this communicator cannot be used after {kind.__name__}: {text}; make a new one")
+        self.transport.abort(text or kind.__name__, getattr(error, "peer", None))
         if self.partner is not None:
             self.partner.broke(error)
 

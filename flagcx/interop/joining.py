@@ -46,7 +46,7 @@ class GroupCommunicator:
         self.comm.close()
         leave(self._store)
         server, self._server = self._server, None
-        SERVING.go_on(server, self.comm.config.timeout_s, self.comm.blames)
+        SERVING.go_on(server, self.comm.config.timeout_s, bool(self.comm.blames))
 
 
 def _end(reference: weakref.ref[GroupCommunicator]) -> None:

@@ -54,6 +54,12 @@ def test_a_loss_is_told_to_every_stay_and_is_final(members):
     assert exchange(members, 0) == [(0, died)], "a later stay knows of it too"
 
 
+def test_who_comes_after_a_rank_has_left_for_a_peer_is_told_why(members):
+    members.leave(1, "rank 2 did not come")
+    left = StoreAnswer(fault="left", ranks=(1,), detail="rank 2 did not come")
+    assert exchange(members, 0) == [(0, left)]
+
+
 def test_a_process_that_ended_well_is_not_waited_for_once_its_connection_has_ended(members):
     exchange(members, 0)
     assert members.finish(1) == [], "it is still connected"

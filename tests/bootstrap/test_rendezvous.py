@@ -299,7 +299,7 @@ else:
     assert (zero.returncode, one.returncode) == (0, 0)
 
 
-@pytest.mark.parametrize(("blames", "told"), [(False, (300.0, False)), (True, (300.0, True))])
+@pytest.mark.parametrize(("blames", "told"), [("", (300.0, False)), ("rank 1 died", (300.0, True))])
 def test_the_rank_that_runs_the_store_serves_on_at_its_end(monkeypatch, blames, told):
     served: list[tuple] = []
     monkeypatch.setattr(rendezvous.SERVING, "go_on", lambda *given: served.append(given))

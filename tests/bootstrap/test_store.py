@@ -139,6 +139,14 @@ def test_a_missing_key_names_the_ranks_that_are_not_connected(server):
         store.get("k", 0.1)
 
 
+def test_who_waits_for_a_rank_that_left_because_of_a_peer_is_told_of_the_peer(stores):
+    stores[1].blames = lambda: "rank 2 did not come to a sum"
+    stores[1].close()
+    with pytest.raises(AbortedError, match=r"rank 1 has left .* \(rank 2 did not come to a sum\)") as caught:
+        stores[0].barrier("b", 20)
+    assert caught.value.peer is None
+
+
 def test_a_rank_that_left_in_good_order_is_not_dead_but_not_waited_for(stores):
     stores[1].close()
     with pytest.raises(CommunicationError, match="rank 1 has left the job") as caught:

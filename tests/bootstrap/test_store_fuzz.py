@@ -22,7 +22,7 @@ VALUES = (
     *("", "x", "set", "leave", "abort", "x" * 5000, "\ud800", "\0"),
     *([], {}, [0], [0, 0], [2, 1], [[0]], {"kind": "set"}, [1e9], list(range(2000)), ["0"]),
 )
-FIELDS = ("kind", "key", "number", "amount", "timeout_s", "group", "detail", "blames", "lives_on", "x")
+FIELDS = ("kind", "key", "number", "amount", "timeout_s", "group", "detail", "lives_on", "x")
 KINDS = ("set", "get", "add", "delete", "exchange", "agree", "leave", "abort")
 
 

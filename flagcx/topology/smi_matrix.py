@@ -61,7 +61,8 @@ def parse_matrix(text: str, source: str = "<text>") -> Matrix:
             f"{source}: no line names GPU0, GPU1, ... as columns; expected the output of 'nvidia-smi topo -m'"
         )
     cleaned = "\n".join(lines)
-    found.legend = dict(re.findall(r"(?:^|[\s\]>:+-])(NIC\d+):\s*(\S+)[\s\]]*$", cleaned, re.MULTILINE))
+    for nic, name in re.findall(r"(?:^|[\s\]>:+-])(NIC\d+):\s*(\S+)[\s\]]*$", cleaned, re.MULTILINE):
+        found.legend.setdefault(nic, name)
     found.model = gpu_models.named_in(cleaned)
     if re.search(r"\btopo\s+-mp\b", text):
         found.notes.append("the text is that of 'nvidia-smi topo -mp', which leaves NVLinks out")
@@ -152,10 +153,11 @@ def _row(matrix: Matrix, row: Row, columns: list[str], place: str) -> None:
         raise TopologyError(f"{place}: a row called {name[:40]!r}, and there is no such column")
     cells, further = _split(row, len(names), len(columns))
     words = re.sub(r",\s+(?=\d)", ",", further).split()
+    odd = not all(map(AFFINITY.fullmatch, words[: len(columns)]))
     words = words[:1] + list(takewhile(AFFINITY.fullmatch, words[1:]))  # without remarks
     many = len(words) > len(columns)
     found = _placed(cells, names.index(name), len(names))
-    if found is None or (found != cells and (many or not all(map(AFFINITY.fullmatch, words)))):
+    if found is None or (found != cells and (many or odd)):
         raise TopologyError(f"{place}: {_lacking(matrix, name, cells, further)}")
     for column, cell in zip(names, found, strict=True):
         if re.fullmatch(r"[A-Z]+\d{3,}", cell):
@@ -170,6 +172,8 @@ def _row(matrix: Matrix, row: Row, columns: list[str], place: str) -> None:
     if many:
         matrix.notes.append("more words after a device's cells than headings; its affinities are left out")
         return
+    if odd and GPU.fullmatch(name):
+        matrix.notes.append("words after a device's cells are no numbers; its affinities may be incomplete")
     space = len(further) - len(further.lstrip())
     if len(words) == len(columns) - 1 and found == cells and len(cells[-1]) + space > _TAB:
         columns = columns[1:]  # no CPU of that node is left to this process

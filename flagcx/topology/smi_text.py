@@ -32,14 +32,14 @@ _MOST_OF_A_HEADER = 16384  # characters
 _MOST_IN_ALL = 50_000  # lines of a text that are looked at
 _MOST_BEFORE = 400  # characters of a line in which its name and first cell are looked for
 _QUOTE = re.compile(r"(?:\s*>)+ ?")
-_CELL_END = re.compile(r"</t[dh]>", re.I)
+_CELL_END = re.compile(r"</?t[dh]\b[^<>]*>", re.I)
 _CLASS = r"(?:X|NV\d+|XGMI\d+|NODE|PIX|PXB|PHB|SYS|SOC|PSB)\b"
 #: The name and the first cell of a row, with what a log, a list or a shell's prompt put before them.
 _ROW = re.compile(
     r"(?:^|(?<=[\s\]>:+-]))(?P<name>(?!NV\d+\b|XGMI)[A-Za-z][A-Za-z_.+-]{0,30}\d[\w.+-]{0,30}):?"
     rf"(?=\s{{1,40}}{_CLASS})"
 )
-_TAG = re.compile(r"</?[a-zA-Z][^<>]{0,80}>|`+")
+_TAG = re.compile(r"</?[a-zA-Z][^<>]*>|`+")
 _MARKS = str.maketrans(dict.fromkeys("|!&;*\\\"'", " "))
 #: Footnotes' marks after a cell in markup, and what is struck out.
 _FOOTNOTE = re.compile(
@@ -51,11 +51,11 @@ _FOOTNOTE = re.compile(
 _BLANK = re.compile(r"(?<=[|&])[ \t]+(?=[|&])|(?<=;)[ \t]*(?=;)")
 _TABS = re.compile(rf"{_CLASS} ?\t ?{_CLASS}")
 _BLANK_TAB = re.compile(r"(?<=\t) ?(?=\t)")
-_BLANK_HTML = re.compile(r"<(t[dh])\b[^<>]{0,200}>(?:\s|</?(?:p|br|div|span)\b[^<>]{0,80}>){0,20}</\1>", re.I)
+_BLANK_HTML = re.compile(r"<(t[dh])\b[^<>]*>(?:\s|</?(?:p|br|div|span)\b[^<>]*>){0,20}</\1>", re.I)
 #: The end of a line in a list of strings, marks that Markdown escapes, and rules of LaTeX.
 _NO_CELL = re.compile(r"\",?\s*$|\\(?=[_#*])|\\(?:hline|\w{3,6}rule)\b")
 _NAMES = re.compile(r"\bGPU[ _#-]?(?=\d{1,4}\b)", re.I)
-_ROW_OF_HTML = re.compile(r"<tr\b[^<>]{0,200}>", re.I)
+_ROW_OF_HTML = re.compile(r"<tr\b[^<>]*>", re.I)
 _LINE_END = re.compile(r"<br\s*/?>|</(?:p|div|li|tr)>", re.I)
 
 
@@ -106,7 +106,7 @@ def _one_line(row: str) -> str:
     """A row of HTML on a line of its own, and what follows it."""
     cells, end, after = row.partition("</tr>")
     cells = _LINE_END.sub(" ", _BLANK_HTML.sub(" N/A ", cells))
-    return " ".join(cells.split()) + "\n" + after if end else row
+    return " ".join(cells.split()) + "\n" + after if end else "\n" + row
 
 
 def _filled(line: str) -> str:
@@ -272,6 +272,8 @@ def _rows(lines: Sequence[str], position: int, table: Table, width: int) -> int:
         if complete and (not words or _words(line) == names):
             break
         if _begins_row(line, names):
+            if complete and not _continues(words[1:], cut=len(line) == width):
+                break
             table.rows.append(_row(line, position))
             wanted.discard(words[0])
         elif words and table.rows and _continues(words, cut=len(line) == width):

@@ -233,6 +233,10 @@ CHANGES: MappingProxyType[str, Callable[[str], str]] = MappingProxyType(
         "lines end in br": lambda text: text.replace("\t", "&nbsp;" * 8).replace("\n", "<br>"),
         "a div a line": each(lambda n, line: f"<div>{line}</div>"),
         "HTML table of paragraphs": table("<table><tr><td><p>", "</p></td><td><p>", "</p><br/></td></tr>"),
+        "spreadsheet's HTML": table(
+            f'<tr style="height:21px"><td style="{"padding:2px;" * 20}">', "</td><td>", "</td></tr>"
+        ),
+        "HTML without end tags": table("<tr><td>", "<td>", ""),
         "HTML table, a cell a line": table("<tr>\n <td>", "</td>\n <td>", "</td>\n</tr>"),
         "small letters": lambda text: text if "mlx" in text else text.partition("\nNIC Legend")[0].lower(),
         "Cyrillic and multiplication sign": lambda text: text.replace("SYS", "SY\u0405").replace(

@@ -28,6 +28,11 @@ def test_further_matrices_are_told_of():
         assert any(note.startswith("the text has") and told in note for note in notes), notes
 
 
+def test_the_legend_is_that_of_the_matrix_that_is_read():
+    texts = [f"GPU0 NIC0\nGPU0 X PIX\nNIC0 PIX X\n\nNIC Legend:\n\n  NIC0: mlx5_{n}\n" for n in range(2)]
+    assert smi_matrix.parse_matrix("\n".join(texts)).legend == {"NIC0": "mlx5_0"}
+
+
 def test_rows_after_the_table_are_told_of_where_they_differ():
     text = PAIR.format("NV4", "NV4")
     for sentence in ("Sorry, GPU1 is really:", "GPU1 is really:", "GPU0 and GPU1, measured again:"):
@@ -85,10 +90,38 @@ def test_translated_headings_are_read_with_a_note(headings):
     assert any("headings that are not known" in note and "taken as cpu, numa" in note for note in found.notes)
 
 
-def test_affinities_that_fit_no_heading_are_left_out():
-    found = smi_matrix.parse_matrix(HEAD + "GPU0 X SYS 0-7 16-23 0\nGPU1 SYS X 8-15 1 <- the slow one\n")
-    assert (found.affinity, found.numa) == ({"GPU1": "8-15"}, {"GPU1": "1"})
-    assert found.notes == ["more words after a device's cells than headings; its affinities are left out"]
+@pytest.mark.parametrize(
+    ("words", "affinity", "numa", "note"),
+    [
+        (
+            "0-7 16-23 0",
+            None,
+            None,
+            "more words after a device's cells than headings; its affinities are left out",
+        ),
+        (
+            "0 to 7 0",
+            "0",
+            None,
+            "words after a device's cells are no numbers; its affinities may be incomplete",
+        ),
+        (
+            "7-Jan 0",
+            None,
+            "0",
+            "words after a device's cells are no numbers; its affinities may be incomplete",
+        ),
+    ],
+)
+def test_affinities_that_fit_no_heading_are_noted(words, affinity, numa, note):
+    found = smi_matrix.parse_matrix(HEAD + f"GPU0 X SYS {words}\nGPU1 SYS X 8-15 1 <- the slow one\n")
+    assert (found.affinity.get("GPU0"), found.numa.get("GPU0")) == (affinity, numa)
+    assert (found.affinity["GPU1"], found.numa["GPU1"], found.notes) == ("8-15", "1", [note])
+
+
+def test_a_sentence_right_below_the_table_is_no_row():
+    for sentence in ("GPU0 X is slow", "GPU1 is the culprit"):
+        assert not any("row" in n for n in nvidia_smi.parse(PAIR.format("NV4", "NV4") + sentence).notes)
 
 
 @pytest.mark.parametrize(

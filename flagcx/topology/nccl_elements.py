@@ -16,6 +16,7 @@ CLASS = MappingProxyType(
 )
 #: The PCI class of NVSwitches, by which the end of an NVLink is told.
 NVSWITCH_CLASS = "0x068000"
+_WIDTHS = (1, 2, 4, 8, 12, 16, 32)
 _IDLE_GT = (2.5, 5.0)
 #: Faster than any port; a larger number is in another unit.
 _MOST_MBIT = 10_000_000
@@ -114,6 +115,7 @@ def _own_pcie(element: Element) -> tuple[float, float | None, bool]:
     """The link above an element by its own attributes: GB/s, GT/s, and whether both parts are known."""
     gt = speeds.parse_pcie_gt(element.attributes.get("link_speed", ""))
     width = element.number("link_width", 1, 32) or 0
+    width = width if width in _WIDTHS else 0
     return speeds.pcie_gb_per_s(gt, width), gt, gt is not None and width > 0
 
 

@@ -14,7 +14,7 @@ from flagcx.topology.nccl_elements import NVSWITCH_CLASS
 
 #: The target that NCCL writes for a switch it cannot see, as in a virtual machine.
 HIDDEN_SWITCH = "fffffff:ff:ff.0"
-_MAX_LINKS = 1024
+_MAX_LINKS = 99
 #: PCI device ids of GPUs that come in boards of eight with NVSwitches: compute capability, NVLinks.
 _NVSWITCH_BOARDS = {
     "0x20b0": (80, 12),

@@ -10,6 +10,7 @@ Source: NCCL ``src/graph/xml.cc``, versions 1 (NCCL) and 2 (RCCL, with ``xgmi`` 
 from __future__ import annotations
 
 import itertools
+import string
 from collections import Counter
 from dataclasses import replace
 from itertools import combinations
@@ -115,6 +116,8 @@ class _Reader(Builder):
             )
         elif index < 0:
             self.notes.add("numaid is -1, so the GPUs' NUMA node is not known")
+        if set(element.attributes.get("affinity", "")) - {*string.hexdigits, ","}:
+            self.notes.add("a CPU's affinity is no mask", element.shown("affinity"))
         id = f"{_prefix(host)}cpu{max(index, 0)}"
         if id in self.devices and self.devices[id].index != index:
             id += "b"  # node 0, and one whose number is not known
@@ -215,6 +218,8 @@ class _Reader(Builder):
         device = self.devices[id]
         if element.number("dev", 0, 1 << 16) is None:
             self.notes.add("a GPU's number makes no sense or is missing", element.shown("dev"))
+        if "sm" in element.attributes and element.number("sm", 1, 999) is None:
+            self.notes.add("a GPU's sm is no compute capability times ten", element.shown("sm"))
         attributes = tuple((f"gpu.{key}", value) for key, value in element.attributes.items())
         self.devices[id] = replace(device, attributes=device.attributes + attributes)
         self.gpu_elements.append((id, element))

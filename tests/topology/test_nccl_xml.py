@@ -211,6 +211,15 @@ def noted(machine, *words):
             '<pci busid="0000:01:00.0" link_speed="8 GT/s" link_width="-4"/>',
             ("or width is missing or makes", "'-4' in line 3"),
         ),
+        (
+            '<pci busid="0000:01:00.0" link_speed="8 GT/s" link_width="3"/>',
+            ("makes no sense", "'3' in line 3"),
+        ),
+        ('<pci busid="0000:01:00.0"><gpu dev="0" sm="8.0"/></pci>', ("no compute capability", "sm is '8.0'")),
+        (
+            gpu("0000:01:00.0", 0, '<nvlink target="0000:41:00.0" count="1000"/>'),
+            ("links two GPUs", "'1000'"),
+        ),
         (gpu("0000:01:00.0", -1), ("number makes no sense", "dev is '-1'")),
         ('<pci busid="0000:01:00.0"><gpu sm="80"/></pci>', ("number makes no sense", "dev is missing")),
         (gpu("0000:01:00.0", 0, '<nvlink target="gpu1" count="1"/>'), ("target is no PCI address", "'gpu1'")),
@@ -227,6 +236,14 @@ def test_nonsense_about_one_device_is_noted_and_the_machine_is_read(body, words)
     assert noted(machine, *words), machine.notes
     assert any(device.pci_bus_id == "0000:41:00.0" for device in machine.gpus)
     assert matrix(nccl_xml.parse(nccl_xml_write.format_xml(machine))) == matrix(machine)
+
+
+def test_a_mask_that_is_none_is_noted():
+    text = f'<system version="1"><cpu numaid="0" affinity="N">{gpu("0000:01:00.0", 0)}</cpu></system>'
+    assert noted(
+        nccl_xml.parse(text.replace("N", "0-15")), "affinity is no mask (affinity is '0-15' in line 1)"
+    )
+    assert not noted(nccl_xml.parse(text.replace("N", "00000000,000000ff")), "no mask")
 
 
 def test_a_cpu_whose_numa_node_is_not_known_is_none():

@@ -143,7 +143,7 @@ def _matrix(table: Table, source: str) -> Matrix:
         _row(matrix, row, columns, f"{source}, line {row.line}")
     _fill(matrix, source)
     _check(matrix, source)
-    _note_further(matrix, table.after)
+    _note_apart(matrix, table)
     return matrix
 
 
@@ -267,19 +267,19 @@ def _fill(matrix: Matrix, source: str) -> None:
         matrix.notes.append(f"{len(unknown)} cells are N/A, the first from {' to '.join(unknown[0])}")
 
 
-def _note_further(matrix: Matrix, rows: Sequence[Row]) -> None:
-    """Notes the rows after the table that say something else than the table."""
+def _note_apart(matrix: Matrix, table: Table) -> None:
+    """Notes the rows apart from the table that say something else than the table."""
+    own = {row.name: _split(row, len(matrix.names), 0) for row in table.rows}
     others = []
-    for row in rows:
-        cells, _ = _cells(row.rest, len(matrix.names))
-        own = [matrix.cells.get((row.name, column), "") for column in matrix.names]
-        found = _placed(cells, own.index("X"), len(own)) if "X" in own else None
-        if cells and (
-            found is None or any(cell not in ("N/A", mine) for cell, mine in zip(found, own, strict=True))
-        ):
-            others.append(f"that in line {row.line} says {' '.join(cells[:8])} for {row.name}")
+    for row in table.apart:
+        cells, further = _split(row, len(matrix.names), 0)
+        mine, after = own.get(row.name, ([], ""))
+        words = further.split()
+        numbers = words if all(map(AFFINITY.fullmatch, words)) else []
+        if cells and (cells != mine[: len(cells)] or numbers not in ([], after.split())):
+            others.append(f"that in line {row.line} says {' '.join(cells + numbers)[:80]} for {row.name}")
     if others:
-        matrix.notes.append(f"{len(others)} rows after the table are left out; {others[0]}")
+        matrix.notes.append(f"{len(others)} rows apart from the table are left out; {others[0]}")
 
 
 def _check(matrix: Matrix, source: str) -> None:

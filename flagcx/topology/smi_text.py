@@ -36,15 +36,18 @@ _CELL_END = re.compile(r"</?t[dh]\b[^<>]*>", re.I)
 _CLASS = r"(?:X|NV\d+|XGMI\d+|NODE|PIX|PXB|PHB|SYS|SOC|PSB)\b"
 #: The name and the first cell of a row, with what a log, a list or a shell's prompt put before them.
 _ROW = re.compile(
-    r"(?:^|(?<=[\s\]>:+-]))(?P<name>(?!NV\d+\b|XGMI)[A-Za-z][A-Za-z_.+-]{0,30}\d[\w.+-]{0,30}):?"
+    r"(?:^|(?<=[\s\]>:+-]))(?P<name>(?!(?i:NV|XGMI)\d+\b)[A-Za-z][A-Za-z_.+-]{0,30}\d[\w.+-]{0,30}):?"
     rf"(?=\s{{1,40}}{_CLASS})"
 )
+_TAG_BETWEEN_DIGITS = re.compile(r"(?<=\d)(?:</?[a-zA-Z][^<>]*>)+(?=\d)")
 _TAG = re.compile(r"</?[a-zA-Z][^<>]*>|`+")
 _MARKS = str.maketrans(dict.fromkeys("|!&;*\\\"'", " "))
 #: Footnotes' marks after a cell in markup, and what is struck out.
 _FOOTNOTE = re.compile(
-    r"<(sup|sub|del|s|strike)\b[^<>]{0,80}>(?:<a\b[^<>]{0,80}>)?[^<>]{0,20}(?:</a>)?</\1>|~~[^~\n]{1,20}~~"
-    r"|(?<=[A-Z0-9]) ?(?:\[\^?\w{1,2}\]_?|\(\w{1,2}\)|\^\{?\w{1,2}\}?\^?|\*\d\b)",
+    r"<(sup|sub|del|s|strike)\b[^<>]*>(?:<a\b[^<>]*>)?[^<>]{0,20}(?:</a>)?</\1>|~~[^~\n]{1,20}~~"
+    r"|<a\b[^<>]*#[^<>]*>[^<>]{0,4}</a>"
+    rf"|(?<=[A-Z0-9]) ?(?:\[\^?\w{{1,2}}\]_?|\((?:\w{{1,2}}|\d* ?(?!{_CLASS})[A-Z][^()\n]{{0,30}})\)"
+    r"|\^\{?\w{1,2}\}?\^?|\*\d\b)",
     re.I,
 )
 #: Where a cell is blank: between marks that separate cells, or between tabs before a further cell.
@@ -71,12 +74,12 @@ class Row:
 
 @dataclass(slots=True)
 class Table:
-    """A table: the words of its header, its rows, and further rows of its devices in the text after it."""
+    """A table: the words of its header, its rows, and rows that stand apart from it in the text."""
 
     header: list[str]
     line: int
     rows: list[Row] = field(default_factory=list)
-    after: list[Row] = field(default_factory=list)
+    apart: list[Row] = field(default_factory=list)
 
     @property
     def is_p2p(self) -> bool:
@@ -135,6 +138,7 @@ def _unnumbered(lines: list[str]) -> list[str]:
 
 def _bare(line: str) -> str:
     """A line without quote marks and tags; of a row, without what stands before its name."""
+    line = _TAG_BETWEEN_DIGITS.sub("?", line)
     line = _TAG.sub("", _QUOTE.sub("", line, count=1) if _QUOTE.match(line) else line)
     row = _ROW.search(line, 0, _MOST_BEFORE)
     if row is None or (not line[: row.start("name")].strip() and line[row.end("name") :][:1] != ":"):
@@ -150,16 +154,18 @@ def tables(lines: Sequence[str]) -> Iterator[Table]:
     """
     position = 0
     table: Table | None = None
+    apart: list[Row] = []
     while position < len(lines):
         header, first = _header(lines, position)
         if header:
             if table:
                 yield table
-            table = Table(header, position + 1)
+            apart = [] if table else apart
+            table = Table(header, position + 1, apart=apart)
             position = _rows(lines, first, table, _width(lines, position))
             continue
-        if table and _begins_row(line := lines[position], table.header):
-            table.after.append(_row(line, position))
+        if _begins_row(line := lines[position], table.header if table else ()):
+            apart.append(_row(line, position))
         position += 1
     if table:
         yield table
@@ -267,7 +273,7 @@ def _rows(lines: Sequence[str], position: int, table: Table, width: int) -> int:
         if _words(line) == names and not complete:  # again, as on each page
             position += 1
             continue
-        if words and ("Legend:" in line or (_is_header(line) and not _begins_row(line, names))):
+        if words and ("Legend:" in line or _is_header(line)):
             break
         if complete and (not words or _words(line) == names):
             break

@@ -215,6 +215,8 @@ class _Tree(Builder):
         found: dict[int, int] = {}
         for position, members in enumerate(groups):
             first = re.match(r"\d{1,5}(?!\d)", self.home(members)[0])
+            if (numa := self.home(members)[0]) and not first:
+                self.notes.add("a NUMA affinity is no node's number", numa[:40])
             if first:
                 found.setdefault(int(first[0]), position)
         for position in sorted(set(range(len(groups))) - set(found.values())):
@@ -224,6 +226,8 @@ class _Tree(Builder):
     def cpu(self, members: list[str], number: int) -> str:
         cpus = dict.fromkeys(home[1] for name in members if (home := self.home([name]))[1])
         mask = cpu_mask(",".join(cpus))
+        if cpus and not mask.strip("0,"):
+            self.notes.add("a CPU affinity is no list of CPUs", ",".join(cpus)[:40])
         attributes = (("affinity", mask),) if mask else ()
         return self.add(DeviceKind.CPU, f"cpu{number}", number, attributes=attributes)
 

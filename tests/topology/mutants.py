@@ -1,6 +1,7 @@
 """Mutated topology files: each must be read or refused in one clear line within 5 seconds.
 
 python -m tests.topology.mutants 20000          # the first 20,000; prints how many were read
+python -m tests.topology.mutants 5000 60000     # those from 60,000 on
 """
 
 from __future__ import annotations
@@ -124,11 +125,13 @@ def mangled(text: str, rng: random.Random) -> str:
 
 
 def main() -> None:
-    """Reads as many mutants as the command line says."""
-    count, start = int(sys.argv[1]), time.monotonic()
+    """Reads as many mutants as the command line says, from the first or from a number on."""
+    count, first, start = int(sys.argv[1]), int(*sys.argv[2:3]), time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        passed, refused = read_mutants(Path(folder) / "mutant", range(count))
-    print(f"{count} mutants: {passed} read, {refused} refused, in {time.monotonic() - start:.0f} s")
+        passed, refused = read_mutants(Path(folder) / "mutant", range(first, first + count))
+    print(
+        f"{count} mutants from {first}: {passed} read, {refused} refused, in {time.monotonic() - start:.0f} s"
+    )
 
 
 if __name__ == "__main__":

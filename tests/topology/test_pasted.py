@@ -1,5 +1,7 @@
 """Matrices of nvidia-smi as people type, cut, mark and translate them: read right, or with a note."""
 
+import re
+
 import pytest
 
 from flagcx.errors import TopologyError
@@ -15,6 +17,10 @@ def test_further_matrices_are_told_of():
     for others, told in (
         ([pair], "2 matrices; that in line 1 is read, and the one in line 5 is the same"),
         ([PAIR.format("PIX", "PIX")], "the one in line 5 says PIX from GPU0 to GPU1, not NV4"),
+        (
+            ["GPU0 GPU1 GPU2\n" + "GPU0 X NV4 NV4\nGPU1 NV4 X NV4\nGPU2 NV4 NV4 X\n"],
+            "has 3 GPUs and 0 NICs, not 2",
+        ),
         ([alone], "the one in line 5 has 1 GPUs and 0 NICs, not 2 GPUs and 0 NICs"),
         ([pair.replace("GPU1", "GPU7")], "the one in line 5 has other names of devices"),
         ([HEAD + "GPU0 X NV4 0-7 1\nGPU1 NV4 X 0-7 1\n"], "the one in line 5 has another CPU affinity"),
@@ -37,15 +43,19 @@ def test_rows_after_the_table_are_told_of_where_they_differ():
     text = PAIR.format("NV4", "NV4")
     for sentence in ("Sorry, GPU1 is really:", "GPU1 is really:", "GPU0 and GPU1, measured again:"):
         notes = nvidia_smi.parse(f"{text}\n{sentence}\nGPU1 NV6 X\n").notes
-        assert notes[-1] == "1 rows after the table are left out; that in line 6 says NV6 X for GPU1"
-    assert not any(
-        "after the table" in note for note in nvidia_smi.parse(f"{text}\nAgain:\nGPU1 NV4 X\n").notes
-    )
+        assert notes[-1] == "1 rows apart from the table are left out; that in line 6 says NV6 X for GPU1"
+    assert not any("apart from" in note for note in nvidia_smi.parse(f"{text}\nAgain:\nGPU1 NV4 X\n").notes)
     assert matrix(nvidia_smi.parse(text + "GPU1 NV4 X\n"))["GPU0"]["GPU1"] == "NV4"  # twice the same
     columns = nvidia_smi.parse(f"{text}\nNIC0\nGPU0 PIX\nGPU1 SYS\n").notes[-1]
-    assert columns == "2 rows after the table are left out; that in line 6 says PIX for GPU0"
+    assert columns == "2 rows apart from the table are left out; that in line 6 says PIX for GPU0"
+    before = nvidia_smi.parse(f"GPU1 NV6 X\nis right, this is wrong:\n{text}").notes[-1]
+    assert before == "1 rows apart from the table are left out; that in line 1 says NV6 X for GPU1"
+    numa = nvidia_smi.parse(
+        HEAD + "GPU0 X NV4 0-7 0\nGPU1 NV4 X 8-15 1\n\nSorry:\nGPU1 NV4 X 8-15 0\n"
+    ).notes[-1]
+    assert numa == "1 rows apart from the table are left out; that in line 6 says NV4 X 8-15 0 for GPU1"
     page = nvidia_smi.parse(f"{text}\nGPU7 PIX X\n").notes[-1]
-    assert page == "1 rows after the table are left out; that in line 5 says PIX X for GPU7"
+    assert page == "1 rows apart from the table are left out; that in line 5 says PIX X for GPU7"
 
 
 HEADINGS = "CPU Affinity NUMA Affinity GPU NUMA ID"
@@ -119,6 +129,18 @@ def test_affinities_that_fit_no_heading_are_noted(words, affinity, numa, note):
     assert (found.affinity["GPU1"], found.numa["GPU1"], found.notes) == ("8-15", "1", [note])
 
 
+@pytest.mark.parametrize(
+    ("cpus", "numa", "note"),
+    [
+        ("15-8", "0", "a CPU affinity is no list of CPUs (15-8)"),
+        ("8-99999", "0", "a CPU affinity is no list of CPUs (8-99999)"),
+        ("0-7", "-1", "a NUMA affinity is no node's number (-1)"),
+    ],
+)
+def test_affinities_that_make_no_sense_are_noted(cpus, numa, note):
+    assert note in nvidia_smi.parse(HEAD + f"GPU0 X NV4 {cpus} {numa}\nGPU1 NV4 X {cpus} {numa}\n").notes
+
+
 def test_a_sentence_right_below_the_table_is_no_row():
     for sentence in ("GPU0 X is slow", "GPU1 is the culprit"):
         assert not any("row" in n for n in nvidia_smi.parse(PAIR.format("NV4", "NV4") + sentence).notes)
@@ -141,6 +163,9 @@ def test_a_sentence_right_below_the_table_is_no_row():
         "[^1]",
         "(a)",
         "^1^",
+        "(4 links)",
+        " (slow)",
+        '<a href="#fn1">1</a>',
     ],
 )
 def test_footnotes_are_no_digits(mark):
@@ -155,8 +180,9 @@ def test_numbers_in_circles_and_what_is_struck_out():
     assert matrix(nvidia_smi.parse(PAIR.format("NV\uff12\u00b9", "NV2")))["GPU0"]["GPU1"] == "NV2"
     for old in ("<del>NV1</del> ", "~~NV1~~ "):
         assert matrix(nvidia_smi.parse(PAIR.format(f"{old}NV2", "NV2")))["GPU0"]["GPU1"] == "NV2"
-    with pytest.raises(TopologyError, match="line 2: '#1' from GPU0 to GPU2"):
-        smi_matrix.parse_matrix("GPU0 GPU1 GPU2\nGPU0 X NV2#1 NV2\n")
+    for unclear, word in (("NV2#1", "#1"), ("NV2<i>1</i>", "?1"), ("NV2 (NV1)", "(NV1)")):
+        with pytest.raises(TopologyError, match=f"line 2: '{re.escape(word)}' from GPU0 to GPU2"):
+            smi_matrix.parse_matrix(f"GPU0 GPU1 GPU2\nGPU0 X {unclear} NV2\n")
 
 
 UPPER = "GPU0 X NV4 SYS 0-7 0\nGPU1 {0} X PIX 0-7 0\nNIC0 {0} {0} X\n"

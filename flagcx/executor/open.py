@@ -64,7 +64,14 @@ def _links(transport: Transport, groups: Groups, context: TransportContext) -> H
         return None
     from flagcx.selection.host_links import measure_host_links
 
-    return measure_host_links(transport, groups, context.exchange)
+    store, limit_s = context.store, context.config.init_timeout_s
+    assert store is not None
+
+    # In a split the context's exchange is one of all ranks, of which some are in parts that measure nothing.
+    def exchange(mine: bytes) -> list[bytes]:
+        return store.exchange("host links", mine, limit_s)
+
+    return measure_host_links(transport, groups, exchange)
 
 
 def recorded(executor: Executor, context: TransportContext) -> Any:

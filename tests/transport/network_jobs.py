@@ -79,6 +79,11 @@ def facade() -> None:
     across = comm.split(color=r % 2)
     total = across.allreduce(np.full(1, r))
     assert total[0] == sum(q for q in range(n) if q % 2 == r % 2)
+    part = comm.split(
+        color={0: 0, n - 1: 0, 1: None}.get(r, 1)
+    )  # one over hosts, others not, and one rank left
+    if part is not None:
+        assert part.allreduce(np.full(1, r))[0] == (n - 1 if r in (0, n - 1) else sum(range(2, n - 1)))
     assert len(set(comm.hosts)) > 1 and (r % 2 or across._host.transport.name == engine())
 
 

@@ -2,9 +2,11 @@
 
 flagcx run -n 4 bench/soak.py --calls 1000000 [--seconds 230] [--out bench/results/soak.jsonl]
 
-Every rank draws the same calls. The tail of the latencies is explained by what the kernel says of each rank:
-the time in which a rank was ready to run and another process had the core (``/proc/self/schedstat``), of the
-rank that lost most in a slow call. The rest is the library's own.
+Every rank draws the same calls. The tail of the latencies is explained by what each rank did meanwhile, in a
+call or before it came to it: the time in which Python's garbage collector ran on some rank (ever new sizes
+make ever new plans, of 16 to 33 objects each that it visits), and that in which a rank was ready to run and
+another process had the core (``/proc/thread-self/schedstat``), of the rank that lost most. The rest is the
+library's own.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ WARM = 0.25
 """The part of the job in which caches fill; what comes after must be flat."""
 SLOW_FACTOR = 20
 """A call that takes so many medians is slow."""
-MOST_GROWN_KB, MOST_SLOW = 16 << 10, 20_000
+MOST_GROWN_KB, MOST_PAUSES, LEAST_PAUSE_US = 16 << 10, 20_000, 300.0
 
 Call = Callable[[int, np.random.Generator], Generator[Callable[[], Any], Any, None]]
 """One call of about so many elements: yields what makes it; then, sent its result, whether that is right."""
@@ -168,9 +170,42 @@ class Samples:
         return {name: max(v[middle:]) - max(v[warm : middle + 1]) for name, v in figures.items()}
 
 
-def waited_for_core_us() -> float:
-    """For how long this thread was ready to run so far and had no core."""
-    return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e3
+class Pauses:
+    """When this rank could not go on for a while, of itself.
+
+    Attributes:
+        lost: From when to when (ns), and for how long (us) of it, the rank was ready to run and had no core.
+        collected: From when to when (ns) the garbage collector ran.
+    """
+
+    def __init__(self) -> None:
+        self.lost: list[tuple[int, int, float]] = []
+        self.collected: list[tuple[int, int]] = []
+        self._schedstat = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+        self._seen_at, self._waited_us, self._begun = time.monotonic_ns(), self._waited(), 0
+        gc.callbacks.append(self._collects)
+
+    def _waited(self) -> float:
+        return int(os.pread(self._schedstat, 100, 0).split()[1]) / 1e3
+
+    def look(self) -> None:
+        """Notes how long the rank had no core since it looked last."""
+        now, waited_us = time.monotonic_ns(), self._waited()
+        if waited_us - self._waited_us > LEAST_PAUSE_US and len(self.lost) < MOST_PAUSES:
+            self.lost.append((self._seen_at, now, waited_us - self._waited_us))
+        self._seen_at, self._waited_us = now, waited_us
+
+    def _collects(self, phase: str, info: dict) -> None:
+        now = time.monotonic_ns()
+        if phase == "start":
+            self._begun = now
+        elif now - self._begun > 1e3 * LEAST_PAUSE_US and len(self.collected) < MOST_PAUSES:
+            self.collected.append((self._begun, now))
+
+    def close(self) -> None:
+        """Looks no more."""
+        gc.callbacks.remove(self._collects)
+        os.close(self._schedstat)
 
 
 def soak(comm: fc.Communicator, calls: int, seconds: float, seed: int) -> dict[str, object]:
@@ -179,10 +214,9 @@ def soak(comm: fc.Communicator, calls: int, seconds: float, seed: int) -> dict[s
     shares, functions = zip(*calls_of(comm), strict=True)
     bounds = np.cumsum(shares)
     latency_us = np.zeros(calls, np.float32)
-    slow: list[tuple[int, float]] = []
+    slow: list[tuple[int, int]] = []
     samples, wrong, end = Samples(), 0, time.monotonic() + seconds
-    typical_us, waited_us = 1e9, waited_for_core_us()
-    made = calls
+    pauses, typical_us, made = Pauses(), 1e9, calls
     for number in range(calls):
         if number % max(calls // SAMPLES, 1) == 0:
             samples.take(number)
@@ -194,36 +228,55 @@ def soak(comm: fc.Communicator, calls: int, seconds: float, seed: int) -> dict[s
         count = int(2 ** rng.uniform(0, 10 if rng.random() < 0.97 else np.log2(LONGEST)))
         steps = call(count, rng)
         run = next(steps)
-        start = time.perf_counter_ns()
+        pauses.look()
+        start = time.monotonic_ns()
         result = run()
-        latency_us[number] = (time.perf_counter_ns() - start) / 1e3
+        stop = time.monotonic_ns()
+        pauses.look()
+        latency_us[number] = (stop - start) / 1e3
         wrong += not np.all(steps.send(result))
-        if latency_us[number] > SLOW_FACTOR * typical_us and len(slow) < MOST_SLOW:
-            now_us = waited_for_core_us()
-            slow.append((number, now_us - waited_us))
-            waited_us = now_us
-        elif number % 16 == 0:
-            waited_us = waited_for_core_us()
+        if latency_us[number] > SLOW_FACTOR * typical_us and len(slow) < MOST_PAUSES:
+            slow.append((start, stop))
+    pauses.close()
     samples.take(made)
-    return {"latency_us": latency_us[:made], "slow": slow, "samples": samples, "wrong": wrong}
+    held = {"lost": pauses.lost, "collected": pauses.collected}
+    return {"latency_us": latency_us[:made], "slow": slow, "samples": samples, "wrong": wrong, **held}
 
 
 def tail(ranks: list[dict]) -> dict[str, float]:
-    """What the slow calls are made of: the part in which some rank had no core, and the rest, in us."""
-    mine = ranks[0]["latency_us"]
-    lost: dict[int, float] = {}
-    for one in ranks:
-        for number, waited_us in one["slow"]:
-            lost[number] = max(lost.get(number, 0.0), waited_us)
-    slow = [number for number, _ in ranks[0]["slow"]]
-    taken = sum(float(mine[n]) for n in slow)
-    without_core = sum(min(lost[n], float(mine[n])) for n in slow)
-    own = sorted(max(float(mine[n]) - lost[n], 0.0) for n in slow)
+    """What rank 0's slow calls are made of, as parts of their time; the rest of each in us."""
+    taken = collected = without_core = 0.0
+    own = []
+    for start, stop in ranks[0]["slow"]:
+        whole = (stop - start) / 1e3
+        mine = _covered([one for rank in ranks for one in rank["collected"]], start, stop)
+        lost = min(max(_lost(rank["lost"], start, stop) for rank in ranks), whole - mine)
+        taken, collected, without_core = taken + whole, collected + mine, without_core + lost
+        own.append(whole - mine - lost)
     return {
-        "slow_calls": len(slow),
+        "slow_calls": len(own),
+        "part_of_garbage_collection": round(collected / taken, 3) if taken else 0.0,
         "part_without_a_core": round(without_core / taken, 3) if taken else 0.0,
-        "own_median_us": round(own[len(own) // 2], 1) if own else 0.0,
+        "own_median_us": round(sorted(own)[len(own) // 2], 1) if own else 0.0,
     }
+
+
+def _covered(spans: list[tuple[int, int]], start: int, stop: int) -> float:
+    """How much of a time lies in some of these spans, in us."""
+    covered, at = 0, start
+    for begin, end in sorted(span for span in spans if span[1] > start and span[0] < stop):
+        covered += max(0, min(end, stop) - max(begin, at))
+        at = max(at, min(end, stop))
+    return covered / 1e3
+
+
+def _lost(spans: list[tuple[int, int, float]], start: int, stop: int) -> float:
+    """How long a rank had no core within a time, in us: what was lost in a span is spread over it evenly."""
+    return sum(
+        us * (min(end, stop) - max(begin, start)) / (end - begin)
+        for begin, end, us in spans
+        if end > start and begin < stop
+    )
 
 
 def report(ranks: list[dict], seconds: float) -> dict[str, object]:

@@ -156,13 +156,24 @@ class _NoCall:
 def _recording(
     run: Callable[[Any, Any], object], operation: OperationInfo, ring: RecordBuffer, progress: Any
 ) -> Callable[..., None]:
-    """A function that does what ``run`` does, and adds a record."""
-    append, clock = ring.append, now
+    """A function that does what ``run`` does, and adds a record.
 
-    def recorded(given: Any, result: Any, queued_ns: int = 0) -> None:
+    What it needs are defaults of its arguments: a variable of this function would be one more object that
+    Python's garbage collector visits, for each of thousands of plans.
+    """
+
+    def recorded(
+        given: Any,
+        result: Any,
+        queued_ns: int = 0,
+        run: Callable[[Any, Any], object] = run,
+        operation: OperationInfo = operation,
+        append: Callable[[tuple], None] = ring.append,
+        progress: Any = progress,
+    ) -> None:
         waited = progress.waited_ns
-        start = clock()
+        start = now()
         run(given, result)
-        append((operation, progress.sequence, start, clock(), progress.waited_ns - waited, queued_ns))
+        append((operation, progress.sequence, start, now(), progress.waited_ns - waited, queued_ns))
 
     return recorded

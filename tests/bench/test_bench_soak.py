@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 
@@ -25,13 +26,28 @@ def test_growth_after_the_caches_are_full_is_told_and_a_sawtooth_is_not():
     assert samples([1000] * 33, descriptors=3).grown()["descriptors"] == 3
 
 
-def test_the_tail_is_parted_into_what_the_kernel_took_and_our_own():
-    mine = {"latency_us": [50.0] * 98 + [5000.0, 3000.0], "slow": [(98, 100.0), (99, 2900.0)]}
-    peer = {"slow": [(98, 4800.0)]}
+def test_the_tail_is_parted_into_garbage_collection_the_kernel_and_our_own():
+    ms = 10**6
+    mine = {"slow": [(0, 5 * ms), (20 * ms, 23 * ms)], "lost": [(0, 5 * ms, 100.0)], "collected": []}
+    peer = {  # the first slow call is late because of what the peer did before it came to it
+        "lost": [(-2 * ms, 2 * ms, 3000.0), (23 * ms, 24 * ms, 900.0)],
+        "collected": [(3 * ms, 4 * ms), (3 * ms + ms // 2, 4 * ms + ms // 2), (21 * ms, 30 * ms)],
+    }
     found = soak.tail([mine, peer])
     assert found["slow_calls"] == 2
-    assert found["part_without_a_core"] == pytest.approx(7700 / 8000, abs=1e-3)
-    assert found["own_median_us"] == 200
+    assert found["part_of_garbage_collection"] == pytest.approx((1.5 + 2) / 8, abs=1e-3)
+    assert found["part_without_a_core"] == pytest.approx(1.5 / 8, abs=1e-3)
+    assert found["own_median_us"] == 2000
+
+
+def test_a_rank_notes_when_it_collects_garbage(monkeypatch):
+    monkeypatch.setattr(soak, "LEAST_PAUSE_US", -1.0)
+    pauses = soak.Pauses()
+    gc.collect()
+    pauses.look()
+    pauses.close()
+    ((begun, ended),), ((seen, now, _),) = pauses.collected, pauses.lost
+    assert seen < begun < ended < now
 
 
 @pytest.mark.slow

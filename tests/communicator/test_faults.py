@@ -12,7 +12,8 @@ from tests.bootstrap.processes import line, rest, wait_until
 from tests.communicator.jobs import job, outcome_of
 from tests.ranges import exhaustive
 
-DEATH_S = 2.0
+DEATH_S = 10.0
+"""Long before any time-out ends a wait, also on a busy machine."""
 
 ALLREDUCE = "lambda: comm.allreduce(np.ones({count}, np.float32){more})"
 CALLS = {
@@ -125,7 +126,7 @@ outcome(fc.init)
             told, _, seconds, text = outcome_of(line(processes[rank]))
             assert told in ("PeerDiedError", "BootstrapError"), text
             assert "rank 1" in text
-            assert seconds < DEATH_S + 2
+            assert seconds < DEATH_S
 
 
 def test_a_rank_that_never_comes_to_init():
@@ -139,7 +140,7 @@ if rank != 2:
             told, _, seconds, text = outcome_of(line(processes[rank]))
             assert told in ("PeerTimeoutError", "PeerDiedError", "BootstrapError"), text
             assert "rank 2" in text
-            assert seconds < 4
+            assert seconds < 20, "the limit has ended the wait, not the usual one of minutes"
 
 
 @pytest.mark.parametrize("name", ["ring", *exhaustive(["one_shot", "cross_memory"])])
@@ -162,7 +163,7 @@ outcome(call)
             assert told in ("PeerTimeoutError", "AbortedError"), text
             assert culprit == 1, text
             assert "rank 1" in text
-            assert seconds < 4
+            assert seconds < 20, "the limit has ended the wait, not the usual one of minutes"
 
 
 def test_a_rank_that_raises():

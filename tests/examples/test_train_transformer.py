@@ -120,7 +120,7 @@ def test_it_learns(dense):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("codec", ["int8", "int4", "topk", "powersgd"])
+@pytest.mark.parametrize("codec", ["int4", "topk", "powersgd"])
 def test_it_learns_as_well_with_compressed_gradients(dense, codec):
     assert run(*OPTIONS, "--compression", codec) < 1.02 * dense
 
@@ -169,7 +169,7 @@ def digest_of(ranks: int, *options: object, script: Path = SCRIPT, code: int = 0
     ],
 )
 def test_a_training_that_was_killed_goes_on_and_ends_with_the_same_bits(tmp_path, codec, where):
-    options = ("--steps", 60, "--batch", 4, "--compression", codec)
+    options = ("--steps", 40, "--batch", 4, "--compression", codec)
     through = digest_of(2, *options)
     script = tmp_path / "killed.py"
     script.write_text(KILLED.format(examples=str(SCRIPT.parent), where=where))
@@ -178,7 +178,7 @@ def test_a_training_that_was_killed_goes_on_and_ends_with_the_same_bits(tmp_path
     files = {file.name for file in (tmp_path / "states").iterdir()}
     assert {"20-2-0.npz", "20-2-1.npz"} <= files and "40-2-1.npz" not in files
     assert digest_of(2, *saved, "--resume") == through
-    assert sorted(file.name for file in (tmp_path / "states").iterdir()) == ["60-2-0.npz", "60-2-1.npz"]
+    assert sorted(file.name for file in (tmp_path / "states").iterdir()) == ["40-2-0.npz", "40-2-1.npz"]
     assert digest_of(2, *saved, "--resume") == through  # nothing is left to do
 
 

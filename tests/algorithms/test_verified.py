@@ -1,4 +1,4 @@
-"""Every algorithm is proved right for 1 to 33 and 64 ranks, in place and not."""
+"""Every algorithm is proved right for 1 to 10 ranks and some up to 64, in place and not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flagcx.schedule.verify import verify
 from tests.oracle import roots_of
 from tests.ranges import exhaustive
 
-SIZES = [(*range(1, 10), 13, 16, 17), *exhaustive([(10, 11, 12, 14, 15, *range(18, 34), 64)])]
+SIZES = [(*range(1, 10), 13, 16, 17), *exhaustive([(10, 12, 15, 23, 31, 32, 33, 64)])]
 
 
 def names(entry: AlgorithmEntry) -> str:

@@ -68,7 +68,7 @@ def stranger(chance, address):
     return link
 
 
-@pytest.mark.parametrize("seed", [1, *exhaustive(range(2, 7))])
+@pytest.mark.parametrize("seed", [1, *exhaustive([2])])
 def test_a_store_outlives_whatever_is_sent_to_it(seed, caplog):
     chance = random.Random(seed)
     with StoreServer(RANKS + 2) as server:

@@ -185,7 +185,7 @@ class Wanted:
         pytest.param(size, one_gpu, marks=marks, id=f"{size}-{'together' if one_gpu else 'apart'}")
         for marks, cases in (
             ((), [(2, True), (3, False), (8, True)]),
-            (pytest.mark.exhaustive, [(2, False), (3, True), (4, True), (4, False), (8, False)]),
+            (pytest.mark.exhaustive, [(2, False), (3, True), (8, False)]),
         )
         for size, one_gpu in cases
     ],

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import product
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 
@@ -47,9 +50,8 @@ def test_one_slow_call_is_an_accident():
 def reduced_by_turns(counts: list[int]) -> list[str]:
     """All-reduces while all ranks prefer one way, or one rank the other, with arrays of several kinds."""
     comm, wrong = fc.init(), []
-    for count in counts:
-        for turn, way in enumerate([0, 1, int(comm.rank == 1), 0, 1, 0]):
-            QuickerOfTwo.next = lambda self, way=way: way
+    for count, (turn, way) in product(counts, enumerate([0, 1, int(comm.rank == 1), 0, 1, 0])):
+        with patch.object(QuickerOfTwo, "next", lambda self, way=way: way):
             mine = [(np.arange(count) * (q + 3) + turn) % 1013 for q in range(comm.size)]
             expected = np.sum(mine, 0).astype(np.float32)
             private, shared = mine[comm.rank].astype(np.float32), comm.empty(count, np.float32)
@@ -70,4 +72,4 @@ def reduced_by_turns(counts: list[int]) -> list[str]:
 def test_all_reduces_are_right_while_the_way_changes(ranks, attach, monkeypatch):
     monkeypatch.setenv("FLAGCX_CROSS_MEMORY", attach)
     counts = [40_001, 65_536, 131_072, (1 << 20) + 5]  # one piece, several, and a last one that is shorter
-    assert run_ranks(reduced_by_turns, ranks, counts, fresh=True) == [[]] * ranks
+    assert run_ranks(reduced_by_turns, ranks, counts) == [[]] * ranks

@@ -122,13 +122,12 @@ def test_the_last_error_of_a_lost_communicator_does_not_end_the_call_that_joins_
 left = comm.recv(np.ones(3), 1 - me, async_op=True)
 if me:
     comm.abort("enough")
-else:
-    outcome(comm.barrier)
+while not comm.closed:  # a call would tell of the error
+    time.sleep(0.01)
 comm = fc.init()
 tell(comm.allreduce(np.ones(3))[0])
 """
-    (failed, logged, total), own = _told(body, 2)
-    assert outcome_of(failed)[:2] == ("AbortedError", 1), failed
+    (logged, total), own = _told(body, 2)
     assert logged.startswith(
         "the communicator before ended with an error that no call had told of: rank 1 gave"
     )

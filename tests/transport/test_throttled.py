@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import numpy as np
@@ -44,16 +45,19 @@ def times(count: int) -> dict[str, float]:
     comm = fc.init(throttle="0.1,500")
     assert isinstance(comm._host.transport, Throttled)
     found = {}
-    x = np.full(count, comm.rank + 1, np.float32)
+    x, y = np.full(count, comm.rank + 1, np.float32), np.empty(count, np.float32)
 
     def timed(name, call):
-        comm.barrier()
-        start = time.perf_counter()
-        call()
-        found[name] = (time.perf_counter() - start) * 1e3
+        """The least of three: a busy machine makes calls late, and none early."""
+        for _ in range(3):
+            comm.barrier()
+            start = time.perf_counter()
+            call()
+            took_ms = (time.perf_counter() - start) * 1e3
+            found[name] = min(found.get(name, math.inf), took_ms)
 
-    timed("allreduce", lambda: comm.allreduce(x))
-    found["right"] = float(np.all(x == sum(range(1, comm.size + 1))))
+    timed("allreduce", lambda: comm.allreduce(x, out=y))
+    found["right"] = float(np.all(y == sum(range(1, comm.size + 1))))
     timed(
         "sendrecv",
         lambda: comm.sendrecv(x, (comm.rank + 1) % comm.size, x.copy(), (comm.rank - 1) % comm.size),

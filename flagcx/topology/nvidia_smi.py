@@ -35,7 +35,7 @@ def parse(text: str, source: str = "<text>", *, sm: int | None = None) -> Topolo
     except TopologyError as error:
         raise TopologyError(f"{source}: {error}") from None
     built = paths.matrix(topology)
-    rows = dict(zip(built, [*matrix.gpus, *(n for n in matrix.names if n not in matrix.gpus)], strict=True))
+    rows = dict(zip(built, matrix.names, strict=True))
     wrong = [
         (a, b)
         for a, b in combinations(built, 2)

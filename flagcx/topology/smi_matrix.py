@@ -144,7 +144,14 @@ def _matrix(table: Table, source: str) -> Matrix:
     _fill(matrix, source)
     _check(matrix, source)
     _note_apart(matrix, table)
+    names.sort(key=_order)
     return matrix
+
+
+def _order(name: str) -> tuple[bool, int]:
+    """What sorts devices: GPUs before NICs, and each by its number; NICs by name keep their order."""
+    number = re.fullmatch(r"(?:GPU|NIC)(\d{1,9})", name)
+    return GPU.fullmatch(name) is None, int(number[1]) if number else 0
 
 
 def _row(matrix: Matrix, row: Row, columns: list[str], place: str) -> None:

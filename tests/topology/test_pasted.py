@@ -220,3 +220,21 @@ def test_nics_may_stand_before_gpus():
     )
     found = matrix(nvidia_smi.parse(text))
     assert found["NIC0"]["GPU0"] == "PIX" and found["NIC1"]["GPU1"] == "PIX"
+
+
+@pytest.mark.parametrize("rows", ["0123", "2031", "3210"])
+@pytest.mark.parametrize("columns", ["2031", "3210", "20a31b", "ab3210"])
+def test_columns_and_rows_in_any_order_are_those_of_one_machine(columns, rows):
+    """Cells and NUMA nodes belong to the names at their row and column, wherever these stand."""
+    names = {**{n: f"GPU{n}" for n in "0123"}, "a": "NIC1", "b": "NIC0"}
+    near = {"01": "NV1", "02": "NV2", "12": "NV3", "13": "NV4", "23": "NV5"}
+    near |= {"0b": "PIX", "1b": "NODE", "2a": "PIX", "3a": "NODE"}
+    cells = {(a, b): near.get(a + b) or near.get(b + a, "SYS") for a in names for b in names}
+    lines = [" ".join([*(names[column] for column in columns), "NUMA Affinity"])]
+    for row in [*rows, *sorted(set(columns) - set(rows))]:
+        numa = {"0": "0", "1": "0", "2": "1", "3": "1"}.get(row, "")
+        lines.append(" ".join([names[row], *("X" if row == c else cells[row, c] for c in columns), numa]))
+    machine = nvidia_smi.parse("\n".join(lines) + "\n")
+    found = matrix(machine)
+    assert all(found[names[a]][names[b]] == cells[a, b] for a in columns for b in columns if a != b)
+    assert machine["numa_node"] == {0: "cpu0", 1: "cpu0", 2: "cpu1", 3: "cpu1"}

@@ -124,8 +124,9 @@ class _Writer:
         return {"class": CLASS[device.kind], "link_speed": f"{gt:.1f} GT/s PCIe", "link_width": str(width)}
 
     def gpu(self, device: Device, indent: str) -> Iterator[str]:
-        given = {key[4:]: value for key, value in device.attributes if key.startswith("gpu.")}
-        if device.attributes and not given:  # of a static file
+        known = [(key, value) for key, value in device.attributes if key != "gpu.numa_id"]  # NCCL has none
+        given = {key[4:]: value for key, value in known if key.startswith("gpu.")}
+        if known and not given:  # of a static file
             return
         number = device.index
         if len(self.topology.hosts) > 1:

@@ -147,10 +147,8 @@ def format_matrix(topology: Graph, *, legend: bool = True) -> str:
         numa = paths.numa_node(topology, gpu.index)
         cpu = paths.nearest_cpu(topology, gpu.index)
         affinity = cpu_ranges(cpu.attribute("affinity")) if cpu else "N/A"
-        number = str(numa.index) if numa else "N/A"
-        rows.append(
-            [f"GPU{gpu.index}", *matrix[f"GPU{gpu.index}"].values(), affinity or "N/A", number, "N/A"]
-        )
+        further = [affinity or "N/A", str(numa.index) if numa else "N/A", gpu.attribute("gpu.numa_id", "N/A")]
+        rows.append([f"GPU{gpu.index}", *matrix[f"GPU{gpu.index}"].values(), *further])
     nics = topology.devices(DeviceKind.NIC)
     rows += [[f"NIC{nic.index}", *matrix[f"NIC{nic.index}"].values()] for nic in nics]
     text = _aligned(rows)

@@ -10,16 +10,20 @@ from types import MappingProxyType
 
 from flagcx.errors import TopologyError
 from flagcx.topology import gpu_models, smi_text
-from flagcx.topology.smi_text import AFFINITY, CELL, CUT, GPU, HEADING, Row, Table
+from flagcx.topology.smi_text import AFFINITY, BLANK, CELL, CUT, GPU, HEADING, Row, Table
 
 _MAX_DEVICES = 128
 _MOST_TABLES = 100  # of a text that are looked at
-#: A column of the matrix is so wide; a first word further away stands in a later column than the next.
-_TAB = 8
 #: What older drivers said, and what newer ones say for it.
 _OLD_WORDS = MappingProxyType({"SOC": "SYS", "PSB": "PIX"})
 #: What each heading after the devices names, whatever other words and marks it has.
 _COLUMNS = re.compile(r"(?P<gpu>GPU[\W_]*NUMA|NUMA[\W_]*GPU(?![\W_]*NUMA))|(?P<cpu>CPU)|(?P<numa>NUMA)", re.I)
+#: A line of NICs' names, perhaps of a table.
+_LEGEND = re.compile(
+    r"(?:^|[\s\]>:+-])(NIC\d+):\s*(\S+)[\s\]]*$|^[ \t]*(NIC\d+)[ \t]+([a-z]\w*\d[\w.-]*)[ \t]*$",
+    re.MULTILINE,
+)
+_NODE = re.compile(r"\bnode[ _-]?(?=\d)", re.I)
 
 
 @dataclass(slots=True)
@@ -30,6 +34,7 @@ class Matrix:
     cells: dict[tuple[str, str], str]  # class by (row, column)
     affinity: dict[str, str] = field(default_factory=dict)  # CPU affinity by row
     numa: dict[str, str] = field(default_factory=dict)  # NUMA affinity by row
+    memory: dict[str, str] = field(default_factory=dict)  # NUMA node of a GPU's own memory by row
     legend: dict[str, str] = field(default_factory=dict)  # interface by NIC#
     model: str = ""  # of the GPUs, where the text names one
     notes: list[str] = field(default_factory=list)
@@ -61,8 +66,12 @@ def parse_matrix(text: str, source: str = "<text>") -> Matrix:
             f"{source}: no line names GPU0, GPU1, ... as columns; expected the output of 'nvidia-smi topo -m'"
         )
     cleaned = "\n".join(lines)
-    for nic, name in re.findall(r"(?:^|[\s\]>:+-])(NIC\d+):\s*(\S+)[\s\]]*$", cleaned, re.MULTILINE):
-        found.legend.setdefault(nic, name)
+    for line in _LEGEND.finditer(cleaned):
+        nic, name = filter(None, line.groups())
+        if found.legend.setdefault(nic, name) != name:
+            found.notes.append(
+                f"the text names {nic} twice, {found.legend[nic]} and {name}; the first is taken"
+            )
     found.model = gpu_models.named_in(cleaned)
     if re.search(r"\btopo\s+-mp\b", text):
         found.notes.append("the text is that of 'nvidia-smi topo -mp', which leaves NVLinks out")
@@ -122,7 +131,7 @@ def _matrix(table: Table, source: str) -> Matrix:
         )
     end = next((place for place, word in enumerate(table.header) if not any(map(str.isdigit, word))), None)
     names, headings = table.header[:end], table.header[end:] if end else []
-    columns = [str(match.lastgroup) for match in _COLUMNS.finditer(" ".join(headings))]
+    columns = _columns(table.text, names[-1:], headings)
     place = f"{source}, line {table.line}"
     if len(set(names)) != len(names) or len(names) > _MAX_DEVICES:
         raise TopologyError(
@@ -136,16 +145,32 @@ def _matrix(table: Table, source: str) -> Matrix:
     if unknown := [word for word in headings if not HEADING.fullmatch(word)]:
         matrix.notes.append(
             f"headings that are not known ({' '.join(unknown)[:80]}); the columns after the cells are taken "
-            f"as {', '.join(columns) or 'nothing'}"
+            f"as {', '.join(kind for kind, _ in columns) or 'nothing'}"
         )
-    columns = columns if headings else ["cpu", "numa", "gpu"]
+    columns = columns if headings else [(kind, -1) for kind in ("cpu", "numa", "gpu")]
+    span = table.text.rfind(names[-1]) - table.text.find(names[0]) if names else 0
     for row in table.rows:
-        _row(matrix, row, columns, f"{source}, line {row.line}")
+        _row(matrix, row, columns, span, f"{source}, line {row.line}")
     _fill(matrix, source)
     _check(matrix, source)
     _note_apart(matrix, table)
     names.sort(key=_order)
     return matrix
+
+
+def _columns(text: str, last: Sequence[str], headings: Sequence[str]) -> list[tuple[str, int]]:
+    """What each column after the cells is about, and how far right of the last device's name it begins.
+
+    Args:
+        text: The header; "" where it is not one line, which gives distances of 0.
+        last: The name of the last device, if there is one.
+        headings: The words after it.
+    """
+    start = text.rfind(*last) if last and text else -1
+    if start < 0:
+        return [(str(match.lastgroup), 0) for match in _COLUMNS.finditer(" ".join(headings))]
+    found = _COLUMNS.finditer(text, start + len(last[0]))
+    return [(str(match.lastgroup), match.start() - start) for match in found]
 
 
 def _order(name: str) -> tuple[bool, int]:
@@ -154,14 +179,16 @@ def _order(name: str) -> tuple[bool, int]:
     return GPU.fullmatch(name) is None, int(number[1]) if number else 0
 
 
-def _row(matrix: Matrix, row: Row, columns: list[str], place: str) -> None:
+def _row(matrix: Matrix, row: Row, columns: list[tuple[str, int]], span: int, place: str) -> None:
     names, name = matrix.names, row.name
     if name not in names:
         raise TopologyError(f"{place}: a row called {name[:40]!r}, and there is no such column")
     cells, further = _split(row, len(names), len(columns))
-    words = re.sub(r",\s+(?=\d)", ",", further).split()
-    odd = not all(map(AFFINITY.fullmatch, words[: len(columns)]))
-    words = words[:1] + list(takewhile(AFFINITY.fullmatch, words[1:]))  # without remarks
+    apart = len(row.rest.lstrip()) - len(further) - len("".join(cells[-1:]))  # first and last cell
+    further = _NODE.sub(lambda word: " " * len(word[0]), re.sub(r",\s+(?=\d)", ",", further))
+    values = _values(further, len(columns))
+    words = [word for word, _ in values]
+    odd = not all(map(AFFINITY.fullmatch, further.split()[: len(columns)]))
     many = len(words) > len(columns)
     found = _placed(cells, names.index(name), len(names))
     if found is None or (found != cells and (many or odd)):
@@ -174,20 +201,55 @@ def _row(matrix: Matrix, row: Row, columns: list[str], place: str) -> None:
                 f"{place}: a second row for {name}, with {cell} to {column}; the first has "
                 f"{matrix.cells[name, column]}"
             )
-    if words and words[0] != "N/A" and CELL.fullmatch(words[0]):
+    if words and words[0] not in ("N/A", BLANK) and CELL.fullmatch(words[0]):
         raise TopologyError(f"{place}: more cells for {name} than the {len(names)} columns")
     if many:
         matrix.notes.append("more words after a device's cells than headings; its affinities are left out")
         return
     if odd and GPU.fullmatch(name):
         matrix.notes.append("words after a device's cells are no numbers; its affinities may be incomplete")
-    space = len(further) - len(further.lstrip())
-    if len(words) == len(columns) - 1 and found == cells and len(cells[-1]) + space > _TAB:
-        columns = columns[1:]  # no CPU of that node is left to this process
-    by_column = {"cpu": matrix.affinity, "numa": matrix.numa}
-    for column, text in zip(columns, words, strict=False):
-        if column in by_column and AFFINITY.fullmatch(text):
-            by_column[column].setdefault(name, text)
+    right = len(found[-1]) if found == cells and abs(apart - span) < 2 else -1
+    kinds = _kinds([(word, right + start if right > 0 else 0) for word, start in values], columns)
+    if None in kinds and not odd:
+        matrix.notes.append(
+            "fewer values after a device's cells than headings, and nothing tells which are left out; only "
+            "a list of CPUs is taken"
+        )
+    by_kind = {"cpu": matrix.affinity, "numa": matrix.numa, "gpu": matrix.memory}
+    for kind, word in zip(kinds, words, strict=False):
+        if kind and word not in ("N/A", BLANK) and AFFINITY.fullmatch(word):
+            by_kind[kind].setdefault(name, word)
+
+
+def _values(text: str, count: int) -> list[tuple[str, int]]:
+    """The values after a row's cells, without remarks, and where each begins; at most so many with blanks."""
+    words = [(word[0], word.start()) for word in re.finditer(r"\S+", text)]
+    words = words[:1] + list(takewhile(lambda word: AFFINITY.fullmatch(word[0]), words[1:]))
+    while len(words) > count and (blank := [n for n, (word, _) in enumerate(words) if word == BLANK]):
+        del words[blank[-1]]  # two tabs, where nvidia-smi's own headings are as far apart
+    return words
+
+
+def _kinds(values: list[tuple[str, int]], columns: list[tuple[str, int]]) -> list[str | None]:
+    """What each value is about: by its place below a heading where some are missing; None where unclear.
+
+    Args:
+        values: Words, and how far right of the last cell's beginning they stand; 0 where the row's cells are
+            not below the devices' names.
+        columns: As ``_columns`` gives them; distances below 0 where there are no headings.
+    """
+    kinds: list[str | None] = [kind for kind, _ in columns]
+    marked = any(word == BLANK for word, _ in values)
+    if not 0 < len(values) < len(columns) or marked or columns[0][1] < 0:
+        return kinds
+    below = [[kind for kind, at in columns if start and abs(start - at) < 2] for _, start in values]
+    if all(below):
+        return [kind for kind, *_ in below]
+    word, start = values[0]
+    width = columns[0][1]  # of a column; nvidia-smi leaves the CPUs out where a process has none of the node
+    if len(values) == len(columns) - 1 and start and abs(start - 2 * width) < 2:
+        return kinds[1:]
+    return [kinds[0] if kinds[0] == "cpu" and re.search("[-,]", word) else None, None]
 
 
 def _split(row: Row, count: int, columns: int) -> tuple[list[str], str]:
@@ -206,8 +268,7 @@ def _cells(text: str, count: int) -> tuple[list[str], str]:
     cells: list[str] = []
     position = 0
     while len(cells) < count:
-        position += len(text[position:]) - len(text[position:].lstrip())
-        match = CELL.match(text, position)
+        match = CELL.match(text, position + len(text[position:]) - len(text[position:].lstrip()))
         if match is None:
             break
         cells.append(_cell(match.group()))
@@ -217,7 +278,7 @@ def _cells(text: str, count: int) -> tuple[list[str], str]:
 
 def _cell(word: str) -> str:
     """A cell as drivers of today write it."""
-    if word[:1] in "-_":
+    if word[:1] in f"-_{BLANK}":
         return "N/A"
     return _OLD_WORDS.get(word) or re.sub(r"(?<=[VI])0+(?=\d)", "", word)
 
@@ -238,8 +299,10 @@ def _lacking(matrix: Matrix, name: str, cells: list[str], further: str) -> str:
     """What is wrong with a row of too few cells."""
     words = further.split()
     if words and not all(map(AFFINITY.fullmatch, words)):
-        column = matrix.names[len(cells)]
-        return f"{words[0][:40]!r} from {name} to {column}; expected X, NV#, PIX, PXB, PHB, NODE or SYS"
+        column, word = matrix.names[len(cells)], words[0]
+        if cells and (further[0] == word[0] or word[0] == "(" or not any(map(str.isalnum, word))):
+            column, word = matrix.names[len(cells) - 1], cells[-1] + further[: further.index(word)] + word
+        return f"{word[:40]!r} from {name} to {column}; expected X, NV#, PIX, PXB, PHB, NODE or SYS"
     return f"{len(cells)} cells for {name}; expected {len(matrix.names)}, one a column"
 
 

@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 from flagcx.topology import pasted
 
 GPU = re.compile(r"GPU\d{1,4}")
-CELL = re.compile(r"NV\d+|XGMI\d+|NODE|N/A|PIX|PXB|PHB|SYS|SOC|PSB|X|[-_]+(?=\s|$)")
+#: Stands where a text marks a cell or a value as left out.
+BLANK = "\x01"
+CELL = re.compile(rf"NV\d+|XGMI\d+|NODE|N/A|PIX|PXB|PHB|SYS|SOC|PSB|X|[-_]+(?=\s|$)|{BLANK}")
 #: The words of ``topo -p2p``, which says what is allowed and not what is there.
 P2P = frozenset(("OK", "CNS", "GNS", "TNS", "NS", "DR", "U"))
 #: A word of a heading, or several without blanks between them.
@@ -23,7 +25,7 @@ HEADING = re.compile(r"(?:[\W_]*(?:CPU|GPU|NUMA|Affinity|ID|Nodes?))+[\W_]*", re
 #: Where the name of a device or a heading begins without a blank.
 _GLUED = re.compile(r"(?<=[^\W_])(?=GPU\d|NIC\d|mlx\d|CPU|NUMA|GPU[ _-]?NUMA)")
 _NAME = re.compile(r"[A-Za-z][A-Za-z_.:+-]*\d[\w.:+-]*")
-AFFINITY = re.compile(r"[\d,-]*\d[\d,-]*|N/A")
+AFFINITY = re.compile(rf"[\d,-]*\d[\d,-]*|N/A|{BLANK}")
 #: Stands where a terminal has wrapped a row, perhaps in the middle of a word.
 CUT = "\0"
 _MOST_LINES = 1000  # of one table
@@ -50,10 +52,10 @@ _FOOTNOTE = re.compile(
     r"|\^\{?\w{1,2}\}?\^?|\*\d\b)",
     re.I,
 )
-#: Where a cell is blank: between marks that separate cells, or between tabs before a further cell.
+#: Where a cell is blank: between marks that separate cells, or between or after tabs.
 _BLANK = re.compile(r"(?<=[|&])[ \t]+(?=[|&])|(?<=;)[ \t]*(?=;)")
 _TABS = re.compile(rf"{_CLASS} ?\t ?{_CLASS}")
-_BLANK_TAB = re.compile(r"(?<=\t) ?(?=\t)")
+_BLANK_TAB = re.compile(r"(?<=\t) ?(?=\t|$)")
 _BLANK_HTML = re.compile(r"<(t[dh])\b[^<>]*>(?:\s|</?(?:p|br|div|span)\b[^<>]*>){0,20}</\1>", re.I)
 #: The end of a line in a list of strings, marks that Markdown escapes, and rules of LaTeX.
 _NO_CELL = re.compile(r"\",?\s*$|\\(?=[_#*])|\\(?:hline|\w{3,6}rule)\b")
@@ -78,6 +80,7 @@ class Table:
 
     header: list[str]
     line: int
+    text: str = ""  # of the header, unless a terminal has wrapped it
     rows: list[Row] = field(default_factory=list)
     apart: list[Row] = field(default_factory=list)
 
@@ -89,7 +92,9 @@ class Table:
 
 def clean(text: str) -> list[str]:
     """The lines of a text without colours, quote marks, prefixes of logs, markup and unusual characters."""
-    text = _FOOTNOTE.sub("", pasted.plain(html.unescape(html.unescape(text)).replace(CUT, "")))
+    text = _FOOTNOTE.sub(
+        "", pasted.plain(html.unescape(html.unescape(text)).replace(CUT, "").replace(BLANK, ""))
+    )
     head, *rows = _ROW_OF_HTML.split(text)
     # Each cell may stand in a line of its own, unless the row holds text with lines.
     text = head + "".join(row if "<pre" in row.lower() else _one_line(row) for row in rows)
@@ -101,21 +106,24 @@ def clean(text: str) -> list[str]:
         lines = [_separated(line) for line in lines]
     if _TABS.search(text):  # else columns may be two tabs apart
         lines = [_filled(line) for line in lines]
-    lines = [_NO_CELL.sub("", _BLANK.sub(" N/A ", line)).translate(_MARKS) for line in lines]
+    lines = [_NO_CELL.sub("", _BLANK.sub(f" {BLANK} ", line)).translate(_MARKS) for line in lines]
     return [_bare(line.expandtabs(8)) for line in _unnumbered(lines)]
 
 
 def _one_line(row: str) -> str:
     """A row of HTML on a line of its own, and what follows it."""
     cells, end, after = row.partition("</tr>")
-    cells = _LINE_END.sub(" ", _BLANK_HTML.sub(" N/A ", cells))
+    cells = _LINE_END.sub(" ", _BLANK_HTML.sub(f" {BLANK} ", cells))
     return " ".join(cells.split()) + "\n" + after if end else "\n" + row
 
 
 def _filled(line: str) -> str:
-    """A line with N/A between two tabs before its last cell."""
+    """A row whose blank cells, and values if it has any, are marked between tabs."""
     end = max((cell.end() for cell in re.finditer(_CLASS, line)), default=0)
-    return _BLANK_TAB.sub("N/A", line[:end]) + line[end:]
+    values = line[end:]
+    if end and values.strip():
+        values = _BLANK_TAB.sub(BLANK, values)
+    return _BLANK_TAB.sub(BLANK, line[:end]) + values
 
 
 def _separated(line: str) -> str:
@@ -124,7 +132,7 @@ def _separated(line: str) -> str:
         cells = next(csv.reader([line.replace(CUT, "")], skipinitialspace=True), [])
     except csv.Error:
         return line
-    return "  ".join(cell or "N/A" for cell in cells)
+    return "  ".join(cell or BLANK for cell in cells)
 
 
 def _unnumbered(lines: list[str]) -> list[str]:
@@ -161,7 +169,9 @@ def tables(lines: Sequence[str]) -> Iterator[Table]:
             if table:
                 yield table
             apart = [] if table else apart
-            table = Table(header, position + 1, apart=apart)
+            words = _words(lines[position])
+            text = lines[position] if header[-len(words) :] == words else ""
+            table = Table(header, position + 1, text, apart=apart)
             position = _rows(lines, first, table, _width(lines, position))
             continue
         if _begins_row(line := lines[position], table.header if table else ()):

@@ -23,7 +23,9 @@ from flagcx.topology.topology import Topology
 
 _LEVELS = ("PIX", "PXB", "PHB", "NODE")
 _MOST_LINKS = 18
+_MOST_NAMES = 8  # of devices in a note
 _LINKS = re.compile(r"(NV|XGMI)(\d+)")
+_NUMBER = re.compile(r"\d{1,5}(?!\d)")
 #: By the number of NVLinks of a GPU: its likely compute capability and PCIe GT/s.
 _BY_LINKS = {2: (75, 8.0), 4: (86, 16.0), 6: (70, 8.0), 8: (90, 32.0), 12: (80, 16.0), 18: (90, 32.0)}
 _NEWER = "; those of B200, B300, GB200 and GB300 have 40.1: name the model (--gpu-model, --sm) if it is one"
@@ -46,6 +48,9 @@ class _Tree(Builder):
         self.matrix, self.sm = matrix, sm
         self.gt = speeds.DEFAULT_PCIE_GT
         self.fabric_kind = LinkKind.NVLINK
+        self.numa = {name: text for name, text in matrix.numa.items() if _NUMBER.match(text)}
+        for text in sorted(set(matrix.numa.values()) - set(self.numa.values())):
+            self.notes.add("a NUMA affinity is no node's number", text[:40])
         others = [name for name in matrix.names if name not in matrix.gpus]
         self.ids = {name: f"gpu{int(name[3:])}" for name in matrix.gpus}
         self.ids |= {name: f"nic{number}" for number, name in enumerate(others)}
@@ -155,7 +160,7 @@ class _Tree(Builder):
     def same_numa(self, parts: list[list[str]]) -> list[list[str]]:
         """Joins groups of one NUMA (or CPU) affinity, or of none, unless a cell says that they are apart."""
         merged: list[list[str]] = []
-        unknown = 0
+        unknown: list[str] = []
         for part in sorted(parts, key=lambda part: not any(self.home(part))):
             own = self.home(part)
             home = next(
@@ -170,12 +175,14 @@ class _Tree(Builder):
             if home is None:
                 merged.append(list(part))
             else:
-                unknown += not any(own)
+                unknown += [] if any(own) else part
                 home.extend(part)
-        if unknown or not (self.matrix.affinity or self.matrix.numa):
+        anywhere = self.matrix.affinity or self.numa
+        if unknown or not anywhere:
+            shown = ", ".join(unknown[:_MOST_NAMES]) + ", ..." * (len(unknown) > _MOST_NAMES)
             self.notes.add(
-                "the text does not say which NUMA node each device is near; those that no SYS sets apart are "
-                "put below one"
+                f"nothing that was read tells the NUMA node of {shown if anywhere else 'any device'}; those "
+                "that no SYS sets apart are put below one"
             )
         order = {name: position for position, name in enumerate(self.matrix.names)}
         merged = [sorted(part, key=order.__getitem__) for part in merged]
@@ -189,9 +196,9 @@ class _Tree(Builder):
         homes = {name: home for name in place if any(home := self.home([name]))}
         for (a, one), (b, other) in combinations(homes.items(), 2):
             pair = f"{a} and {b}"
-            if all((*one, *other)) and (one[0] == other[0]) != (one[1] == other[1]):
-                self.notes.add("NUMA affinity and CPU affinity contradict each other; NUMA's is taken", pair)
             together = place[a] == place[b]
+            if all((*one, *other)) and (one[0] == other[0]) == together != (one[1] == other[1]):
+                self.notes.add("NUMA affinity and CPU affinity contradict each other; NUMA's is taken", pair)
             if together and not _same_node(one, other):
                 self.notes.add(
                     "devices of one NUMA node by their cells have different affinities; the cells are taken",
@@ -206,7 +213,7 @@ class _Tree(Builder):
         """NUMA and CPU affinity of the first devices of a group that have them; "" where none has."""
         numa, cpus = (
             next((found for name in part if (found := column.get(name, "N/A")) != "N/A"), "")
-            for column in (self.matrix.numa, self.matrix.affinity)
+            for column in (self.numa, self.matrix.affinity)
         )
         return numa, cpus
 
@@ -214,13 +221,20 @@ class _Tree(Builder):
         """The numbers of NUMA nodes: the first of their affinity, or one that none of them has."""
         found: dict[int, int] = {}
         for position, members in enumerate(groups):
-            first = re.match(r"\d{1,5}(?!\d)", self.home(members)[0])
-            if (numa := self.home(members)[0]) and not first:
-                self.notes.add("a NUMA affinity is no node's number", numa[:40])
-            if first:
+            numa = self.home(members)[0]
+            if first := _NUMBER.match(numa):
                 found.setdefault(int(first[0]), position)
+                if first[0] != numa:
+                    self.notes.add("a NUMA affinity names several nodes; the first is taken", numa[:40])
+        own = []
         for position in sorted(set(range(len(groups))) - set(found.values())):
-            found[next(n for n in itertools.count(position) if n not in found)] = position
+            own.append(next(n for n in itertools.count(position) if n not in found))
+            found[own[-1]] = position
+        if own:
+            shown = ", ".join(map(str, own[:_MOST_NAMES])) + ", ..." * (len(own) > _MOST_NAMES)
+            self.notes.add(
+                f"the text gives no number to some NUMA nodes; flagcx numbers them itself: {shown}"
+            )
         return sorted(found, key=found.__getitem__)
 
     def cpu(self, members: list[str], number: int) -> str:
@@ -244,10 +258,11 @@ class _Tree(Builder):
                     self.pcie(self.ids[name], below)
 
     def ends(self) -> None:
-        attributes = (("gpu.sm", str(self.sm)),) if self.sm else ()
+        model = {"gpu.sm": str(self.sm)} if self.sm else {}
         for name, id in self.ids.items():
             if name in self.matrix.gpus:
-                self.add(DeviceKind.GPU, id, int(name[3:]), attributes=attributes)
+                memory = {"gpu.numa_id": self.matrix.memory[name]} if name in self.matrix.memory else {}
+                self.add(DeviceKind.GPU, id, int(name[3:]), attributes=tuple({**model, **memory}.items()))
             else:
                 port = Port(self.matrix.legend.get(name, name), 0.0)
                 self.add(DeviceKind.NIC, id, name=port.name, ports=(port,))

@@ -70,7 +70,7 @@ def test_numa_nodes_are_those_that_the_text_tells():
     )
     machine = nvidia_smi.parse(uniform)
     assert len(machine["numa_nodes"]) == 1
-    assert any("does not say which NUMA node" in note for note in machine.notes)
+    assert any("tells the NUMA node of any device" in note for note in machine.notes)
     nics = (
         "GPU0 GPU1 GPU2 GPU3 NIC0 NIC1\nGPU0 X NV12 NV12 NV12 PIX SYS\nGPU1 NV12 X NV12 NV12 NODE SYS\n"
         "GPU2 NV12 NV12 X NV12 SYS NODE\nGPU3 NV12 NV12 NV12 X SYS PIX\n"

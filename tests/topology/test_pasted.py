@@ -5,7 +5,7 @@ import re
 import pytest
 
 from flagcx.errors import TopologyError
-from flagcx.topology import matrix, nvidia_smi, smi_matrix
+from flagcx.topology import matrix, nccl_xml_write, nvidia_smi, render, smi_matrix
 
 HEAD = "GPU0 GPU1 CPU Affinity NUMA Affinity\n"
 PAIR = "GPU0 GPU1\nGPU0 X {}\nGPU1 {} X\n"
@@ -111,7 +111,7 @@ def test_translated_headings_are_read_with_a_note(headings):
         ),
         (
             "0 to 7 0",
-            "0",
+            None,
             None,
             "words after a device's cells are no numbers; its affinities may be incomplete",
         ),
@@ -180,8 +180,17 @@ def test_numbers_in_circles_and_what_is_struck_out():
     assert matrix(nvidia_smi.parse(PAIR.format("NV\uff12\u00b9", "NV2")))["GPU0"]["GPU1"] == "NV2"
     for old in ("<del>NV1</del> ", "~~NV1~~ "):
         assert matrix(nvidia_smi.parse(PAIR.format(f"{old}NV2", "NV2")))["GPU0"]["GPU1"] == "NV2"
-    for unclear, word in (("NV2#1", "#1"), ("NV2<i>1</i>", "?1"), ("NV2 (NV1)", "(NV1)")):
-        with pytest.raises(TopologyError, match=f"line 2: '{re.escape(word)}' from GPU0 to GPU2"):
+    for unclear, word in (
+        ("NV2#1", "NV2#1"),
+        ("NV2<i>1</i>", "NV2?1"),
+        ("NV2 (NV1)", "NV2 (NV1)"),
+        ("NV2?", "NV2?"),
+        ("NV2/NV4", "NV2/NV4"),
+        ("NV4 -> NV2", "NV4 ->"),
+        ("NV2 [-NV4-]", "[-NV4-]"),
+    ):
+        column = "GPU2" if word.startswith("[") else "GPU1"
+        with pytest.raises(TopologyError, match=f"line 2: '{re.escape(word)}' from GPU0 to {column}"):
             smi_matrix.parse_matrix(f"GPU0 GPU1 GPU2\nGPU0 X {unclear} NV2\n")
 
 
@@ -238,3 +247,103 @@ def test_columns_and_rows_in_any_order_are_those_of_one_machine(columns, rows):
     found = matrix(machine)
     assert all(found[names[a]][names[b]] == cells[a, b] for a in columns for b in columns if a != b)
     assert machine["numa_node"] == {0: "cpu0", 1: "cpu0", 2: "cpu1", 3: "cpu1"}
+
+
+FEWER = (
+    "fewer values after a device's cells than headings, and nothing tells which are left out; only a list of "
+    "CPUs is taken"
+)
+OWN = "the text gives no number to some NUMA nodes; flagcx numbers them itself: 0, 1"
+UNKNOWN = "nothing that was read tells the NUMA node of {}; those that no SYS sets apart are put below one"
+THREE = ["CPU Affinity", "NUMA Affinity", "GPU NUMA ID"]
+
+
+def sockets(headings, *values, separate="\t".join, cell="SYS"):
+    """A matrix of two GPUs, of two NUMA nodes by their cell, with values below headings."""
+    lines = [["", "GPU0", "GPU1", *headings]]
+    for number, row in enumerate(values):
+        lines.append([f"GPU{number}", *(("X", cell) if number == 0 else (cell, "X")), *row])
+    return "\n".join(map(separate, lines)) + "\n"
+
+
+def aligned(words):
+    return "".join(word.ljust(15) for word in words)
+
+
+def spaced(words):
+    return "  ".join(filter(None, words))
+
+
+def piped(words):
+    return f"| {' | '.join(words)} |"
+
+
+@pytest.mark.parametrize(
+    ("separate", "clear"),
+    [("\t".join, True), (aligned, True), (piped, True), (spaced, False)],
+)
+@pytest.mark.parametrize(
+    ("headings", "values"),
+    [
+        (THREE, [("0-15", "", "2"), ("16-31", "", "3")]),
+        (THREE, [("", "4", "6"), ("", "5", "7")]),
+        (THREE, [("", "4", ""), ("", "5", "")]),
+        (THREE, [("", "", "6"), ("", "", "7")]),
+        (THREE, [("0-15", "4", ""), ("16-31", "5", "")]),
+        (["GPU NUMA ID", "NUMA Affinity"], [("6", ""), ("7", "")]),
+        (["CPU Affinity", "NUMA Affinity"], [("", "4"), ("", "5")]),
+    ],
+)
+def test_a_blank_value_is_not_filled_by_the_next(headings, values, separate, clear):
+    """Where tabs, marks or headings tell which value is blank; else only what is certain is read."""
+    found = smi_matrix.parse_matrix(sockets(headings, *values, separate=separate))
+    columns = dict(zip(headings, zip(*values, strict=True), strict=True))
+    read = {"CPU Affinity": found.affinity, "NUMA Affinity": found.numa, "GPU NUMA ID": found.memory}
+    for heading, texts in columns.items():
+        if clear or heading == "CPU Affinity":
+            assert read[heading] == {f"GPU{n}": text for n, text in enumerate(texts) if text}, heading
+        else:
+            assert not read[heading]
+    assert found.notes == ([] if clear else [FEWER, FEWER])
+
+
+@pytest.mark.parametrize(
+    ("headings", "values", "cell", "notes"),
+    [
+        (
+            ["NUMA Affinity"],
+            [("0-1",), ("2-3",)],
+            "SYS",
+            ["several nodes; the first is taken (2 times, first"],
+        ),
+        (["NUMA node"], [("node4",), ("Node 5",)], "SYS", []),
+        (THREE[:2], [("0-7", "-1"), ("8-15", "-1")], "SYS", ["no node's number (-1)", OWN]),
+        (THREE[:2], [("0-7", "N/A"), ("8-15", "N/A")], "SYS", [OWN]),
+        (THREE[:1], [("0-7",), ("8-15",)], "SYS", [OWN]),
+        (THREE[:2], [("0-7", "0"), ("8-15", "0")], "SYS", ["the cells are taken", "itself: 1"]),
+        (THREE[:2], [("0-7", "0"), ("8-15", "0")], "NV4", ["NUMA's is taken"]),
+        (THREE[:2], [("0-7", "0"), ("0-7", "1")], "NV4", ["NUMA's is taken"]),
+        (THREE[:2], [("0-7", "0"), ("", "")], "NV4", [UNKNOWN.format("GPU1")]),
+        ([], [(), ()], "NV4", [UNKNOWN.format("any device"), "itself: 0"]),
+    ],
+)
+def test_notes_on_numa_nodes_are_true(headings, values, cell, notes):
+    usual = ("text does not name the GPU", "NVLink hides the PCIe", "text has no bandwidths")
+    given = nvidia_smi.parse(sockets(headings, *values, cell=cell)).notes
+    found = [note for note in given if not any(words in note for words in usual)]
+    assert len(found) == len(notes) and all(a in b for a, b in zip(notes, found, strict=True)), found
+
+
+def test_the_numa_nodes_of_gpus_memory_are_shown():
+    machine = nvidia_smi.parse(sockets(THREE, ("0-7", "0", "4"), ("8-15", "1", "5")))
+    rows = [line.split() for line in render.format_matrix(machine, legend=False).splitlines()]
+    assert [row[-3:] for row in rows[1:]] == [["0-7", "0", "4"], ["8-15", "1", "5"]]
+    assert "numa_id" not in nccl_xml_write.format_xml(machine)
+
+
+def test_names_of_nics_in_a_table_and_named_twice():
+    text = "GPU0 NIC0\nGPU0 X PIX\nNIC0 PIX X\n\n| NIC | name |\n|---|---|\n| NIC0 | mlx5_7 |\n"
+    assert smi_matrix.parse_matrix(text).legend == {"NIC0": "mlx5_7"}
+    twice = smi_matrix.parse_matrix(f"{text}\nNIC Legend:\n\n  NIC0: mlx5_3\n")
+    assert twice.legend == {"NIC0": "mlx5_7"}
+    assert twice.notes == ["the text names NIC0 twice, mlx5_7 and mlx5_3; the first is taken"]

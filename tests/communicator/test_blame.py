@@ -103,8 +103,9 @@ _LIVES_ON = {
     "a process": """
     import multiprocessing
     ours, theirs = os.pipe()
-    threading.Thread(target=lambda: os.write(theirs, sys.stdin.readline().encode()), daemon=True).start()
-    multiprocessing.get_context("fork").Process(target=os.read, args=(ours, 1)).start()""",
+    # Before the thread, which holds the lock of sys.stdin: a child that is forked then never gets it.
+    multiprocessing.get_context("fork").Process(target=os.read, args=(ours, 1)).start()
+    threading.Thread(target=lambda: os.write(theirs, sys.stdin.readline().encode()), daemon=True).start()""",
 }
 
 

@@ -166,7 +166,7 @@ def _columns(text: str, last: Sequence[str], headings: Sequence[str]) -> list[tu
         last: The name of the last device, if there is one.
         headings: The words after it.
     """
-    start = text.rfind(*last) if last and text else -1
+    start = text.rfind(last[0]) if last and text else -1
     if start < 0:
         return [(str(match.lastgroup), 0) for match in _COLUMNS.finditer(" ".join(headings))]
     found = _COLUMNS.finditer(text, start + len(last[0]))

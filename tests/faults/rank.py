@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import resource
@@ -41,6 +42,15 @@ class Log:
     def close(self) -> None:
         """Closes the file."""
         os.close(self._descriptor)
+
+
+def descriptors() -> list[str]:
+    """What the descriptors of this process refer to."""
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the listing's own
+            found.append(os.readlink(f"/proc/self/fd/{number}"))
+    return found
 
 
 class Sniper:
@@ -176,7 +186,7 @@ def work(plan: Plan, rank: int, log: Log) -> None:
     """
     make = gpu_calls.make if plan.on_gpu else calls.make
     striker = Striker(plan, log, rank == plan.victim)
-    log("start", descriptors=len(os.listdir("/proc/self/fd")))
+    log("start", descriptors=descriptors())
     phase: str | int = "init"
     comm = None
     try:
@@ -204,7 +214,8 @@ def work(plan: Plan, rank: int, log: Log) -> None:
         raise
     if comm is not None and phase != "close":
         _see_that_it_is_over(comm, log)
-    log("end", descriptors=len(os.listdir("/proc/self/fd")))
+    gc.collect()  # an error that wait() raised refers, by its frames, to the handle, which keeps it
+    log("end", descriptors=descriptors())
 
 
 def _see_that_it_is_over(comm: fc.Communicator, log: Log) -> None:

@@ -32,7 +32,7 @@ from flagcx.transport import shared_memory  # noqa: F401
 from tests.bootstrap.processes import launched_environment, mpirun_environment
 from tests.bootstrap.test_store_fuzz import stranger
 from tests.faults.plan import Plan
-from tests.faults.rank import Log, read_plan, work
+from tests.faults.rank import Log, descriptors, read_plan, work
 
 _CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x20000, 0x4000, 1 << 18
 
@@ -63,7 +63,7 @@ def _lead(plan: Plan, directory: Path) -> None:
         os.dup2(descriptor, number)
     os.environ.update(TMPDIR=str(directory), XDG_RUNTIME_DIR=str(directory), FLAGCX_RECORD="0")
     log = Log(directory / "launcher")
-    log("start", descriptors=len(os.listdir("/proc/self/fd")))
+    log("start", descriptors=descriptors())
     if plan.transport == "threads":
         _lead_threads(plan, directory, log)
     elif plan.fault == "small /dev/shm":
@@ -74,7 +74,7 @@ def _lead(plan: Plan, directory: Path) -> None:
     elif _lead_processes(plan, directory):
         return
     gc.collect()
-    log("end", descriptors=len(os.listdir("/proc/self/fd")))
+    log("end", descriptors=descriptors())
 
 
 def _lead_threads(plan: Plan, directory: Path, log: Log) -> None:

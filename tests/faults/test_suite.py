@@ -63,6 +63,8 @@ PLAN = Plan(
     1, "shared memory", 3, 2, "kill", 1, 1, "before", 0.0, Kill("bootstrap.store:Store.agree", 1, False), ""
 )
 
+FEW = ["pipe:[7]", "/dev/null"]
+
 
 def event(name: str, time: float = 1.0, **more: Any) -> dict[str, Any]:
     return {"event": name, "time": time, "pid": 1, "phase": 1, **more}
@@ -73,12 +75,12 @@ def verdict(
 ) -> Verdict:
     """What is said of a job whose ranks but rank 0 behaved: rank 1 was killed, rank 2 told so."""
     died = event("error", 3.0, kind="PeerDiedError", peer=1, text="rank 1 died")
-    whole = [event("start", descriptors=3), event("begin", 2.0), *of_rank_0, event("end", 9, descriptors=3)]
+    start, end = event("start", descriptors=FEW), event("end", 9.0, descriptors=FEW)
     events = {
-        "launcher": [event("start", descriptors=5), event("end", 9.0, descriptors=5)],
-        "rank0": whole,
-        "rank1": [event("start", descriptors=3), *[event("fault", 2.5)] * struck],
-        "rank2": [event("start", descriptors=3), died, event("end", 9.0, descriptors=3)],
+        "launcher": [start, end],
+        "rank0": [start, event("begin", 2.0), *of_rank_0, end],
+        "rank1": [start, *[event("fault", 2.5)] * struck],
+        "rank2": [start, died, end],
     }
     return judge(plan, events, set(late), [])
 
@@ -110,12 +112,12 @@ def test_the_victim_may_be_named_in_words_alone():
         ("wrong", [event("after", kind="", text="", seconds=0.1)], {}),
         ("hangs", [event("after", kind="CommunicatorError", text="", seconds=30.0)], {}),
         ("hangs", [], {"late": (0,)}),
-        ("leaks", [event("end", descriptors=30)], {}),
+        ("leaks", [event("end", descriptors=["socket:[7]"] * 30)], {}),
     ],
 )
 def test_what_is_not_as_it_must_be_is_found(what, events, more):
     if what == "leaks":
-        logs = {f"rank{rank}": [event("start", descriptors=3), *events] for rank in range(3)}
+        logs = {f"rank{rank}": [event("start", descriptors=FEW), *events] for rank in range(3)}
         found = judge(PLAN, {"launcher": [], **logs}, set(), [])
     else:
         found = verdict(*events, **more)

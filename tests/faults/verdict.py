@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,9 +100,9 @@ def _judge_rank(seen: Verdict, rank: int, events: Events, struck_at: float) -> N
     if not victim and plan.fault != "dead store" and not {"end", "raised"} & set(names):
         seen.wrong.append(f"rank {rank} ended without a word after {_last(events)}")
     if "end" in names and plan.transport == "shared memory" and not victim:
-        more = events[-1]["descriptors"] - events[0]["descriptors"] if names[-1] == "end" else 0
+        more, opened = _opened(events)
         if more > _KEPT + (_SERVER + plan.size) * (rank == 0 and plan.store == "rank 0"):
-            seen.leaks.append(f"rank {rank} has {more} descriptors more than at its start")
+            seen.leaks.append(f"rank {rank} has {more} descriptors more than at its start: {opened}")
 
 
 def _may_end_all(plan: Plan) -> bool:
@@ -128,9 +129,17 @@ def _judge_launcher(seen: Verdict, events: Events) -> None:
     for event in events:
         if event["event"] == "launch error" and event["peer"] != plan.victim:
             seen.blame.append(f"fc.launch: {event['text']}")
-    if events and events[-1]["event"] == "end" and events[-1]["descriptors"] > events[0]["descriptors"]:
-        more = events[-1]["descriptors"] - events[0]["descriptors"]
-        seen.leaks.append(f"the launcher has {more} descriptors more than at its start")
+    more, opened = _opened(events)
+    if more > 0:
+        seen.leaks.append(f"the launcher has {more} descriptors more than at its start: {opened}")
+
+
+def _opened(events: Events) -> tuple[int, str]:
+    """How many descriptors more a process has at its end than at its start, and what those are."""
+    if not events or events[-1]["event"] != "end":
+        return 0, ""
+    start, end = events[0]["descriptors"], events[-1]["descriptors"]
+    return len(end) - len(start), ", ".join((Counter(end) - Counter(start)).elements())
 
 
 def _is_right(plan: Plan, rank: int, event: dict[str, Any], struck: bool) -> bool:

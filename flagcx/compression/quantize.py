@@ -107,7 +107,7 @@ class Quantized(FixedRate):
                     unpack(packed, numbers, scratch)
                     np.multiply(numbers, factors[:, None], out=numbers)
                     continue
-                wide = _rows("wide", numbers, scratch)
+                wide = _rows("unpacked", numbers, scratch)
                 unpack(packed, wide, scratch)
                 np.multiply(wide, factors[:, None], out=wide)
                 np.add(numbers, wide, out=numbers)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +12,9 @@ import numpy as np
 import pytest
 
 import flagcx as fc
+from flagcx.compression import two_step
 from flagcx.compression.peers import Peers
+from flagcx.dtypes import dtype_of
 from flagcx.errors import ArrayError
 from tests.communicator.jobs import job, outcome_of
 from tests.ranks import run_ranks
@@ -82,6 +86,37 @@ def other_dtypes() -> list[str]:
 
 def test_other_dtypes_are_converted():
     assert not faults_of(run_ranks(other_dtypes, 3))
+
+
+def other_dtypes_in_pieces(piece_nbytes: int) -> list[str]:
+    """Pieces are decoded, and sums made, while others of the converted array wait."""
+    comm, faults, before = fc.init(), [], two_step.PIECE_NBYTES
+    two_step.PIECE_NBYTES = piece_nbytes
+    count = piece_nbytes  # four pieces of float32
+    for dtype in ("float64", "float16", "bfloat16"):
+        given = [data(q, count, "float32").astype(dtype_of(dtype).numpy) for q in range(comm.size)]
+        exact = np.sum([x.astype(np.float64) for x in given], axis=0)
+        for name in ("fp16", "fp8", "int8", "int4"):
+            got = comm.allreduce(given[comm.rank].copy(), compression=name).astype(np.float64)
+            error = np.linalg.norm(got - exact) / np.linalg.norm(exact)
+            if not error < BOUNDS[name]:
+                faults.append(f"{name} of {dtype}: off by {error:.2g} on rank {comm.rank}")
+    two_step.PIECE_NBYTES = before
+    return faults
+
+
+def test_other_dtypes_in_pieces():
+    assert not faults_of(run_ranks(other_dtypes_in_pieces, 3, 48 << 10))
+
+
+def test_no_two_modules_share_the_name_of_an_intermediate_array():
+    """What plans keep in an array would be overwritten by what a codec puts there."""
+    users: dict[str, set[str]] = {}
+    for path in Path(two_step.__file__).parent.glob("*.py"):
+        for name in re.findall(r"(?:scratch\.get|_rows|_buffer)\(\s*f?\"(\w+)", path.read_text()):
+            users.setdefault(name, set()).add(path.name)
+    assert {"wide", "unpacked", "total", "coded"} <= users.keys()
+    assert not {name: found for name, found in users.items() if len(found) > 1}
 
 
 def ways_of_calling() -> list[str]:

@@ -103,7 +103,8 @@ def _over_hosts(collective: str, nbytes: int, hosts: str, link: str) -> Explanat
     from flagcx.selection.candidates import Request
     from flagcx.selection.rules import MultiHostRules
     from flagcx.selection.selector import Selector, TuningInfo
-    from flagcx.transport.base import LinkSpeed, groups_of
+    from flagcx.transport.base import groups_of
+    from flagcx.transport.link_speed import LinkSpeed
 
     check_collective(collective)
     counts = [int(word) if word.strip().isdigit() else 0 for word in hosts.split(",")]

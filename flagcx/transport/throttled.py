@@ -11,7 +11,8 @@ from time import perf_counter_ns, sleep
 from typing import Any
 
 from flagcx.schedule.model import Send
-from flagcx.transport.base import Call, LinkSpeed, Plan, Progress, Transport
+from flagcx.transport.base import Call, Plan, Progress, Transport
+from flagcx.transport.link_speed import LinkSpeed
 from flagcx.transport.messenger import Message, Messenger
 
 

@@ -14,7 +14,8 @@ from flagcx.dtypes import dtype_of
 from flagcx.errors import ArgumentError, BootstrapError, MissingDependencyError
 from flagcx.selection.tuning import QUICK, HostBench
 from flagcx.transport import registry
-from flagcx.transport.base import DEVICE, HOST, Call, LinkSpeed, TransportContext
+from flagcx.transport.base import DEVICE, HOST, Call, TransportContext
+from flagcx.transport.link_speed import LinkSpeed
 from flagcx.transport.registry import find_transport, open_transport, register_transport, unregister_transport
 from flagcx.transport.steps import HostTransport
 from flagcx.transport.throttled import Throttled

@@ -10,7 +10,7 @@ import pytest
 
 import flagcx as fc
 from flagcx.errors import ArgumentError
-from flagcx.transport.base import LinkSpeed
+from flagcx.transport.link_speed import LinkSpeed
 from flagcx.transport.throttled import Throttled, throttled
 from tests.communicator.messages import run_programs
 from tests.ranks import run_ranks

@@ -138,7 +138,7 @@ class Unsent:
     """Rank 0 of some ranks between which nothing is sent; see ``Peers``. What takes time is its own work."""
 
     def __init__(self, size: int, on_device: bool) -> None:
-        self.rank, self.size, self.on_device, self.beside = 0, size, on_device, False
+        self.rank, self.size, self.on_device, self.beside, self.over_hosts = 0, size, on_device, False, False
         self.scratch = Scratch()
         self._filled: set[tuple[str, int]] = set()
 

@@ -14,7 +14,8 @@ from flagcx.compression.codec import Scratch
 from flagcx.compression.slot import Slot
 from flagcx.dtypes import OPS, DType, ReduceOp, dtype_of
 from flagcx.kernels.cuda import import_cupy
-from flagcx.transport.base import Plan
+from flagcx.selection.candidates import Request
+from flagcx.transport.base import Call, Coder, Plan
 from flagcx.transport.device import check_alignment
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class Peers:
         on_device: Whether arrays are on a GPU.
         scratch: Arrays for intermediate results, shared by all compressed calls of the communicator.
         beside: Whether the calls run beside a computation.
+        over_hosts: Whether they are of several hosts, and those of a host share memory.
         sent_nbytes: Bytes that this rank has sent in all calls: of an all-reduce 2 (n-1)/n of its array.
     """
 
@@ -48,6 +50,7 @@ class Peers:
         self.rank, self.size, self.on_device = executor.rank, executor.size, on_device
         self.scratch, self.sent_nbytes = scratch or Scratch(), 0
         self.beside = beside
+        self.over_hosts = not on_device and executor.transport.shares_memory
         self._roomy: dict[int, tuple[Plan, Plan]] = {}
         self._executor = executor
         self._thread: ThreadPoolExecutor | None = None
@@ -87,6 +90,21 @@ class Peers:
         in_place = sendbuf is recvbuf
         self.sent_nbytes += 2 * (self.size - 1) * sendbuf.nbytes // self.size
         self._plan("allreduce", sendbuf.size, dtype_of(sendbuf.dtype), op, in_place).run(sendbuf, recvbuf)
+
+    def between_hosts(self, count: int, in_place: bool, coder: Callable[[int, int], Coder]) -> Plan:
+        """The plan of a sum of float32 that is coded between hosts alone; see ``transport.base.Call.coder``.
+
+        Args:
+            count: Elements of the message.
+            in_place: Whether the result replaces it.
+            coder: Codes the messages between hosts.
+        """
+        executor, single, op = self._executor, dtype_of(np.float32), OPS["sum"]
+        request = Request("allreduce", count * single.numpy.itemsize, self.size, False, single, op)
+        choice = executor.selector.choose_named("hierarchical", request)
+        schedule = choice.build("allreduce", self.size, None)
+        call = Call(schedule, self.rank, count, single, op, in_place, "", self._what, coder)
+        return executor.transport.compile(call)
 
     def _plan(
         self, collective: str, count: int, dtype: DType, op: ReduceOp | None = None, in_place: bool = False

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from flagcx.compression.codec import FixedRate
+from flagcx.compression.over_hosts import OverHosts
 from flagcx.compression.peers import CodecReduce, Peers
 from flagcx.compression.powersgd import PowerReduce, PowerSGD
 from flagcx.compression.slot import Slot
@@ -23,7 +24,10 @@ _REDUCES: MappingProxyType[type, Any] = MappingProxyType(
 
 def reduce_of(peers: Peers, codec: Any, count: int, op: ReduceOp, slot: Slot) -> CodecReduce:
     """The all-reduce of a codec other than "auto"; takes what ``CodecReduce`` does."""
-    kind = TwoStep if isinstance(codec, FixedRate) else _REDUCES[type(codec)]
+    if isinstance(codec, FixedRate):
+        kind = OverHosts if peers.over_hosts else TwoStep
+    else:
+        kind = _REDUCES[type(codec)]
     return kind(peers, codec, count, op, slot)
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from flagcx.compression.codec import FixedRate
+from flagcx.compression.codec import FixedRate, Scratch
 from flagcx.compression.device import StripeKernels
 
 if TYPE_CHECKING:
@@ -36,6 +36,20 @@ class Piece:
         return slice(low, min(low + self.width, self.stop))
 
 
+class Place(Protocol):
+    """Who owns which stripe.
+
+    Attributes:
+        rank: The stripe of this rank.
+        size: How many stripes there are.
+        scratch: Arrays for intermediate results.
+    """
+
+    rank: int
+    size: int
+    scratch: Scratch
+
+
 class LoopedStripes:
     """The arithmetic on NumPy arrays, one stripe after the other, by the codec's own functions.
 
@@ -44,11 +58,11 @@ class LoopedStripes:
 
     Args:
         codec: The codec.
-        peers: The ranks.
+        peers: The ranks, or the hosts that they stand for.
         factor: Scales the sum (float32).
     """
 
-    def __init__(self, codec: FixedRate, peers: Peers, factor: np.float32) -> None:
+    def __init__(self, codec: FixedRate, peers: Place, factor: np.float32) -> None:
         self._codec, self._peers, self._factor = codec, peers, factor
 
     def encode(self, piece: Piece, source: Any, residual: Carried | None, coded: Any) -> None:

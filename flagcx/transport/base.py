@@ -71,6 +71,26 @@ def groups_of(hosts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     )
 
 
+class Coder(Protocol):
+    """Codes what one rank exchanges, for its host, with the ranks of other hosts; see ``Call.coder``.
+
+    Numbers are a stripe of the sum over the host, float32, of which every host owns a part of ``width``
+    elements; the last parts may be shorter, or empty. Coded arrays are of uint8.
+    """
+
+    def wire_nbytes(self, count: int) -> int:
+        """Bytes of ``count`` coded elements."""
+
+    def encode(self, at: int, numbers: Any, width: int, coded: Any) -> None:
+        """Codes the other hosts' parts; ``at`` is where the stripe begins in the message."""
+
+    def reduce(self, at: int, numbers: Any, width: int, arrived: Any, reduced: Any) -> None:
+        """Adds up this host's part in the order of hosts, and codes the sum."""
+
+    def decode(self, numbers: Any, width: int, gathered: Any) -> None:
+        """Decodes the sums of all parts."""
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """One collective call as every rank makes it, less the arrays.
@@ -85,6 +105,8 @@ class Call:
         protocol: One of the transport's ways to move the data; its own choice if empty.
         part_of: The larger operation that the call is a step of, in words that must be the same on every
             rank; empty for a call of its own.
+        coder: Makes, of a host's number and the number of hosts, what codes the messages between hosts; of an
+            all-reduce of float32 over a transport whose ranks share memory inside hosts.
     """
 
     schedule: Schedule
@@ -95,6 +117,7 @@ class Call:
     in_place: bool
     protocol: str = ""
     part_of: str = ""
+    coder: Callable[[int, int], Coder] | None = None
 
     def __str__(self) -> str:
         s = self.schedule

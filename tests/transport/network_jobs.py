@@ -35,7 +35,7 @@ def engine() -> str:
 
 def everything() -> None:
     """All that a communicator does, against NumPy; on the way, each part says that it is done."""
-    for part in (collectives, hierarchies, facade, messages):
+    for part in (collectives, hierarchies, compressed, facade, messages):
         part()
         if fc.init().rank == 0:
             print("done", part.__name__)
@@ -103,6 +103,26 @@ def hierarchies() -> None:
     for x, op in ((zeros, "max"), (rows, np.hypot)):
         bits = comm.allgather_object(crc32(comm.allreduce(x, op, algorithm="hierarchical")))
         assert len(set(bits)) == 1, f"the ranks' results of {op} have not the same bits"
+
+
+def compressed() -> None:
+    """Compressed all-reduces, which hosts whose ranks share memory code between hosts alone."""
+    comm = fc.init()
+    for count, dtype in ((5, "f4"), (30_001, "f2"), (700_001, "f4"), (700_001, "f8")):
+        given = [
+            np.random.default_rng([q, count]).standard_normal(count).astype(dtype) for q in range(comm.size)
+        ]
+        exact = np.sum(given, axis=0, dtype=np.float64)
+        for name, bound in (("int8", 0.03), ("bf16", 0.01), ("topk", 1.5)):
+            feedback = fc.compression.Feedback(name)
+            steps = [comm.allreduce(given[comm.rank].copy(), compression=feedback) for _ in range(2)]
+            work = comm.allreduce(given[comm.rank].copy(), compression=name, async_op=True)
+            assert len(set(comm.allgather_object(crc32(steps[1])))) == 1, f"{name}: ranks differ"
+            for got in (steps[0], work.wait()):
+                error = np.linalg.norm(got.astype(np.float64) - exact) / np.linalg.norm(exact)
+                assert error < bound, f"{name} of {count} {dtype}: off by {error:.2g}"
+            both = np.linalg.norm(np.sum(steps, axis=0, dtype=np.float64) - 2 * exact)
+            assert both < bound * np.linalg.norm(2 * exact), f"{name} of {count} {dtype}: feedback is lost"
 
 
 def wait_for_the_others(comm: fc.Communicator, count: int) -> None:
@@ -219,6 +239,7 @@ def mistakes() -> None:
         "message that nobody takes": lambda c: c.send(np.ones(5), 1) if rank == 0 else None,
         "counts of an alltoallv": lambda c: c.alltoallv(np.ones(sum(uneven[rank])), uneven[rank], [3] * size),
         "root of a large broadcast": lambda c: c.broadcast(np.full(100_000, rank), root=rank % 2),
+        "codec": lambda c: c.allreduce(np.ones(50_000), compression="int4" if rank == 2 else "int8"),
         "root of a reduce": lambda c: c.reduce(np.ones(8), root=rank % 2),
         "barrier and allreduce": lambda c: c.barrier() if rank == 1 else c.allreduce(np.ones(3)),
         "order": lambda c: [c.broadcast(np.ones(3), root=root) for root in ((0, 1) if rank == 2 else (1, 0))],

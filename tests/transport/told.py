@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-PARTS = ["done collectives", "done hierarchies", "done facade", "done messages"]
+PARTS = ["done collectives", "done hierarchies", "done compressed", "done facade", "done messages"]
 """What rank 0 prints in ``everything``."""
 
 
@@ -19,7 +19,7 @@ def told_by(printed: str) -> dict[str, dict[int, list[str]]]:
 def check_mistakes(printed: str) -> None:
     """What three ranks print in ``mistakes``."""
     told = told_by(printed)
-    assert len(told) == 11, printed
+    assert len(told) == 12, printed
     nobody = told.pop("message that nobody takes")
     assert any("rank 0 sent 40 bytes" in " ".join(texts) for texts in nobody.values()), printed
     for case, by_rank in told.items():

@@ -69,18 +69,19 @@ def goes_straight(hosts: int, short: bool) -> bool:
     return hosts == 2 or (short and hosts <= _MOST_SWAPS)
 
 
-def steps_between(schedule: Schedule, groups: Groups, short: bool) -> Schedule:
+def steps_between(schedule: Schedule, groups: Groups, short: bool, straight: bool = False) -> Schedule:
     """The steps between hosts of a collective, whose OUTPUT is the image of the message.
 
     Args:
         schedule: The call's schedule, which says the collective and the root.
         groups: The ranks of each host.
         short: Whether the message is short: one rank of each host owns all of it.
+        straight: Whether each host sends its sum of an all-reduce to all others, however many they are.
 
     Returns:
         A schedule with one chunk a lane, or a block, in the order of ``order_of``.
     """
-    if schedule.collective == "allreduce" and not goes_straight(len(groups), short):
+    if schedule.collective == "allreduce" and not (straight or goes_straight(len(groups), short)):
         return _between(schedule, groups)
     lanes = 1 if short else min(map(len, groups))
     crossing = _Lanes(schedule, groups, lanes, short)
@@ -205,12 +206,12 @@ class Crossing(NetworkSteps):
         """Bytes that they need beside the piece."""
         return self._scratch_nbytes
 
-    def begin(self, step: int, arrays: Sequence[np.ndarray]) -> Flight:
-        """Begins a step."""
+    def begin(self, step: int, arrays: Sequence[np.ndarray], start: int) -> Flight:
+        """Begins a step of the piece that begins at ``start``."""
         messages: Any = self._steps[step][0]
         return self._begin(messages, arrays)
 
-    def end(self, step: int, flight: Flight, arrays: Sequence[np.ndarray]) -> None:
+    def end(self, step: int, flight: Flight, arrays: Sequence[np.ndarray], start: int) -> None:
         """Waits for a step's messages, and adds up."""
         messages: Any = self._steps[step][0]
         self._end(messages, flight, arrays)

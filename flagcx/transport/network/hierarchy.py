@@ -40,6 +40,8 @@ from flagcx.dtypes import OPS
 from flagcx.schedule.collectives import COLLECTIVES, Counts
 from flagcx.transport.base import Call
 from flagcx.transport.network import pieces
+from flagcx.transport.network.coded import STEPS as CODED_STEPS
+from flagcx.transport.network.coded import CodedCrossing
 from flagcx.transport.network.crossing import CROSSED, Crossing, Groups, order_of, steps_between
 from flagcx.transport.network.host_memory import ARRIVED, HALF_NBYTES, REDUCED, HostMemory
 from flagcx.transport.network.message import kind_of, stamp_of
@@ -51,6 +53,8 @@ from flagcx.transport.shared_memory.reduction import accumulator_dtype, combiner
 
 _TILE_NBYTES = 256 << 10
 _LINE_NBYTES = 64
+_PROBE = 1 << 16
+"""Numbers of which it is asked how many bytes a coder makes of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,16 +104,20 @@ class HierarchicalCollective:
         nbytes = sum(each) * dtype.itemsize
         self._kind, self._reduces = kind_of(words, nbytes), kind.reduces
         self._divisor = schedule.size if call.op is not None and call.op.average else 0
-        steps = steps_between(schedule, hosts.groups, nbytes <= pieces.SHORT_NBYTES)
+        coder, short = call.coder, nbytes <= pieces.SHORT_NBYTES
+        steps = steps_between(schedule, hosts.groups, short, straight=coder is not None)
         ranks = (call.rank,) if self._memory is None else self._memory.ranks
         self._owners = [q for q in ranks if steps.program(q).steps]
-        self._steps = len(steps.program(self._owners[0]).steps)
+        self._steps = CODED_STEPS if coder else len(steps.program(self._owners[0]).steps)
         self._depth, self._turns = self._steps + 6, self._steps + 1
         self._me, self._others = ranks.index(call.rank), [q for q in ranks if q != call.rank]
         self._direct = not self._others and not kind.blocks and kind.has_output(call.rank, schedule.root)
         self._keeps = self._direct and call.in_place
         order = order_of(hosts.groups, len(self._owners)) if kind.blocks else [0]
-        self._cut(each, dtype.itemsize, len(self._owners) * (len(hosts.groups) if kind.blocks else 1))
+        messages = len(self._owners) * (len(hosts.groups) if kind.blocks or coder else 1)
+        if coder:
+            messages *= max(_PROBE * dtype.itemsize // coder(0, len(hosts.groups)).wire_nbytes(_PROBE), 1)
+        self._cut(each, dtype.itemsize, messages)
         op = OPS["sum"] if self._divisor else call.op
         self._plan(hosts, call, each, order, replace(call, schedule=steps, op=op, in_place=True))
         self._dtype, self._flights = dtype, dict[int, Flight]()
@@ -127,7 +135,8 @@ class HierarchicalCollective:
         Args:
             counts: Elements of each block, or of the message.
             itemsize: Bytes of an element.
-            messages: Runs of the image that go to another host in messages of their own.
+            messages: Runs of the image that go to another host in messages of their own; of coded ones, which
+                are shorter, as many times more.
         """
         line, largest = max(_LINE_NBYTES // itemsize, 1), max(counts)
         stripe = pieces.stripe_nbytes(sum(counts) * itemsize, messages)
@@ -144,7 +153,8 @@ class HierarchicalCollective:
         bases = np.cumsum([0, *counts]).tolist()
 
         def crossing_of(elements: Counts) -> Crossing:
-            return Crossing(hosts.wire, hosts.watch, replace(steps, counts=elements), hosts.scratch, words)
+            common = hosts.wire, hosts.watch, replace(steps, counts=elements), hosts.scratch, words
+            return CodedCrossing(*common, hosts.groups) if call.coder else Crossing(*common)
 
         words = self._words
         made: dict[tuple[int, ...], Piece] = {}
@@ -253,12 +263,12 @@ class HierarchicalCollective:
 
     def _begin(self, piece: int, step: int) -> None:
         crossing, arrays = self._arrays(piece)
-        self._flights[piece] = crossing.begin(step, arrays)
+        self._flights[piece] = crossing.begin(step, arrays, self._starts[piece])
 
     def _end(self, piece: int, step: int) -> None:
         """Ends a step of a piece, and begins the next one, or shows the result to the host."""
         crossing, arrays = self._arrays(piece)
-        crossing.end(step, self._flights.pop(piece), arrays)
+        crossing.end(step, self._flights.pop(piece), arrays, self._starts[piece])
         if step + 1 < self._steps:
             self._begin(piece, step + 1)
         elif self._others:

@@ -279,6 +279,19 @@ def mpirun_line(
     return inside(names[0], ["sh", "-c", f"exec {shlex.join(line)}"])
 
 
+def mpiexec_line(
+    names: Sequence[str], counts: Sequence[int], command: Sequence[str], folder: Path
+) -> list[str]:
+    """The command by which MPICH starts ranks on hosts; see ``mpirun_line``."""
+    line = [
+        str(Path(sysconfig.get_path("scripts")) / "mpiexec.hydra"),
+        "-launcher", "ssh", "-launcher-exec", str(write_agent(folder)), "-iface", f"{names[0]}v",
+        "-hosts", ",".join(f"{host}:{count}" for host, count in zip(names, counts, strict=True)),
+        "-n", str(sum(counts)), *command,
+    ]  # fmt: skip
+    return inside(names[0], ["sh", "-c", f"exec {shlex.join(line)}"])
+
+
 def write_agent(folder: Path) -> Path:
     """Writes the script that stands in place of ssh, and returns where it is."""
     agent = folder / "agent"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import harness
 import numpy as np
@@ -16,9 +19,44 @@ def allocate(count: int) -> tuple[torch.Tensor, np.ndarray]:
     return torch.from_numpy(array), array
 
 
+def join(store: str, rank: int, size: int, device: str = "") -> None:
+    """Lets the ranks find each other.
+
+    Args:
+        store: Where, as torch writes it: ``file://PATH`` or ``tcp://ADDRESS:PORT``.
+        rank: This one.
+        size: How many there are.
+        device: The network device that messages take; torch's choice if empty.
+    """
+    if device:
+        os.environ["GLOO_SOCKET_IFNAME"] = device
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
+
+
+def call(collective: str, given: np.ndarray, out: np.ndarray) -> Callable[[], Any]:
+    """A collective of arrays, with rank 0 as the root.
+
+    Args:
+        collective: Its name; all-reduce, reduce and broadcast are in place, in ``out``.
+        given: This rank's part.
+        out: What the call writes.
+    """
+    x, y = torch.from_numpy(given), torch.from_numpy(out)
+    # torch 2.13 renamed these two, and warns of each call by the old names
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return {
+        "allreduce": lambda: dist.all_reduce(y),
+        "allgather": lambda: gather(y, x),
+        "reduce_scatter": lambda: scatter(y, x),
+        "broadcast": lambda: dist.broadcast(y, 0),
+        "reduce": lambda: dist.reduce(y, 0),
+    }[collective]
+
+
 def main(address: str, rank: str, size: str, store: str) -> None:
     """Serves the controller at ``address``; the ranks find each other through the file ``store``."""
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(size))
+    join(f"file://{store}", int(rank), int(size))
     subject = harness.Subject(
         rank=int(rank),
         size=int(size),

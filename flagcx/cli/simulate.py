@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json as json_format
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from flagcx.cli.machines import GpuModel, NetworkSpeed, Sm, capability, machine_of
+from flagcx.cli.over_hosts import LINK, Hosts, Link, simulated_over_hosts
 from flagcx.cli.own_algorithms import Load, load_algorithms
 from flagcx.errors import ArgumentError, FlagcxError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from flagcx.algorithms.candidate import Candidate
     from flagcx.cost.model import Model
     from flagcx.cost.simulate import Moment, Timing
+    from flagcx.topology import Topology
 
 _MOST_LINKS = 32
 _MOST_LISTED = 4096
@@ -26,9 +29,6 @@ _MOST_TRACED = 200_000
 
 
 def simulate(
-    topology: Annotated[
-        str, typer.Option("--topology", "-t", help="A preset (dgx-a100, ...) or a topology file.")
-    ],
     algorithm: Annotated[
         str,
         typer.Option(
@@ -44,6 +44,9 @@ def simulate(
             "--nbytes", "-b", help="Bytes of the message (of one block, where each rank has one): 64MiB, 1e6."
         ),
     ],
+    topology: Annotated[
+        str | None, typer.Option("--topology", "-t", help="A preset (dgx-a100, ...) or a topology file.")
+    ] = None,
     ranks: Annotated[
         int | None, typer.Option("--ranks", "-n", min=1, help="How many ranks; one for each GPU by default.")
     ] = None,
@@ -64,6 +67,8 @@ def simulate(
     network_only: Annotated[
         bool, typer.Option("--network-only", help="Leave out the costs of a call at its ranks.")
     ] = False,
+    hosts: Hosts = None,
+    link: Link = LINK,
     load: Load = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     plot: Annotated[
@@ -73,30 +78,22 @@ def simulate(
         Path | None, typer.Option(help="Write the messages over time as a trace for Perfetto, a JSON file.")
     ] = None,
 ) -> None:
-    """Time an algorithm on a machine that you need not have: time, bandwidth, load of the links."""
+    """Time an algorithm on a machine or hosts that you need not have: time, bandwidth, load of links."""
     from flagcx.cli.sizes import parse_nbytes
-    from flagcx.cost.model import DEVICE_COSTS, model_of
-    from flagcx.cost.simulate import Costs
 
     try:
         count = parse_nbytes(nbytes)
         load_algorithms(load)
-        scheduled = not _unscheduled(algorithm)
-        if scheduled:
-            _check_names(collective, algorithm)
-        _check_files(scheduled, algorithm, plot, trace)
         chip = capability(sm, gpu_model)
-        machine = machine_of(topology, ranks, chip, network_gb_per_s)
-        model = model_of(machine, ranks or len(machine.gpus), None, Costs() if network_only else DEVICE_COSTS)
-        if not scheduled:
-            report = _priced(model, collective, algorithm, count)
+        if topology is not None and hosts is not None:
+            raise ArgumentError("--topology and --hosts exclude each other: GPUs, or NumPy arrays over hosts")
+        if topology is None:
+            _check_over_hosts(hosts, ranks, chip, network_gb_per_s, pieces, order, network_only, plot, trace)
+            report = simulated_over_hosts(collective, algorithm, count, str(hosts), link)
         else:
-            candidate = _candidate(model, collective, algorithm, count, pieces, order)
-            timing = model.timing(collective, candidate, count)
-            report = _report(model, collective, algorithm, candidate, timing)
-            for path, write in ((plot, _draw), (trace, _trace)):
-                if path is not None:
-                    write(model, collective, candidate, count, path)
+            machine = partial(machine_of, topology, ranks, chip, network_gb_per_s)
+            how = (collective, algorithm, count, pieces, order)
+            report = _on_machine(machine, ranks, network_only, plot, trace, *how)
     except FlagcxError as error:
         typer.echo(f"flagcx simulate: {error}", err=True)
         raise typer.Exit(2) from None
@@ -104,6 +101,47 @@ def simulate(
     for path, what in ((plot, "drawn"), (trace, "traced")):
         if path is not None:
             typer.echo(f"{what} to {path}", err=True)
+
+
+def _on_machine(
+    machine: Callable[[], Topology],
+    ranks: int | None,
+    network_only: bool,
+    plot: Path | None,
+    trace: Path | None,
+    collective: str,
+    algorithm: str,
+    nbytes: int,
+    pieces: int | None,
+    order: str,
+) -> dict[str, Any]:
+    """What the model says of GPUs; draws and traces it."""
+    from flagcx.cost.model import DEVICE_COSTS, model_of
+    from flagcx.cost.simulate import Costs
+
+    scheduled = not _unscheduled(algorithm)
+    if scheduled:
+        _check_names(collective, algorithm)
+    _check_files(scheduled, algorithm, plot, trace)
+    topology = machine()
+    costs = Costs() if network_only else DEVICE_COSTS
+    model = model_of(topology, ranks or len(topology.gpus), None, costs)
+    if not scheduled:
+        return _priced(model, collective, algorithm, nbytes)
+    candidate = _candidate(model, collective, algorithm, nbytes, pieces, order)
+    timing = model.timing(collective, candidate, nbytes)
+    for path, write in ((plot, _draw), (trace, _trace)):
+        if path is not None:
+            write(model, collective, candidate, nbytes, path)
+    return _report(model, collective, algorithm, candidate, timing)
+
+
+def _check_over_hosts(hosts: str | None, *others: Any) -> None:
+    """Refuses hosts that are not named, and options that are about GPUs or their schedules."""
+    if hosts is None:
+        raise ArgumentError("which machine? Name one by --topology, or hosts by --hosts, such as 4,4")
+    if any(other not in (None, False, "plan") for other in others):
+        raise ArgumentError("with --hosts go --collective, --algorithm, --nbytes, --link, --load and --json")
 
 
 def _unscheduled(algorithm: str) -> bool:

@@ -33,6 +33,33 @@ def test_a_ring_as_json_and_text(call):
     assert "steps 14" in text and "less busy links" in text
 
 
+def test_hosts_that_are_not_there(call):
+    """A ring along four hosts of one rank, as a call that names it cuts it; and a hierarchy."""
+    asked = ("--hosts", "1,1,1,1", "--link", "0.125,50", "-b", "64MiB")
+    ring = json.loads(call("-a", "ring", *asked, "--json").stdout)
+    assert ring["steps"] == 6 * ring["pieces"] and ring["topology"] == "4 hosts" and ring["ranks"] == 4
+    assert ring["time_us"] == pytest.approx(6 * (50 * ring["pieces"] + (16 << 20) / 125), rel=0.05)
+    assert ring["links"][0]["kind"] == "network" and ring["sent_nbytes"] == 6 * (16 << 20)
+    text = call("-a", "hierarchical", "--hosts", "2,2", "--link", "0.125,50", "-b", "64MiB").stdout
+    assert "allreduce, hierarchical" in text and "4 ranks on 2 hosts" in text and "host0 -> switch" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ((), "which machine? Name one by --topology, or hosts by --hosts"),
+        (("--hosts", "2,2", "-t", "dgx-a100"), "--topology and --hosts exclude each other"),
+        (("--hosts", "2,2", "-n", 4), "with --hosts go --collective,"),
+        (("--hosts", "2,2", "--plot", "a.png"), "with --hosts go --collective,"),
+        (("--hosts", "2"), "expected the ranks of two hosts or more"),
+        (("--hosts", "40,40"), "the model is of 2 to 64 ranks"),
+    ],
+)
+def test_hosts_that_cannot_be(call, options, told):
+    result = call("-a", "ring", "-b", "1M", *options)
+    assert result.exit_code == 2 and told in result.stderr
+
+
 def test_several_machines_are_taken_in_words(call):
     asked = call("-t", "dgx-1v", "-n", 99, "-a", "ring", "-b", "1M")
     assert asked.stderr == (

@@ -23,8 +23,6 @@ from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.transport.network.crossing import CROSSED, goes_straight
 from flagcx.transport.network.pieces import SHORT_NBYTES, stripe_nbytes
 
-_SIGNAL_US = 15.0
-"""Until a rank has seen what another one of its host has written, and has begun to work on it."""
 _WAITS = 0.5
 """The part of a message's latency that is not hidden behind the data of the piece before."""
 
@@ -42,6 +40,9 @@ class HostLinks:
         copy_gb_per_s: Bytes that a core copies a second.
         add_gb_per_s: Bytes that a core adds to others a second.
         cores: Cores of a host.
+        signal_us: Until a rank has seen what another one of its host has written, and has begun to work on
+            it.
+        step_us: What a step of a schedule takes besides its messages.
 
     Example:
         >>> links = HostLinks.of(0.125, 50.0)
@@ -54,6 +55,8 @@ class HostLinks:
     copy_gb_per_s: float = 5.0
     add_gb_per_s: float = 3.0
     cores: int = 64
+    signal_us: float = 15.0
+    step_us: float = 0.0
 
     @classmethod
     def of(cls, bandwidth_gb_per_s: float, latency_us: float) -> HostLinks:
@@ -66,12 +69,22 @@ class HostLinks:
 
     @staticmethod
     def law(times: Times, nbytes: float) -> tuple[float, float]:
-        """The latency in us and the bandwidth in GB/s of messages of about this length."""
+        """The latency in us and the bandwidth in GB/s of messages of about this length.
+
+        The bandwidth is no more than that of the longest messages: some links let short ones pass at once.
+        """
         at = next((i for i, (length, _) in enumerate(times) if length >= nbytes), len(times) - 1)
-        (short, early), (long, late) = times[max(at - 1, 0)], times[max(at, 1)]
-        slope = max((late - early) / (long - short), 1e-9)
-        latency = max(late - slope * long, 0.0)
+        latency, slope = _line(*times[max(at - 1, 0) : max(at - 1, 0) + 2])
+        _, lasting = _line(*times[-2:])
+        if slope < lasting:
+            slope, latency = lasting, _line(*times[:2])[0]
         return round(latency, 3), round(1e-3 / slope, 6)
+
+
+def _line(short: tuple[int, float], long: tuple[int, float]) -> tuple[float, float]:
+    """The latency in us of messages between two lengths, and their us a byte."""
+    slope = max((long[1] - short[1]) / (long[0] - short[0]), 1e-9)
+    return max(long[1] - slope * long[0], 0.0), slope
 
 
 def predict_over_hosts(
@@ -132,7 +145,7 @@ def _network(groups: Groups, links: HostLinks, piece: float) -> Network:
         link = np.concatenate(
             [[2 * count + a] if a == b else [a, count + b] for a, b in zip(here, there, strict=True)] or [[]]
         ).astype(np.int64)
-        latency = np.where(inside, near_us, far_us)
+        latency = np.where(inside, near_us, far_us) + links.step_us
         return Flows(np.concatenate([[0], ends]), link, np.ones(len(link)), latency)
 
     return Network(len(host_of), find, found)
@@ -153,7 +166,7 @@ def _pipelined(
     crossing, steps = _crossing(collective, groups, short)
     carried_us = crossing * whole / speed / 1e3
     inside_us = _inside_us(collective, whole, size, largest, lanes, links) * crowd
-    signals_us = 2 * _SIGNAL_US * crowd * (largest > 1)
+    signals_us = 2 * links.signal_us * crowd * (largest > 1)
     least_us = steps * links.law(links.between, 0)[0] + signals_us
     filling_us = inside_us / pieces + steps * latency_us + signals_us
     longer_us = max(carried_us + (pieces - 1) * latency_us * _WAITS, inside_us)

@@ -68,8 +68,8 @@ def _links(transport: Transport, groups: Groups, context: TransportContext) -> H
     assert store is not None
 
     # In a split the context's exchange is one of all ranks, of which some are in parts that measure nothing.
-    def exchange(mine: bytes) -> list[bytes]:
-        return store.exchange("host links", mine, limit_s)
+    def exchange(what: str, mine: bytes) -> list[bytes]:
+        return store.exchange(f"hosts' {what}", mine, limit_s)
 
     return measure_host_links(transport, groups, exchange)
 

@@ -1,45 +1,74 @@
-"""Measures in some milliseconds what messages take between hosts and inside them; see ``cost.hosts``.
+"""Measures, in a tenth of a second, what messages take between hosts and inside them; see ``cost.hosts``.
 
-One rank of each of two hosts send each other messages, longer ones as long as these are quick; then two ranks
-of one host. All ranks get the same table.
+One rank of each of two hosts send each other messages, longer ones until one is slow; then two ranks of one
+host. Then all make short calls: what these take beyond their messages is what a
+step takes, and what ranks of one host need to see each other's signals. All ranks get the same table.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, replace
+from statistics import median
 from time import perf_counter
 
 import numpy as np
 
-from flagcx.algorithms.candidate import Groups
-from flagcx.cost.hosts import HostLinks, Times
+from flagcx.algorithms.candidate import Candidate, Groups
+from flagcx.cost.hosts import HostLinks, Times, predict_over_hosts
 from flagcx.cost.shared_memory import count_cores
-from flagcx.transport.base import Transport
+from flagcx.dtypes import OPS, dtype_of
+from flagcx.transport.base import Call, Transport
 
 _NBYTES = (1 << 10, 8 << 10, 64 << 10, 512 << 10, 2 << 20)
 _LONG_US, _ROUNDS, _LEAST = 3000.0, 3, 2
 _COUNT = 1 << 18
+_FEW, _WARM, _CALLS = 64, 2, 5
 
 
 def measure_host_links(
-    transport: Transport, groups: Groups, exchange: Callable[[bytes], Sequence[bytes]]
+    transport: Transport, groups: Groups, exchange: Callable[[str, bytes], Sequence[bytes]]
 ) -> HostLinks:
     """What messages take between the ranks of a communicator. All ranks call it together.
 
     Args:
         transport: Carries them.
         groups: The ranks of each host, several.
-        exchange: Sends bytes to all ranks and returns every rank's, in rank order.
+        exchange: Sends bytes to all ranks and returns every rank's, in rank order; takes a name first.
     """
     here = next((group for group in groups if len(group) > 1), None)
     pairs = [(groups[0][0], groups[1][0])] + ([] if here is None else [(here[0], here[1])])
     measured = [_ping(transport, *pair) if transport.rank in pair else () for pair in pairs]
     links = HostLinks(measured[0], measured[-1], _speed(np.copyto), _speed(np.add), count_cores())
-    told = [json.loads(raw) for raw in exchange(json.dumps(astuple(links)).encode())]
+    told = [json.loads(raw) for raw in exchange("links", json.dumps(astuple(links)).encode())]
     between, inside = (told[first][number] for number, first in enumerate((pairs[0][0], pairs[-1][0])))
-    return HostLinks(_times(between), _times(inside), *told[0][2:])
+    links = HostLinks(_times(between), _times(inside), *told[0][2:5])
+    tried = ("recursive_doubling", *(["hierarchical"] if transport.shares_memory else []))
+    mine = [_beyond_us(name, transport, groups, links) for name in tried]
+    told = [json.loads(raw) for raw in exchange("calls", json.dumps(mine).encode())]
+    steps, *signals = np.max(told, axis=0).tolist()
+    return replace(links, step_us=steps, signal_us=signals[0] if signals else links.signal_us)
+
+
+def _beyond_us(algorithm: str, transport: Transport, groups: Groups, links: HostLinks) -> float:
+    """What a short all-reduce takes beyond its messages, for each of its steps or signals; on this rank."""
+    order = tuple(rank for group in groups for rank in group)
+    candidate = Candidate(algorithm).along(order, groups)
+    schedule = candidate.build("allreduce", len(order), None)
+    x = np.zeros(_FEW, np.float32)
+    call = Call(schedule, transport.rank, x.size, dtype_of(x.dtype), OPS["sum"], True)
+    plan, took = transport.compile(call), list[float]()
+    for _ in range(_WARM + _CALLS):
+        start = perf_counter()
+        plan.run(x, x)
+        took.append((perf_counter() - start) * 1e6)
+    alone = replace(links, signal_us=0.0)
+    shared = transport.shares_memory
+    model = predict_over_hosts("allreduce", candidate, x.nbytes, groups, alone, shared=shared)
+    crowd = max(1.0, max(map(len, groups)) / links.cores) if algorithm == "hierarchical" else 1.0
+    parts = 2 * crowd if algorithm == "hierarchical" else max(model.steps, 1)
+    return round(max(median(took[_WARM:]) - model.time_us, 0.0) / parts, 1)
 
 
 def _times(rows: Sequence[Sequence[float]]) -> Times:
@@ -49,7 +78,7 @@ def _times(rows: Sequence[Sequence[float]]) -> Times:
 def _ping(transport: Transport, first: int, second: int) -> Times:
     """Times of messages between two ranks, which both call this; the second one gets no times."""
     leads = transport.rank == first
-    peer, found = second if leads else first, list[tuple[int, float]]()
+    peer, found, quick = second if leads else first, list[tuple[int, float]](), True
     for nbytes in (_NBYTES[0], *_NBYTES):  # the first messages connect the ranks
         x, least_us, rounds, going = np.zeros(nbytes, np.uint8), np.inf, 0, True
         while going:
@@ -59,8 +88,9 @@ def _ping(transport: Transport, first: int, second: int) -> Times:
             least_us = min(least_us, (perf_counter() - start) * 1e6 / 2)
             going = _told(transport, leads, peer, rounds < _ROUNDS and least_us < _LONG_US)
         found.append((nbytes, round(least_us, 1)))
-        if len(found) > _LEAST and not _told(transport, leads, peer, least_us < _LONG_US):
+        if len(found) > _LEAST and not quick:
             break
+        quick = _told(transport, leads, peer, least_us < _LONG_US)
     return tuple(found[1:])
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from flagcx.algorithms.candidate import Candidate
@@ -25,6 +27,24 @@ def test_laws_follow_what_was_measured():
     assert links.law(links.between, 500) == links.law(links.between, 2000) == (50.0, 0.1)
     assert links.law(links.between, 10_000) == links.law(links.between, 10**9) == (50.0, 0.1)
     assert links.law(links.inside, 10**6) == (4.0, 1.0)
+
+
+def test_what_a_link_lets_pass_at_once_is_not_its_speed():
+    """Up to 250 kB at once, and the rest at 0.1 GB/s."""
+    links = HostLinks(((1000, 51.0), (250_000, 300.0), (500_000, 2800.0), (2_000_000, 17_800.0)), ())
+    assert links.law(links.between, 100_000) == (50.0, 0.1)
+    assert links.law(links.between, 400_000) == links.law(links.between, 10**9) == (0.0, 0.1)
+
+
+def test_calls_take_what_was_measured_beyond_messages():
+    slow = replace(LINKS, step_us=100.0, signal_us=40.0)
+    for algorithm, more in (("recursive_doubling", 2 * 100.0), ("hierarchical", 2 * 25.0)):
+        candidate = Candidate(algorithm).along((0, 1, 2, 3), PAIRS)
+        known, found = (
+            predict_over_hosts("allreduce", candidate, 1 << 10, PAIRS, links).time_us
+            for links in (LINKS, slow)
+        )
+        assert found - known == pytest.approx(more, rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -12,15 +12,18 @@ import pytest
 
 from flagcx.cost.hosts import HostLinks
 from flagcx.selection.host_links import measure_host_links
+from flagcx.transport.steps import HostTransport
 
 SLOW_US = 4000.0
 
 
-class Slow:
+class Slow(HostTransport):
     """Messages that take the longer the more bytes they have."""
 
-    def __init__(self, rank, queues, us_per_kib):
-        self.rank, self._queues, self._us = rank, queues, us_per_kib
+    name = "slow"
+
+    def __init__(self, rank, size, queues, us_per_kib):
+        self.rank, self.size, self._queues, self._us = rank, size, queues, us_per_kib
 
     def transfer(self, sends, receives):
         for array, peer in sends:
@@ -31,20 +34,26 @@ class Slow:
         for array, peer in receives:
             array[...] = self._queues[peer, self.rank].get(timeout=20)
 
+    def abort(self, reason, culprit):
+        pass
+
+    def close(self):
+        pass
+
 
 def measured(groups, us_per_kib):
     """The table of every rank."""
     size = sum(map(len, groups))
     queues = {(a, b): SimpleQueue() for a in range(size) for b in range(size)}
-    told, meet = [b""] * size, threading.Barrier(size)
+    told, meet = {"links": [b""] * size, "calls": [b""] * size}, threading.Barrier(size)
 
     def rank(number):
-        def exchange(mine):
-            told[number] = mine
+        def exchange(what, mine):
+            told[what][number] = mine
             meet.wait(20)
-            return list(told)
+            return list(told[what])
 
-        return measure_host_links(Slow(number, queues, us_per_kib), groups, exchange)
+        return measure_host_links(Slow(number, size, queues, us_per_kib), groups, exchange)
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(rank, range(size))), told
@@ -55,8 +64,9 @@ def test_all_ranks_get_the_table_of_those_that_measured(groups):
     found, told = measured(groups, 1.0)
     assert len(set(found)) == 1
     first, here = groups[0][0], next((group[0] for group in groups if len(group) > 1), groups[0][0])
-    assert [list(pair) for pair in found[0].between] == json.loads(told[first])[0]
-    assert [list(pair) for pair in found[0].inside] == json.loads(told[here])[1]
+    assert [list(pair) for pair in found[0].between] == json.loads(told["links"][first])[0]
+    assert [list(pair) for pair in found[0].inside] == json.loads(told["links"][here])[1]
+    assert found[0].step_us == max(json.loads(mine)[0] for mine in told["calls"])
     lengths = [nbytes for nbytes, _ in found[0].between]
     assert lengths == sorted(set(lengths)) and lengths[0] == 1 << 10 and len(lengths) >= 2
     assert found[0].copy_gb_per_s > 0 and found[0].add_gb_per_s > 0 and found[0].cores >= 1

@@ -2,7 +2,8 @@
 
     sudo python bench/two_hosts.py --rate 1gbit --ranks 2,2 --sizes 4K,1M,64M
 
-Gloo takes part where torch is installed. ``--start mpiexec`` is for an environment with MPICH in place of
+Beside each time of flagcx stands what the model of the links says, as they were measured at init. Gloo takes
+part where torch is installed. ``--start mpiexec`` is for an environment with MPICH in place of
 Open MPI.
 
 The hosts are those of ``hosts.py``, as many as ``--ranks`` has numbers. Needs root, and the programs ip and
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import secrets
 import shlex
@@ -92,7 +94,7 @@ def measure(collectives: list[str], sizes: list[int], rounds: int, given: list[s
             call = Collective(comm, collective, nbytes, gloo)
             times: dict[str, list[float]] = {}
             errors: dict[str, float] = {}
-            ways = call.ways(given)
+            ways, predicted = call.ways(given), call.predicted_us()
             for _ in range(rounds + 1):
                 for name, way in [*ways.items()]:
                     slowest = max(comm.allgather_object(_timed(comm, way)))
@@ -106,6 +108,7 @@ def measure(collectives: list[str], sizes: list[int], rounds: int, given: list[s
                     "ranks": comm.size, "hosts": [comm.hosts.count(h) for h in dict.fromkeys(comm.hosts)],
                     "nbytes": nbytes, "time_us": round(statistics.median(took), 1),
                     "spread_us": [round(min(took), 1), round(max(took), 1)],
+                    "predicted_us": predicted.get(name.removeprefix("flagcx").strip() or "chosen"),
                     "error": max(comm.allgather_object(errors[name])),
                 }  # fmt: skip
                 if comm.rank == 0:
@@ -160,10 +163,22 @@ class Collective:
         blocks = [one[q * count // size : (q + 1) * count // size] for q, one in enumerate(every)]
         whole: Any = sum(every) if kind.reduces else np.concatenate(blocks) if kind.blocks else every[0]
         self._comm, self._name, self._gloo = comm, name, gloo
+        self._nbytes = 4 * count // (size if kind.blocks else 1)
         self._given = blocks[rank] if kind.before == "each" else every[rank]
         self._want = whole[own] if kind.after == "each" else whole
         self._out = np.empty_like(self._want)
         self._spoil()
+
+    def predicted_us(self) -> dict[str, float]:
+        """What the model of the hosts' links says of each algorithm, and of the chosen one."""
+        explanation = self._comm.explain(self._name, self._nbytes)
+        found: dict[str, float] = {}
+        for row in explanation.rows:
+            if row.predicted_us is not None:
+                found[row.algorithm] = round(min(row.predicted_us, found.get(row.algorithm, math.inf)), 1)
+        if explanation.chosen.predicted_us is not None:
+            found["chosen"] = round(explanation.chosen.predicted_us, 1)
+        return found
 
     def ways(self, given: Sequence[str]) -> dict[str, Callable[[], Any]]:
         """The call by each library, algorithm and codec."""
@@ -291,11 +306,13 @@ def main() -> None:
     if given.out:
         with open(given.out, "a") as file:
             file.writelines(json.dumps({**row, "run": header}) + "\n" for row in rows)
-    print(f"{'collective':14} {'bytes':>10}  {'library':22} {'time us':>12} {'least':>12} {'error':>9}")
+    columns = "".join(f"{name:>13}" for name in ("time us", "least", "model"))
+    print(f"{'collective':14} {'bytes':>10}  {'library':22}{columns} {'error':>9}")
     for row in rows:
+        predicted = "" if row["predicted_us"] is None else f"{row['predicted_us']:.1f}"
         print(
             f"{row['collective']:14} {row['nbytes']:>10}  {row['library']:22} {row['time_us']:>12.1f} "
-            f"{row['spread_us'][0]:>12.1f} {row['error']:>9.2g}"
+            f"{row['spread_us'][0]:>12.1f} {predicted:>12} {row['error']:>9.2g}"
         )
 
 

@@ -83,7 +83,7 @@ def measure(collectives: list[str], sizes: list[int], rounds: int, given: list[s
         collectives: Their names.
         sizes: Bytes of the whole message, of all blocks.
         rounds: Calls that count, of each.
-        given: More ways to call flagcx: algorithms, and codecs for all-reduces.
+        given: More ways to call flagcx: algorithms, and codecs for all-reduces; "all": every algorithm.
     """
     import flagcx as fc
 
@@ -185,7 +185,9 @@ class Collective:
         from flagcx.algorithms import Algorithm
 
         found: dict[str, Callable[[], Any]] = {"flagcx": self._ours()}
-        for one in dict.fromkeys((_BEFORE.get(self._name, "chain"), *given)):
+        every = self.predicted_us().keys() - {"chosen"} if "all" in given else ()
+        named = (one for one in given if one != "all")
+        for one in dict.fromkeys((_BEFORE.get(self._name, "chain"), *sorted(every), *named)):
             compressed = one.partition("|")[0] not in set(map(str, Algorithm))
             if not compressed or self._name == "allreduce":
                 key = "compression" if compressed else "algorithm"

@@ -1,8 +1,8 @@
 """Measures, in a tenth of a second, what messages take between hosts and inside them; see ``cost.hosts``.
 
-One rank of each of two hosts send each other messages, longer ones until one is slow; then two ranks of one
-host. Then all make short calls: what these take beyond their messages is what a
-step takes, and what ranks of one host need to see each other's signals. All ranks get the same table.
+One rank of each of two hosts send each other messages, longer ones as long as these are quick; then two ranks
+of one host. Then all make short calls: what these take beyond their messages is what a step takes, and what
+ranks of one host need to see each other's signals. All ranks get the same table.
 """
 
 from __future__ import annotations
@@ -22,8 +22,12 @@ from flagcx.dtypes import OPS, dtype_of
 from flagcx.transport.base import Call, Transport
 
 _NBYTES = (1 << 10, 8 << 10, 64 << 10, 512 << 10, 2 << 20)
-_LONG_US, _ROUNDS, _LEAST = 3000.0, 3, 2
-_COUNT = 1 << 18
+_LEAST, _ROUNDS, _COUNT = 2, 8, 1 << 18
+_ENOUGH_US, _LONG_US = 60_000.0, 30_000.0
+"""No round begins after so long with messages of one length, and no longer ones follow any that take so long.
+
+Shorter times may be those of a rank that waited for a core, or of a burst that a limit on the link lets pass.
+"""
 _FEW, _WARM, _CALLS = 64, 2, 5
 
 
@@ -78,19 +82,19 @@ def _times(rows: Sequence[Sequence[float]]) -> Times:
 def _ping(transport: Transport, first: int, second: int) -> Times:
     """Times of messages between two ranks, which both call this; the second one gets no times."""
     leads = transport.rank == first
-    peer, found, quick = second if leads else first, list[tuple[int, float]](), True
+    peer, found = second if leads else first, list[tuple[int, float]]()
     for nbytes in (_NBYTES[0], *_NBYTES):  # the first messages connect the ranks
-        x, least_us, rounds, going = np.zeros(nbytes, np.uint8), np.inf, 0, True
+        x, least_us, spent_us, rounds, going = np.zeros(nbytes, np.uint8), np.inf, 0.0, 0, True
         while going:
             start, rounds = perf_counter(), rounds + 1
             for sends in (leads, not leads):
                 transport.transfer([(x, peer)] if sends else [], [] if sends else [(x, peer)])
-            least_us = min(least_us, (perf_counter() - start) * 1e6 / 2)
-            going = _told(transport, leads, peer, rounds < _ROUNDS and least_us < _LONG_US)
+            took_us = (perf_counter() - start) * 1e6
+            least_us, spent_us = min(least_us, took_us / 2), spent_us + took_us
+            going = _told(transport, leads, peer, rounds < _ROUNDS and spent_us < _ENOUGH_US)
         found.append((nbytes, round(least_us, 1)))
-        if len(found) > _LEAST and not quick:
+        if len(found) > _LEAST and not _told(transport, leads, peer, least_us < _LONG_US):
             break
-        quick = _told(transport, leads, peer, least_us < _LONG_US)
     return tuple(found[1:])
 
 

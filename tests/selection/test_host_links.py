@@ -7,6 +7,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
+from types import MappingProxyType
 
 import pytest
 
@@ -18,16 +19,18 @@ SLOW_US = 4000.0
 
 
 class Slow(HostTransport):
-    """Messages that take the longer the more bytes they have."""
+    """Messages that take the longer the more bytes they have; the first of a length may wait for a core."""
 
     name = "slow"
 
-    def __init__(self, rank, size, queues, us_per_kib):
+    def __init__(self, rank, size, queues, us_per_kib, waits_us):
         self.rank, self.size, self._queues, self._us = rank, size, queues, us_per_kib
+        self._waits_us = {**waits_us}
 
     def transfer(self, sends, receives):
         for array, peer in sends:
-            end = time.perf_counter() + self._us * array.nbytes / 1024 * 1e-6
+            took_us = self._us * array.nbytes / 1024 + self._waits_us.pop(array.nbytes, 0.0)
+            end = time.perf_counter() + took_us * 1e-6
             while time.perf_counter() < end:
                 time.sleep(0)
             self._queues[self.rank, peer].put(array.copy())
@@ -41,7 +44,7 @@ class Slow(HostTransport):
         pass
 
 
-def measured(groups, us_per_kib):
+def measured(groups, us_per_kib, waits_us=MappingProxyType({})):
     """The table of every rank."""
     size = sum(map(len, groups))
     queues = {(a, b): SimpleQueue() for a in range(size) for b in range(size)}
@@ -53,7 +56,7 @@ def measured(groups, us_per_kib):
             meet.wait(20)
             return list(told[what])
 
-        return measure_host_links(Slow(number, size, queues, us_per_kib), groups, exchange)
+        return measure_host_links(Slow(number, size, queues, us_per_kib, waits_us), groups, exchange)
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(rank, range(size))), told
@@ -77,3 +80,10 @@ def test_on_a_slow_link_few_lengths_are_tried():
     (found, *_), _ = measured(((0,), (1,)), SLOW_US)
     assert [nbytes for nbytes, _ in found.between] == [1 << 10, 8 << 10]
     assert HostLinks.law(found.between, 1 << 20)[1] == pytest.approx(1024 / SLOW_US / 1e3, rel=0.3)
+
+
+def test_a_message_that_waits_for_a_core_is_not_taken_for_a_slow_link():
+    """Of 8 us for each KiB, as on 1 Gbit/s; one round of 8 KiB takes 20 ms more."""
+    (found, *_), _ = measured(((0,), (1,)), 8.0, {8 << 10: 20_000.0})
+    assert HostLinks.law(found.between, 64 << 20)[1] == pytest.approx(0.128, rel=0.3)
+    assert found.between[1][1] < 10_000.0

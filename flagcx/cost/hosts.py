@@ -110,6 +110,7 @@ def predict_over_hosts(
     """
     if root is None and COLLECTIVES[collective].rooted:
         root = 0
+    nbytes = 0 if collective == "barrier" else nbytes
     crowd = max(1.0, max(map(len, groups)) / links.cores)
     through_memory = shared and collective in CROSSED and candidate.algorithm == Algorithm.HIERARCHICAL
     if through_memory and candidate.other is None:

@@ -76,6 +76,10 @@ def test_a_short_message_takes_latencies():
     assert time_us("allreduce", "hierarchical", 8, PAIRS) < 90
 
 
+def test_a_barrier_has_no_bytes():
+    assert time_us("barrier", "dissemination", MB, PAIRS) == time_us("barrier", "dissemination", 0, PAIRS)
+
+
 def test_ranks_without_memory_in_common_go_step_by_step():
     nbytes = 64 * MB
     apart = time_us("allreduce", "hierarchical", nbytes, PAIRS, shared=False)

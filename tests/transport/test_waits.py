@@ -11,6 +11,7 @@ import pytest
 from flagcx.bootstrap.remote_store import RemoteStore
 from flagcx.bootstrap.store_server import StoreServer
 from flagcx.errors import AbortedError, ArrayError, MismatchError, PeerTimeoutError
+from flagcx.transport.network.watch import Watch
 from flagcx.transport.waits import ON_GPU, ON_HOST, Waits
 
 AFTER_S = 0.3
@@ -55,6 +56,35 @@ def test_the_notes_lead_from_rank_to_rank_and_across_communicators(stores):
     assert "communicator split 1 of world" in said
     second.end(ON_HOST)
     assert late(first, "allreduce", 1) == "; rank 1 itself waits for no rank"
+
+
+class GivesUpMeanwhile:
+    """In place of ``Waits``: while a rank is late and asks, another one gives up, and waits no more."""
+
+    def __init__(self, give_up) -> None:
+        self.calls, self.waiting, self.culprit, self._give_up = {}, set(), None, give_up
+
+    def due_s(self, kind: str) -> float:
+        return 60.0
+
+    def look(self, kind, call, peer, waited_s, late=False) -> str:
+        if late:
+            self._give_up()
+        return f"; rank {peer} itself waits for no rank"
+
+    def end(self, kind: str) -> None:
+        pass
+
+
+def test_between_hosts_a_rank_that_gives_up_while_it_is_looked_into_is_not_to_blame(stores):
+    other = Watch(stores[0], timeout_s=60)
+    waits = GivesUpMeanwhile(lambda: other.give_up("rank 2 did not take part", 2))
+    watch = Watch(stores[1], timeout_s=60, waits=waits)
+    with pytest.raises(AbortedError, match="rank 0 gave up: rank 2 did not take part") as caught:
+        watch.look("barrier", 0, 60.5, True)
+    assert caught.value.peer == 2
+    with pytest.raises(AbortedError, match="rank 0 gave up"):
+        watch.look_at_message("a receive", 0, 60.5, True, False)
 
 
 def test_a_rank_that_has_refused_its_call_is_known_to_have(stores):

@@ -12,6 +12,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from flagcx.bootstrap.clock import ActiveClock
@@ -242,7 +243,13 @@ class Watch:
     def _lateness(
         self, seen: dict[int, _Told], what: str, peer: int, waited_s: float, shared: bool, why: str
     ) -> PeerTimeoutError:
-        """Names the ranks that keep the rest waiting: those that do not wait in this call themselves."""
+        """Names the ranks that keep the rest waiting: those that do not wait in this call themselves.
+
+        Raises:
+            AbortedError: A rank has given up since the others were asked, which it may have done before this.
+        """
+        with suppress(PeerTimeoutError):
+            self.check_failures(what)
         there = {q for q, told in seen.items() if told.waits and told.calls >= self.calls}
         suspects = [q for q in seen if q not in there] if shared else []
         host = self._store.silent()  # then nothing is known of the others, who may all wait for that rank

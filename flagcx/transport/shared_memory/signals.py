@@ -337,6 +337,7 @@ class Signals:
             why = self._waits.look(kind, call.removeprefix(" in "), peer, waited_s, late)
             self.own[HEARTBEAT] = time.monotonic_ns()
         if late:
+            self._examine_aborted()  # a rank that gave up meanwhile waits no more, and is not to blame
             if point_to_point and why and self._waits is not None and self._waits.culprit is not None:
                 suspects = [self._waits.culprit]  # for which the peer waits itself
             raise PeerTimeoutError(

@@ -13,7 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flagcx.config import Config
-from flagcx.errors import ArgumentError, MismatchError, PeerDiedError, PeerTimeoutError, ResourceError
+from flagcx.errors import (
+    AbortedError,
+    ArgumentError,
+    MismatchError,
+    PeerDiedError,
+    PeerTimeoutError,
+    ResourceError,
+)
 from flagcx.memory import ALIGNMENT, FreeList
 from flagcx.transport.shared_memory import fence
 from flagcx.transport.shared_memory.cross_memory import CrossMemory, probe
@@ -21,6 +28,7 @@ from flagcx.transport.shared_memory.heap import SHARED, Heap, PeerHeaps
 from flagcx.transport.shared_memory.segment import Segment
 from flagcx.transport.shared_memory.signals import Signals
 from flagcx.transport.shared_memory.words import HEAP_COUNT, words_nbytes
+from tests.transport.test_waits import GivesUpMeanwhile
 
 
 @pytest.fixture
@@ -180,6 +188,14 @@ def test_a_peer_that_does_not_come(pair):
     a, _ = pair
     value = a.enter(a.log.signature("barrier"))
     with pytest.raises(PeerTimeoutError, match=r"rank 1 did not take part within 0\.\d s .* in barrier"):
+        a.wait_call(a.words[1], 0, value)
+
+
+def test_a_peer_that_gives_up_while_it_is_looked_into_is_not_to_blame(pair):
+    a, b = pair
+    a._waits = GivesUpMeanwhile(lambda: b.abort("enough", None))
+    value = a.enter(a.log.signature("barrier"))
+    with pytest.raises(AbortedError, match="rank 1 gave up: enough"):
         a.wait_call(a.words[1], 0, value)
 
 

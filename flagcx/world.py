@@ -120,9 +120,10 @@ def init(
     something else has started (a pool, a scheduler's workers) are told their place.
 
     As long as the communicator is open, a further call returns it again. The settings of the first call
-    hold; a further call that asks for others warns (``RuntimeWarning``). After an error a further call makes
-    a new communicator, when all ranks have called it; under ``flagcx run --elastic`` lost ranks that were
-    started again take part, and ranks that will not be are left out.
+    hold; a further call that asks for others warns (``RuntimeWarning``). After an error, of this rank or of
+    another one, a further call makes a new communicator, when all ranks have called it; under
+    ``flagcx run --elastic`` lost ranks that were started again take part, and ranks that will not be are left
+    out.
 
     Args:
         rank: This process's rank, from 0, where the program tells and no launcher; with ``size``.
@@ -164,7 +165,7 @@ def init(
     with world.lock:
         comm = world.current()
         _refuse_in_child(comm)
-        if comm is None or comm.closed:
+        if comm is None or comm.is_lost():
             config = Config.from_environment(environ, **settings)
             if comm is not None:
                 _close_lost(comm)

@@ -323,6 +323,10 @@ class Communicator(Caller, ForeignNames):
         """Whether no further call can be made: closed, or broken by an error."""
         return any(executor.over for executor in self.executors())
 
+    def is_lost(self) -> bool:
+        """Whether it is closed, or a rank has died or given up, of which this one may not have been told."""
+        return self.closed or self._host.transport.has_lost()
+
     @property
     def blames(self) -> str:
         """The failure of a peer that ended this communicator, or a split of it; "" where none did."""

@@ -312,6 +312,10 @@ class Transport(ABC):
         """Sentences that say how this rank's calls so far could have been quicker; none as a rule."""
         return []
 
+    def has_lost(self) -> bool:
+        """Whether a rank is known to have died or given up, though no call of this rank has told of it."""
+        return False
+
     def check_end(self) -> None:  # noqa: B027
         """Checks, when all calls have been made, that the peers have made the same, as far as can be seen.
 

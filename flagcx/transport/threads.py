@@ -74,6 +74,10 @@ class ThreadsTransport(HostTransport):
         exchange, enter = partial(self._exchange, words=words), partial(self._enter, words)
         return averaging(call, lambda call: MessageSteps(call, self.scratch, exchange, enter))
 
+    def has_lost(self) -> bool:
+        """Whether a rank has given up; see ``Transport.has_lost``."""
+        return bool(self._room.failed)
+
     def transfer(self, sends: Messages, receives: Messages) -> None:
         """Sends and receives at once; see ``Transport.transfer``."""
         self._exchange(sends, receives, "")

@@ -70,6 +70,10 @@ class Throttled(Transport):
         """What the carrying transport says of the calls."""
         return self._inner.hints()
 
+    def has_lost(self) -> bool:
+        """What the carrying transport knows of the ranks."""
+        return self._inner.has_lost()
+
     def check_end(self) -> None:
         """Lets the carrying transport compare the ranks' calls."""
         self._inner.check_end()

@@ -64,6 +64,10 @@ class NetworkTransport(HostTransport):
     def _message(self, array: np.ndarray, peer: int) -> Message:
         return self._known(peer, array.size, array.dtype)
 
+    def has_lost(self) -> bool:
+        """Whether a rank has died or given up; see ``Transport.has_lost``."""
+        return self._watch.has_lost()
+
     def check_end(self) -> None:
         """Checks that the peers have made the same calls; see ``Transport.check_end``."""
         self._wire.check_end()

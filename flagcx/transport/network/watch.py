@@ -202,6 +202,16 @@ class Watch:
             return PeerDiedError(f"rank {rank} died ({engine} has lost it); {here}", peer=rank)
         return None
 
+    def has_lost(self) -> bool:
+        """Whether a rank has died or given up, or the store is lost."""
+        try:
+            self._store.check()
+            return self._store.add(_ENDS, 0) >= _FAILURE
+        except PeerTimeoutError:
+            return False  # the store is slow
+        except FlagcxError:
+            return True
+
     def check_failures(self, what: str) -> None:
         """Raises AbortedError if a rank has given up."""
         store = self._store

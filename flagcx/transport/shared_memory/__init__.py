@@ -52,6 +52,7 @@ from flagcx.transport.shared_memory.pulled import Pulled
 from flagcx.transport.shared_memory.steps import ChannelSteps
 from flagcx.transport.shared_memory.striped import Striped
 from flagcx.transport.shared_memory.two_shot import through_slots
+from flagcx.transport.shared_memory.words import ABORTED
 from flagcx.transport.steps import HostTransport, Messages
 
 CROSS_MEMORY_PAIR_NBYTES = 32 << 10
@@ -196,6 +197,11 @@ class SharedMemoryTransport(HostTransport):
             f"{calls:,} all-reduces were of private arrays of a MiB or more; in arrays of comm.empty(shape, "
             f"dtype) they take 0.3 to 0.6 of the time"
         ]
+
+    def has_lost(self) -> bool:
+        """Whether a rank has died or given up; see ``Transport.has_lost``."""
+        signals = self._arena.signals
+        return any(words[ABORTED] for words in signals.words) or bool(signals.words and signals.dead())
 
     def check_end(self) -> None:
         """Checks that the peers have made the same calls; see ``Transport.check_end``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
@@ -112,22 +112,31 @@ class ThreadWork(CallWork):
 
 @no_dynamo
 class StreamWork(CallWork):
-    """A call on tensors of a GPU, enqueued on a torch stream; with an event if later calls must wait."""
+    """A call on tensors of a GPU, enqueued on a torch stream.
 
-    def __init__(self, stream: Any, value: Any, event: Any = None) -> None:
+    Later calls on other streams must wait for it: ``follow`` makes the current stream wait for ``end``, an
+    event of CuPy's behind the call. Without them, in a capture, the current stream is the call's own.
+    """
+
+    def __init__(
+        self, stream: Any, value: Any, end: Any = None, follow: Callable[[Any], None] | None = None
+    ) -> None:
         super().__init__(value)
-        self._stream, self._event = stream, event
+        self._stream, self._end, self._follow = stream, end, follow
 
     def is_completed(self) -> bool:
-        return self._end().query()
+        return self._stream.query() if self._end is None else self._end.done
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Makes the current stream wait for the call; the host goes on, unless a ``timeout`` is given."""
-        current = torch.cuda.current_stream(self._stream.device)
-        if self._event is not None or current != self._stream:
-            current.wait_event(self._end())
+        if self._follow is not None:
+            self._follow(self._end)
+        else:
+            current = torch.cuda.current_stream(self._stream.device)
+            if current != self._stream:
+                current.wait_stream(self._stream)
         if timeout:
-            self._end().synchronize()
+            (self._end or self._stream).synchronize()
         return True
 
     def get_future(self) -> Any:
@@ -137,11 +146,6 @@ class StreamWork(CallWork):
             with torch.cuda.stream(self._stream):
                 self._future.set_result(self._value)
         return self._future
-
-    def _end(self) -> Any:
-        if self._event is None:
-            self._event = self._stream.record_event()
-        return self._event
 
 
 @no_dynamo

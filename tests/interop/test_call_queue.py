@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -106,13 +107,6 @@ class Stream:
     def wait_stream(self, other: Stream) -> None:
         self.log.append(f"{self.name} waits for {other.name}")
 
-    def wait_event(self, event: Any) -> None:
-        self.log.append(f"{self.name} waits for {event.name}")
-
-    def record_event(self) -> Any:
-        self.log.append(f"event on {self.name}")
-        return SimpleNamespace(name=f"event on {self.name}", query=lambda: False, synchronize=lambda: None)
-
 
 class Tensor:
     """Writes down which streams use it."""
@@ -146,6 +140,7 @@ def device(monkeypatch):
     monkeypatch.setattr(cuda, "current_stream", lambda device=None: made.current)
     monkeypatch.setattr(cuda, "is_current_stream_capturing", lambda: made.captures)
     monkeypatch.setattr(cuda, "stream", use)
+    monkeypatch.setattr(cuda, "set_stream", partial(setattr, made, "current"))
     monkeypatch.setattr(call_queue, "capture_mode", mode)
     monkeypatch.setattr(call_queue, "_raw_stream", lambda device: made.current.cuda_stream)
     runtime = SimpleNamespace(getDevice=lambda: 0)
@@ -160,8 +155,22 @@ def device(monkeypatch):
         def __exit__(self, *_: object) -> None:
             pass
 
+        def wait_event(self, event: Event) -> None:
+            log.append(f"{self.pointer} waits for {event.at}")
+
+    class Event:
+        done = False
+
+        def __init__(self, disable_timing: bool) -> None:
+            assert disable_timing
+
+        def record(self, stream: External) -> None:
+            self.at = stream.pointer
+            log.append(f"event on {self.at}")
+
     streams = SimpleNamespace(null=External(0, 0))
-    cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime, ExternalStream=External, Stream=streams))
+    names = {"runtime": runtime, "ExternalStream": External, "Stream": streams, "Event": Event}
+    cupy = SimpleNamespace(cuda=SimpleNamespace(**names))
     made.queue = DeviceQueue(comm=None, cupy=cupy, device=0)  # type: ignore[arg-type]
     return made
 
@@ -174,17 +183,22 @@ def test_a_call_that_is_waited_for_goes_onto_the_current_stream(device):
 
 
 def test_an_asynchronous_call_has_a_stream_of_its_own(device):
-    work = device.queue.run(lambda: device.log.append("call"), [Tensor(device.log)], False)
+    def task() -> None:
+        device.log.append(f"call on {device.current.name}")
+
+    work = device.queue.run(task, [Tensor(device.log)], False)
     assert device.log == [
-        "side waits for current",
+        "event on 7",
+        "8 waits for 7",
         "CuPy on 8",
-        "call",
+        "call on side",
         "kept for side",
-        "event on side",
+        "event on 8",
     ]
+    assert device.current.name == "current"
     assert not work.is_completed()
     work.wait()
-    assert device.log[5:] == ["current waits for event on side"]
+    assert device.log[6:] == ["7 waits for 8"]
 
 
 def test_a_capture_gets_everything_on_its_stream(device):

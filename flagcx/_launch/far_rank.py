@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 
 from flagcx._launch.process_groups import end_with_launcher, sweep
 from flagcx.config import environment
+from flagcx.descriptors import occupy_standard_streams
 
 ALONE = 128
 _NO_START = 127
@@ -48,6 +49,7 @@ class Card:
 def main() -> int:
     """Runs the rank; returns its exit code."""
     card, signals = _read()
+    occupy_standard_streams()
     own, held = os.pipe()
     try:
         process = subprocess.Popen(

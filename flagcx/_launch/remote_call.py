@@ -17,6 +17,7 @@ from flagcx._launch.failure import Failure, name_ranks
 from flagcx._launch.output import RankOutput
 from flagcx._launch.rank_main import PickledCall, Success, read_file, write_file
 from flagcx._launch.ranks import Command, Ranks
+from flagcx.descriptors import occupy_standard_streams
 from flagcx.errors import ArgumentError, LaunchError
 
 logger = logging.getLogger("flagcx")
@@ -125,6 +126,7 @@ def _command(call_file: int, result_file: int) -> Command:
 
 
 def _memory_file(resources: contextlib.ExitStack) -> int:
+    occupy_standard_streams()
     descriptor = os.memfd_create("flagcx-launch")
     resources.callback(os.close, descriptor)
     return descriptor

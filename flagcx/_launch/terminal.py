@@ -13,6 +13,7 @@ from typing import Any
 
 from flagcx._launch.output import RankOutput, Screen, Write
 from flagcx._launch.ranks import Ranks
+from flagcx.descriptors import occupy_standard_streams
 
 
 class Terminal(RankOutput):
@@ -23,7 +24,7 @@ class Terminal(RankOutput):
     """
 
     def __init__(self, size: int, prefix: bool) -> None:
-        _open_missing()
+        occupy_standard_streams(os.devnull, os.O_RDWR)
         self.interrupted = False
         self._told: set[int] = set()
         self._masters: dict[int, int] = {}
@@ -174,15 +175,6 @@ class _Keyboard:
         if self._writing is not None:
             os.close(self._writing)
             self._writing = None
-
-
-def _open_missing() -> None:
-    """Opens /dev/null in place of a stream that is closed, whose number another file would get."""
-    for stream in (0, 1, 2):
-        try:
-            os.fstat(stream)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # It gets the lowest free number, which is this one.
 
 
 def _copy_size(source: int, target: int) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flagcx.bootstrap.sockets import parse_address
+from flagcx.descriptors import occupy_standard_streams
 from flagcx.errors import BootstrapError
 
 _PROBE_LIMIT_S = 0.5
@@ -83,6 +84,7 @@ def write_file(path: Path, place: Place) -> None:
     draft = path.with_suffix(f".{os.getpid()}")
     with contextlib.suppress(FileNotFoundError):
         draft.unlink()
+    occupy_standard_streams()
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "w", encoding="ascii") as file:
         json.dump({"address": place.address, "key": place.authkey.hex()}, file)

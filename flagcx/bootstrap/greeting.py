@@ -14,6 +14,7 @@ from typing import Any
 
 from flagcx.bootstrap import wire
 from flagcx.bootstrap.sockets import is_own_user, parse_address, tune
+from flagcx.descriptors import occupy_standard_streams
 from flagcx.errors import BootstrapError
 
 _LONGEST_SILENCE_S = 5
@@ -25,6 +26,7 @@ def open_connection(address: str, timeout_s: float, rank: int) -> Connection:
         family, place = parse_address(address)
     except ValueError as error:
         raise BootstrapError(f"the store of rank {rank} cannot be found: {error}", rank=rank) from None
+    occupy_standard_streams()
     link = socket.socket(family, socket.SOCK_STREAM)
     try:
         link.settimeout(timeout_s)

@@ -24,6 +24,7 @@ from flagcx.bootstrap.clock import ActiveClock
 from flagcx.bootstrap.environment import Identity
 from flagcx.bootstrap.mpi_leftovers import remove_own
 from flagcx.config import environment
+from flagcx.descriptors import occupy_standard_streams
 from flagcx.errors import BootstrapError, FlagcxError, MissingDependencyError, ResourceError
 
 logger = logging.getLogger("flagcx")
@@ -64,6 +65,7 @@ class MpiProcess:
         """
         import mpi4py
 
+        occupy_standard_streams()
         rc = mpi4py.rc
         if "mpi4py.MPI" in sys.modules or not rc.initialize:
             from mpi4py import MPI

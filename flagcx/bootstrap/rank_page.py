@@ -25,6 +25,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from flagcx.descriptors import occupy_standard_streams
+
 NAME = "flagcx-rank"
 _HEADER_NBYTES, _COPY_NBYTES = 4096, 1 << 20
 STACKS_AT = _HEADER_NBYTES + 2 * _COPY_NBYTES
@@ -56,6 +58,7 @@ class RankPage:
         self._entries: list[weakref.ref[CommunicatorEntry]] = []
         self.neighbours: dict[int, tuple[int, int]] = {}
         self.record: Callable[[BaseException], str] = lambda error: ""
+        occupy_standard_streams()
         try:
             self.descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC)
             os.ftruncate(self.descriptor, STACKS_AT + _STACKS_NBYTES)
@@ -219,6 +222,7 @@ class PeerStacks:
     """
 
     def __init__(self, path: str) -> None:
+        occupy_standard_streams()
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             self._memory = mmap.mmap(

@@ -17,6 +17,7 @@ from flagcx.bootstrap.store import Store
 from flagcx.bootstrap.store_server import StoreServer
 from flagcx.bootstrap.store_state import StoreAnswer, StoreRequest
 from flagcx.bootstrap.takeover import Standby
+from flagcx.descriptors import occupy_standard_streams
 from flagcx.errors import (
     AbortedError,
     BootstrapError,
@@ -283,6 +284,7 @@ class RefusedError(BootstrapError):
 
 def _own_address(connection: Connection) -> str:
     """This host's address in a connection; "" in one that stays on one host."""
+    occupy_standard_streams()
     with socket.socket(fileno=os.dup(connection.fileno())) as link:
         own = link.getsockname()[0] if link.family != socket.AF_UNIX else ""
     return f"[{own}]" if ":" in own else own

@@ -10,6 +10,7 @@ import socket
 import struct
 from collections.abc import Callable
 
+from flagcx.descriptors import occupy_standard_streams
 from flagcx.errors import BootstrapError
 
 _CREDENTIALS = struct.Struct("3i")
@@ -76,6 +77,7 @@ def listen(address: str | None) -> socket.socket:
         family, place = parse_address(address)
     except ValueError as error:
         raise BootstrapError(f"the store cannot listen: {error}") from None
+    occupy_standard_streams()
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         if family != socket.AF_UNIX:

@@ -40,6 +40,7 @@ from flagcx.bootstrap.peer import Peer
 from flagcx.bootstrap.sockets import format_address, is_own_user, listen, tune
 from flagcx.bootstrap.store_state import NOTES, OBSERVER, Answers, StoreAnswer
 from flagcx.daemon import Daemon
+from flagcx.descriptors import occupy_standard_streams
 from flagcx.forks import abandon_in_children
 
 logger = logging.getLogger("flagcx")
@@ -231,6 +232,7 @@ class StoreServer:
         return [peer for peer in self._peers if peer.rank < 0]
 
     def _accept(self, _events: int) -> None:
+        occupy_standard_streams()
         try:
             connection, _ = self._listener.accept()
         except BlockingIOError:
@@ -239,12 +241,11 @@ class StoreServer:
             self._drop_strangers(keep=0)
             time.sleep(0.01)
             return
-        try:
-            welcome = is_own_user(connection)
+        welcome = False
+        with contextlib.suppress(OSError):  # It has gone already.
             connection.setblocking(False)
             tune(connection)
-        except OSError:  # It has gone already.
-            welcome = False
+            welcome = is_own_user(connection)
         if not welcome:
             connection.close()
             return
@@ -255,8 +256,7 @@ class StoreServer:
         self._send(peer, wire.MAGIC + peer.nonce)
 
     def _drop_strangers(self, keep: int) -> None:
-        strangers = self._strangers()
-        for peer in strangers[: max(0, len(strangers) - keep)]:
+        for peer in self._strangers()[::-1][keep:]:
             self._drop(peer)
 
     def _attend(self, peer: Peer, events: int) -> None:

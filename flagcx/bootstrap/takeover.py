@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from flagcx.bootstrap.sockets import parse_address
 from flagcx.bootstrap.store_server import StoreServer
 from flagcx.daemon import Daemon
+from flagcx.descriptors import occupy_standard_streams
 
 _LOOK_S = 0.05
 _CONNECT_S = 5.0
@@ -93,6 +94,7 @@ def _connect(address: str) -> socket.socket | None:
     if not address:
         return None
     family, place = parse_address(address)
+    occupy_standard_streams()
     probe = socket.socket(family)
     try:
         probe.settimeout(_CONNECT_S)

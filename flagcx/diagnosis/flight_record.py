@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from flagcx.descriptors import occupy_standard_streams
 from flagcx.errors import ArgumentError
 
 FORMAT = "flagcx flight record"
@@ -62,6 +63,7 @@ def add(path: Path, job: Mapping[str, Any], record: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[int]:
+    occupy_standard_streams()
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         deadline = time.monotonic() + _LOCK_S

@@ -28,6 +28,7 @@ from flagcx.bootstrap.observe import observe
 from flagcx.bootstrap.rank_page import CommunicatorEntry, PeerStacks, RankPage, read_page
 from flagcx.config import Config
 from flagcx.daemon import Daemon
+from flagcx.descriptors import occupy_standard_streams
 from flagcx.diagnosis import flight_record
 from flagcx.diagnosis.processes import doing
 from flagcx.diagnosis.stacks import stacks
@@ -59,6 +60,7 @@ class FlightRecorder:
 
     def __init__(self, page: RankPage, config: Config, directory: Path) -> None:
         self._page, self._config, self._directory = page, config, directory
+        occupy_standard_streams()
         self._reading, self._writing = os.pipe()
         os.set_blocking(self._writing, False)
         self._lock = threading.RLock()  # a handler of a signal may come to it again
@@ -272,6 +274,7 @@ def tell(process: int, pipe: int, inode: int, word: bytes) -> None:
         inode: The number by which the system knows the pipe.
         word: What to tell it, such as ``REFRESH``.
     """
+    occupy_standard_streams()
     with contextlib.suppress(OSError):
         descriptor = os.open(f"/proc/{process}/fd/{pipe}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:

@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from flagcx.bootstrap.mpi_process import MPI_PROCESS
+from flagcx.descriptors import occupy_standard_streams
 from flagcx.errors import ArgumentError, BootstrapError, FlagcxError, MissingDependencyError
 from flagcx.transport.base import DEVICE, HOST, Transport, TransportContext
 
@@ -43,6 +44,7 @@ class TransportEntry:
 
     def open(self, context: TransportContext) -> Transport:
         """Makes the transport, on all ranks together."""
+        occupy_standard_streams()  # for descriptors that MPI, UCX or CUDA open
         if not self.late or context.config.transport == self.name:
             return self.load().open(context)
         try:

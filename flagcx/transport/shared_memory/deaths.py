@@ -8,6 +8,8 @@ import threading
 import weakref
 from pathlib import Path
 
+from flagcx.descriptors import occupy_standard_streams
+
 _PROCESSES = Path("/proc")
 _GONE = frozenset("ZXx")
 """The states of a process that has ended and that its parent has yet to ask about."""
@@ -40,6 +42,7 @@ class Deaths:
 
     @staticmethod
     def _open(pid: int) -> int | None:
+        occupy_standard_streams()
         try:
             return os.pidfd_open(pid)
         except ProcessLookupError:

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from flagcx.descriptors import occupy_standard_streams
 from flagcx.errors import ResourceError
 
 _DIRECTORY = "/dev/shm"
@@ -82,6 +83,7 @@ class Segment:
             ResourceError: The machine has no room for it.
         """
         nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        occupy_standard_streams()
         try:
             descriptor = os.memfd_create("flagcx", os.MFD_CLOEXEC)
         except OSError:
@@ -183,6 +185,7 @@ def _c_mmap() -> Callable[..., int]:
 
 def _open(handle: Handle, access: int) -> int:
     """Opens a peer's segment."""
+    occupy_standard_streams()
     try:
         descriptor = os.open(handle.path, access | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -222,6 +225,7 @@ def pid_namespace() -> str:
 
 def is_closed(handle: Handle) -> bool:
     """Whether a peer that lives has closed its segment again."""
+    occupy_standard_streams()
     try:
         descriptor = os.open(handle.path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:

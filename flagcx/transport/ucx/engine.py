@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from flagcx.descriptors import occupy_standard_streams
 from flagcx.transport.at_exit import call_at_exit
 from flagcx.transport.network.engine import Engine
 
@@ -116,6 +117,7 @@ class UcxEngine(Engine):
             if found is None:
                 address = self._ucxx.UCXAddress.create_from_buffer(self._addresses[peer])
                 try:
+                    occupy_standard_streams()
                     found = self._ucxx.UCXEndpoint.create_from_worker_address(self._worker, address, True)
                 except self.error:
                     self._cut_off[peer] = None

@@ -62,7 +62,7 @@ PUBLIC = [
 
 # From the bottom up; a module may import from its own layer and from those before it.
 LAYERS = [
-    ["errors", "config", "descriptors", "forks", "daemon", "migration", "_version"],
+    ["errors", "config", "descriptors", "limits", "forks", "daemon", "migration", "_version"],
     ["dtypes", "foreign_arrays", "report", "figure"],
     ["schedule"],
     ["algorithms", "topology", "bootstrap", "memory"],

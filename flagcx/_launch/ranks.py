@@ -29,6 +29,7 @@ from flagcx.bootstrap.clock import TICK_S, ActiveClock
 from flagcx.bootstrap.store_server import StoreServer
 from flagcx.config import Config
 from flagcx.errors import LaunchError
+from flagcx.limits import described
 
 _GRACE_S = 3.0
 _POLL_S = 0.02
@@ -187,9 +188,8 @@ class Ranks:
         for descriptor in [*self._open, *self._guards, *self._pidfds]:
             if descriptor is not None:
                 os.close(descriptor)
-        self._open.clear()
-        self._guards.clear()
-        self._pidfds.clear()
+        for held in (self._open, self._guards, self._pidfds):
+            held.clear()
         self.selector.close()
         self._settings.close()
 
@@ -235,15 +235,15 @@ class Ranks:
         self.selector.register(told_end, selectors.EVENT_READ, hear)
 
     def _start_rank(self, rank: int, streams: Mapping[str, Any], **variables: str) -> None:
-        place = {"FLAGCX_RANK": str(rank), "FLAGCX_LOCAL_RANK": str(rank)}
-        options = {**streams, **own_group(reads=rank == 0)}
+        environ = {**self._environ, "FLAGCX_RANK": str(rank), "FLAGCX_LOCAL_RANK": str(rank), **variables}
         pipe, held = os.pipe()
         self._guards[rank : rank + 1] = [held]  # in the place of that of a process that has ended
         try:
             with without_aslr(self.size):
-                process = self._popen(rank, {**self._environ, **place, **variables}, pipe, options)
+                process = self._popen(rank, environ, pipe, {**streams, **own_group(reads=rank == 0)})
         except OSError as error:
-            raise LaunchError(f"rank {rank} of {self.size} cannot be started: {error}", rank=rank) from error
+            why = f"rank {rank} of {self.size} cannot be started: {described(error)}"
+            raise LaunchError(why, rank=rank) from error
         finally:
             os.close(pipe)
         self._processes[rank : rank + 1] = [process]

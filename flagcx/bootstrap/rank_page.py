@@ -14,6 +14,7 @@ computing. A rank writes it when a communicator is made or closed and when a wai
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
@@ -154,8 +155,9 @@ class RankPage:
             text = json.dumps(content).encode()
         self._turn += 1
         at = _HEADER_NBYTES + _COPY_NBYTES * (self._turn & 1)
-        os.pwrite(self.descriptor, _LENGTH.pack(len(text)) + text, at)
-        os.pwrite(self.descriptor, _TURN.pack(self._turn), 0)
+        with contextlib.suppress(OSError):  # The program has closed it, or may make no such files any more.
+            os.pwrite(self.descriptor, _LENGTH.pack(len(text)) + text, at)
+            os.pwrite(self.descriptor, _TURN.pack(self._turn), 0)
 
 
 class CommunicatorEntry:

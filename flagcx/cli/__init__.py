@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from flagcx.errors import FlagcxError
+from flagcx.limits import explained
 
 if TYPE_CHECKING:
     import typer
@@ -24,18 +25,23 @@ _VERBATIM = {"allow_extra_args": True, "allow_interspersed_args": False}
 def main() -> None:
     """Runs the command line. An error of flagcx is printed in one line, without a traceback."""
     try:
-        from flagcx.cli.run_script import run_plainly
-
-        code = run_plainly(sys.argv[1:])
-        if code is not None:
-            raise SystemExit(code)
-        application(sys.argv[1] if len(sys.argv) > 1 else "")()
+        with explained("the command cannot go on"):
+            _run_command()
     except KeyboardInterrupt:  # as modules are imported; or a second one: the first ends the ranks
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # one more ends this process at once, and quietly
         raise SystemExit(128 + signal.SIGINT) from None
     except FlagcxError as error:
         print(f"flagcx: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def _run_command() -> None:
+    from flagcx.cli.run_script import run_plainly
+
+    code = run_plainly(sys.argv[1:])
+    if code is not None:
+        raise SystemExit(code)
+    application(sys.argv[1] if len(sys.argv) > 1 else "")()
 
 
 def application(asked: str = "") -> typer.Typer:

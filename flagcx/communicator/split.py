@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, TypeVar
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from flagcx.arguments import as_integer
 from flagcx.communicator.caller import Caller
 from flagcx.communicator.objects import allgather_object
-from flagcx.errors import ArgumentError
+from flagcx.errors import ArgumentError, ResourceError, text_of
 
 C = TypeVar("C", bound=Caller)
 
@@ -27,6 +28,8 @@ def split(comm: C, color: int | None, key: int | None = None) -> C | None:
 
     Raises:
         ArgumentError: This rank or another gave another color or key. All ranks raise it.
+        ResourceError: This rank or another of its color has no memory or descriptor left. All of them raise
+            it, and this communicator can be used as before.
     """
     cards = allgather_object(comm, _card(comm.rank, color, key), part_of="split")
     problem = next((problem for *_, problem in cards if problem), "")
@@ -37,9 +40,16 @@ def split(comm: C, color: int | None, key: int | None = None) -> C | None:
     ranks = [q for _, q in members]
     comm._splits += 1
 
-    def exchange(mine: bytes) -> list[bytes]:
-        cards_of_all = allgather_object(comm, mine, part_of="split")
-        return [cards_of_all[q] for q in ranks]
+    told = False
+
+    def exchange(mine: bytes, problem: str = "") -> list[bytes]:
+        nonlocal told
+        told = True
+        cards_of_all = allgather_object(comm, (problem, mine), part_of="split")
+        for q in ranks:
+            if cards_of_all[q][0] and q != comm.rank:
+                raise ResourceError(f"split cannot be made, since rank {q} failed: {cards_of_all[q][0]}")
+        return [cards_of_all[q][1] for q in ranks]
 
     if color is None:
         exchange(b"")
@@ -48,7 +58,13 @@ def split(comm: C, color: int | None, key: int | None = None) -> C | None:
     store = None if comm._store is None else comm._store.scoped(f"{comm._splits}.{ranks[0]}/", ranks)
     make: Any = type(comm)
     name = f"split {comm._splits} of {comm._name}"
-    child: C = make(ranks.index(comm.rank), len(ranks), exchange, hosts, comm.config, store, name)
+    try:
+        child: C = make(ranks.index(comm.rank), len(ranks), exchange, hosts, comm.config, store, name)
+    except Exception as error:
+        if not told:  # or this rank's next call would meet the exchange of the others
+            with contextlib.suppress(ResourceError):  # of a rank that fails too
+                exchange(b"", text_of(error))
+        raise
     comm._children.add(child)
     return child
 

@@ -23,6 +23,7 @@ from flagcx._version import __version__
 from flagcx.algorithms.candidate import Candidate
 from flagcx.config import cache_directory
 from flagcx.errors import ArgumentError
+from flagcx.limits import explained
 from flagcx.schedule.collectives import COLLECTIVES
 
 FORMAT = 1
@@ -325,9 +326,10 @@ def read_table(path: Path) -> Table:
     Raises:
         FileNotFoundError: There is no such file.
         ArgumentError: It is no table; the message says why.
+        ResourceError: No descriptor is left for it.
     """
     try:
-        with open(path, "rb") as file:
+        with explained(f"the tuning table {path} cannot be read"), open(path, "rb") as file:
             raw = file.read(_MOST_FILE_NBYTES + 1)
         if len(raw) > _MOST_FILE_NBYTES:
             raise ArgumentError(f"it has over {_MOST_FILE_NBYTES >> 20} MiB")

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import mmap
 import os
-import resource
 import secrets
 import weakref
 from collections.abc import Callable
@@ -25,6 +23,7 @@ import numpy as np
 
 from flagcx.descriptors import occupy_standard_streams
 from flagcx.errors import ResourceError
+from flagcx.limits import remedy
 
 _DIRECTORY = "/dev/shm"
 ONE_NAMESPACE = (
@@ -189,10 +188,9 @@ def _open(handle: Handle, access: int) -> int:
     try:
         descriptor = os.open(handle.path, access | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        if error.errno in (errno.EMFILE, errno.ENFILE):
+        if way_out := remedy(error):
             raise ResourceError(
-                f"no descriptor is left for the shared memory of a peer ({error.strerror}); close files, "
-                f"or allow more by ulimit -n"
+                f"the shared memory of a peer cannot be opened ({error.strerror}): {way_out}"
             ) from None
         raise ResourceError(
             f"the shared memory of process {handle.pid} cannot be opened ({error}); the ranks of a host "
@@ -253,19 +251,16 @@ def _unnamed_file() -> int:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         os.unlink(path)
     except OSError as error:
-        raise ResourceError(f"no shared memory can be made: {error} for {path}") from None
+        reason = remedy(error) or f"{_DIRECTORY} takes no file"
+        raise ResourceError(f"no shared memory can be made ({error.strerror}): {reason}") from None
     return descriptor
 
 
 def _why_not(nbytes: int, error: OSError) -> str:
     """Why there is no shared memory of ``nbytes`` bytes, and what to do."""
     refused = f"{nbytes:,} bytes of shared memory cannot be made ({error.strerror})"
-    if error.errno == errno.EFBIG:
-        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-        return (
-            f"{refused}: this process may make files of {limit:,} bytes at most, and shared memory is one; "
-            f"raise the limit before the job starts: ulimit -f unlimited"
-        )
+    if way_out := remedy(error):
+        return f"{refused}: {way_out}"
     return (
         f"{refused}; other processes may hold the machine's memory, or a limit be too low (ulimit -v, the "
         f"container's memory)"

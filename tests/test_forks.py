@@ -48,6 +48,9 @@ def use():
         lambda: comm.split(0),
         lambda: comm.empty(4),
         lambda: comm.broadcast_object(None),
+        lambda: comm.abort("in a child"),
+        half.abort,
+        comm.shrink,
         fc.init,
         *([] if pending is None else [pending.wait]),
     )

@@ -35,6 +35,7 @@ from flagcx.errors import (
 )
 from flagcx.executor.abort import abort_calls, retire
 from flagcx.executor.point_to_point import TWO_THREADS
+from flagcx.forks import FORKED
 
 logger = logging.getLogger("flagcx")
 
@@ -57,11 +58,13 @@ def abort(self: Caller, reason: str = "") -> None:
     Args:
         reason: Why, for the messages of the peers.
 
+    Raises:
+        CommunicatorError: In a forked child, whose parent is the rank.
+
     Example:
         >>> threading.Timer(60, comm.abort, ["no result within a minute"]).start()  # doctest: +SKIP
     """
-    if self._host.forked:
-        return
+    _refuse_in_child(self)
     for child in list(self._children):
         abort(child, reason)
     _end_calls(self, reason or "comm.abort() was called")
@@ -69,6 +72,11 @@ def abort(self: Caller, reason: str = "") -> None:
     if _retire(self):
         with contextlib.suppress(FlagcxError):  # of what was aborted
             self._give_back()
+
+
+def _refuse_in_child(comm: Caller) -> None:
+    if comm._host.forked:
+        raise CommunicatorError(FORKED)
 
 
 def _end_calls(comm: Caller, reason: str) -> None:
@@ -120,9 +128,10 @@ def shrink(self: Caller, patience_s: float | None = None) -> Caller:
         IJHPCA 27(3), 2013; ncclCommShrink of NCCL 2.27.
     """
     check_seconds(patience_s, "patience_s")
+    _refuse_in_child(self)
     lineage = self._lineage
-    if lineage is None or self._host.forked or self._shut:
-        why = "it was made without a store" if lineage is None else "it was closed, or carried through a fork"
+    if lineage is None or self._shut:
+        why = "it was made without a store" if lineage is None else "it was closed"
         raise CommunicatorError(f"comm.shrink() cannot go on from this communicator: {why}; use fc.init()")
     _end_calls(self, "it calls comm.shrink(), as every rank that is left must")
     if not _retire(self):

@@ -26,6 +26,16 @@ class Daemon(threading.Thread):
         self._started = _Begun()
 
 
+def stay_if_process_ends() -> None:
+    """Keeps a daemon thread where it is, for good, while the interpreter ends.
+
+    The main thread is done, and closes what the thread still uses. Python itself holds such a thread a moment
+    later. An error of a call that the end of the process cuts off would be printed, and tell nothing.
+    """
+    if threading.current_thread().daemon and not threading.main_thread().is_alive():
+        threading.Event().wait()
+
+
 class _Begun(threading.Event):
     """What ``start`` waits for."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from time import perf_counter_ns
 from typing import Any
@@ -13,6 +13,7 @@ import numpy as np
 
 from flagcx.algorithms import entries
 from flagcx.algorithms.candidate import Candidate
+from flagcx.daemon import stay_if_process_ends
 from flagcx.dtypes import OPS, DType, ReduceOp, dtype_of, flushes_subnormals, resolve_op
 from flagcx.errors import (
     AbortedError,
@@ -25,7 +26,7 @@ from flagcx.errors import (
 from flagcx.executor.float_errors import FloatErrors, warn_of_mode
 from flagcx.executor.plan_cache import PlanCache, plan_nbytes
 from flagcx.executor.point_to_point import TWO_THREADS, PointToPoint
-from flagcx.executor.progress_thread import progress_thread
+from flagcx.executor.progress_thread import ProgressThread, nbytes_of
 from flagcx.executor.work import Work
 from flagcx.forks import FORKED, abandon_in_children
 from flagcx.profiler import OperationInfo, Progress, RecordBuffer, RecordedPlan
@@ -80,7 +81,7 @@ class Executor:
         self.broken_by: tuple[type[BaseException], str] | None = None
         self.float_errors = FloatErrors()
         self.quietly, self.noted = self.float_errors.run, self.float_errors.noted
-        self._worker: ThreadPoolExecutor | None = None
+        self._worker: ProgressThread | None = None
         self._last: Future | None = None
         self._untold: BaseException | None = None  # an error of started work, until some caller has got it
         self.partner: Executor | None = None
@@ -204,10 +205,7 @@ class Executor:
         return RecordedPlan(plan, self.transfer_info(nbytes), self.ring, self._progress, shared=False)
 
     def beside(self, plan: Plan) -> Plan:
-        """The plan for use beside a computation; the same one where there is none for that.
-
-        All ranks must run what this returns, or all the plan that is given.
-        """
+        """The plan for use beside a computation, if there is one for that; all ranks take it, or none."""
         return plan
 
     def take(self, array: Any, what: str, writable: bool) -> Any:
@@ -256,7 +254,7 @@ class Executor:
             raise
 
     def start(self, plan: Plan, sendbuf: Any, recvbuf: Any, value: Any, what: str) -> Work:
-        """Runs a plan on a thread of the communicator's own, after what was started before.
+        """Runs a plan on the communicator's ``ProgressThread``, after what was started before.
 
         An error that the work's ``wait`` has not raised by then is raised by ``close``.
 
@@ -266,12 +264,11 @@ class Executor:
         self.check()
         if self.turn.locked():
             raise CommunicatorError(TWO_THREADS)
-        if self._worker is None:
-            self._worker = progress_thread(self.broke)
-
-        run: Callable[[Any, Any], object] = plan.run
-        if isinstance(plan, RecordedPlan):
-            run = partial(plan.run_queued, queued_at_ns=perf_counter_ns())
+        worker = self._worker = self._worker or ProgressThread(self.broke)
+        nbytes = nbytes_of([sendbuf] if recvbuf is sendbuf else [sendbuf, recvbuf])
+        worker.wait_for_room(nbytes, self.hurry)
+        now_ns = perf_counter_ns()
+        run = partial(plan.run_queued, queued_at_ns=now_ns) if isinstance(plan, RecordedPlan) else plan.run
 
         def call() -> Any:
             self._progress.background = not self._hurried
@@ -288,7 +285,7 @@ class Executor:
 
         self.hold()
         self._hurried = False
-        self._last = self._worker.submit(call)
+        self._last = worker.submit(call, nbytes)
         return Work(self._last, what, self.hurry, self.take_untold, self.float_errors)
 
     def leave_untold(self, error: BaseException) -> None:
@@ -333,6 +330,7 @@ class Executor:
     def check(self) -> None:
         """Raises where no further call can be made: CommunicatorError, or what no caller has got so far."""
         if self.over:
+            stay_if_process_ends()
             untold = self.take_untold()  # this tells it
             if isinstance(untold, CommunicationError):
                 raise type(untold)(self.over, peer=untold.peer)
@@ -344,6 +342,7 @@ class Executor:
         Raises:
             CommunicatorError: The error comes of a close in the middle of the call, as by a signal's handler.
         """
+        stay_if_process_ends()
         if self._closed and is_own_fault(error):
             raise CommunicatorError(f"{self.over}, and was in the middle of a call") from error
         if self.over or isinstance(error, ArgumentError):
@@ -387,7 +386,7 @@ class Executor:
         untold = self.take_untold()
         ended = bool(self.over)
         if self._worker is not None:
-            self._worker.shutdown()
+            self._worker.close()
             self._worker = None
         self._closed = True
         self.end("this communicator is closed")

@@ -7,16 +7,24 @@ the peers that wait for it. So it asks for short slices, which are due sooner; i
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
-from flagcx.daemon import Daemon
-from flagcx.errors import ResourceError
+from flagcx.daemon import Daemon, stay_if_process_ends
+from flagcx.errors import CommunicatorError, ResourceError
 from flagcx.transport.slices import ask_for_short_slices
 
+MOST_CALLS, FEW_CALLS, MOST_NBYTES = 1024, 16, 64 << 20
+"""How many calls may be under way, and how many bytes of arrays where there are more than a few."""
 
-def progress_thread(broke: Callable[[BaseException], object]) -> ThreadPoolExecutor:
-    """A pool of the one thread, which runs already.
+
+class ProgressThread:
+    """The thread, which runs already, and the calls that it has yet to make.
+
+    A program that never waits for what it starts would fill the memory with arrays of calls to come: one more
+    call waits until there is room.
 
     Args:
         broke: Ends the communicator after an error, and tells the peers, which may be in the call.
@@ -24,13 +32,63 @@ def progress_thread(broke: Callable[[BaseException], object]) -> ThreadPoolExecu
     Raises:
         ResourceError: No thread can be started.
     """
-    pool = ThreadPoolExecutor(1, thread_name_prefix="flagcx", initializer=ask_for_short_slices)
-    try:
-        Daemon(int, "flagcx-first").start()  # which does not wait without end where none can be started
-        pool.submit(int)  # with which the thread starts
-    except RuntimeError as error:
-        raise no_thread("calls", error, broke) from None
-    return pool
+
+    def __init__(self, broke: Callable[[BaseException], object]) -> None:
+        self._room = threading.Condition()
+        self._calls = self._nbytes = 0
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="flagcx", initializer=ask_for_short_slices)
+        try:
+            Daemon(int, "flagcx-first").start()  # which does not wait without end where none can be started
+            self._pool.submit(int)  # with which the thread starts
+        except RuntimeError as error:
+            raise no_thread("calls", error, broke) from None
+
+    def wait_for_room(self, nbytes: int, hurry: Callable[[], object]) -> None:
+        """Waits until a call with arrays of ``nbytes`` bytes can be submitted; ``hurry`` is called before."""
+        with self._room:
+            if self._is_full(nbytes):
+                hurry()
+                self._room.wait_for(lambda: not self._is_full(nbytes))
+
+    def _is_full(self, nbytes: int) -> bool:
+        too_many = self._calls >= FEW_CALLS and self._nbytes + nbytes > MOST_NBYTES
+        return too_many or self._calls >= MOST_CALLS
+
+    def submit(self, call: Callable[[], Any], nbytes: int) -> Future:
+        """Makes a call after those that were submitted before.
+
+        Raises:
+            CommunicatorError: The interpreter ends, and starts nothing any more.
+        """
+        with self._room:
+            self._calls, self._nbytes = self._calls + 1, self._nbytes + nbytes
+        try:
+            future = self._pool.submit(call)
+        except RuntimeError:
+            self._leave(nbytes)
+            stay_if_process_ends()
+            raise CommunicatorError(
+                "async_op=True starts no call any more, since the communicator is closed or the interpreter "
+                "ends; leave async_op out"
+            ) from None
+        future.add_done_callback(lambda _: self._leave(nbytes))
+        return future
+
+    def _leave(self, nbytes: int) -> None:
+        with self._room:
+            self._calls, self._nbytes = self._calls - 1, self._nbytes - nbytes
+            self._room.notify_all()
+
+    def close(self) -> None:
+        """Makes the calls that are left, and ends the thread."""
+        self._pool.shutdown()
+
+
+def nbytes_of(arrays: Any) -> int:
+    """Bytes of an array, or of all arrays of a list; 0 where there is none."""
+    if isinstance(arrays, (list, tuple)):
+        return sum(map(nbytes_of, arrays))
+    return getattr(arrays, "nbytes", 0)
 
 
 def no_thread(what: str, error: Exception, broke: Callable[[BaseException], object]) -> ResourceError:
@@ -39,7 +97,7 @@ def no_thread(what: str, error: Exception, broke: Callable[[BaseException], obje
     Args:
         what: What the thread is for.
         error: What Python says.
-        broke: See ``progress_thread``.
+        broke: See ``ProgressThread``.
     """
     problem = ResourceError(
         f"no thread can be started for {what} with async_op=True ({error}); allow this process more memory "

@@ -8,6 +8,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Generic, TypeVar
 
 from flagcx.arguments import is_number
+from flagcx.daemon import stay_if_process_ends
 from flagcx.errors import ArgumentError, PeerTimeoutError
 from flagcx.executor.float_errors import FloatErrors
 
@@ -76,6 +77,7 @@ class Work(Generic[T]):
                 raise PeerTimeoutError(f"{self._what} still runs after {timeout_s} s; wait again") from None
             if self._told is not None and self._future.done():
                 self._told()
+            stay_if_process_ends()
             raise
         if self._float_errors is not None and self._float_errors.noted:
             self._float_errors.warn()

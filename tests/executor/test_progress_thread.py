@@ -12,7 +12,15 @@ import numpy as np
 import pytest
 
 import flagcx as fc
-from flagcx.executor.progress_thread import ask_for_short_slices, progress_thread
+from flagcx.executor.progress_thread import (
+    FEW_CALLS,
+    MOST_CALLS,
+    MOST_NBYTES,
+    ProgressThread,
+    ask_for_short_slices,
+)
+from tests.bootstrap.processes import line, rest
+from tests.communicator.jobs import job
 from tests.ranks import run_ranks
 
 
@@ -28,11 +36,11 @@ def slice_ns() -> int | None:
 
 def test_the_thread_has_short_slices_and_no_other_has():
     before = slice_ns()
-    pool = progress_thread(print)
+    thread = ProgressThread(print)
     try:
-        inside = pool.submit(slice_ns).result()
+        inside = thread.submit(slice_ns, 0).result()
     finally:
-        pool.shutdown()
+        thread.close()
     _skip_on_old_kernels()
     assert inside == 100_000
     assert slice_ns() == before
@@ -120,3 +128,93 @@ def _results(times: int) -> None:
 @pytest.mark.parametrize("size", [2, 3])
 def test_results_of_waits_in_the_background(size):
     run_ranks(_results, size, 10)
+
+
+@pytest.mark.parametrize(
+    ("calls", "nbytes", "waits"),
+    [
+        (MOST_CALLS - 1, 0, False),
+        (MOST_CALLS, 0, True),
+        (FEW_CALLS - 1, MOST_NBYTES, False),
+        (FEW_CALLS, MOST_NBYTES // FEW_CALLS, True),
+        (2 * FEW_CALLS, MOST_NBYTES // FEW_CALLS // 4, False),
+    ],
+)
+def test_a_call_waits_for_the_oldest_where_many_are_under_way(calls, nbytes, waits):
+    gate, hurried = threading.Semaphore(0), []
+    thread = ProgressThread(print)
+    for _ in range(calls):
+        thread.submit(gate.acquire, nbytes)
+
+    def hurry() -> None:
+        hurried.append(1)
+        gate.release()  # for one call alone
+
+    thread.wait_for_room(nbytes, hurry)
+    assert bool(hurried) == waits
+    gate.release(calls)
+    thread.close()
+    thread.wait_for_room(MOST_NBYTES, lambda: pytest.fail("calls that have ended take no room"))
+
+
+def _never_waits(times: int) -> tuple[int, float]:
+    comm, most = fc.init(timeout_s=20), 0
+    for i in range(times):
+        comm.allreduce(np.full(1 << 17, float(i)), async_op=True)
+        most = max(most, comm._host._worker._nbytes)
+    return most, float(comm.allreduce(np.ones(1))[0])
+
+
+def test_work_that_is_never_waited_for_takes_bounded_memory():
+    for most, last in run_ranks(_never_waits, 2, 150):
+        assert most <= MOST_NBYTES
+        assert last == 2
+
+
+AT_THE_END = """
+import atexit, threading
+atexit.register(lambda: thread.join(0.1))  # after the close, as it was registered before
+comm = fc.init()
+comm.barrier()
+if comm.rank == 0:
+    tell("ready")
+    sys.stdin.read()  # until the other process has ended
+    os._exit(0)
+START
+thread = threading.Thread(target=call, daemon=True)
+thread.start()
+while not comm._host.turn.locked():
+    time.sleep(0.001)
+"""
+INSIDE = "call = lambda: comm.allreduce(np.ones(9))"
+AGAIN = """
+def call():
+    with comm._host.turn:
+        leave.wait()  # until the communicator is closed
+    while True:
+        comm.allreduce(np.ones(9))
+leave = threading.Event()
+atexit.register(leave.set)
+comm.close()
+"""
+
+
+@pytest.mark.parametrize("start", [INSIDE, AGAIN], ids=["inside", "again"])
+def test_a_daemon_thread_that_the_end_of_the_process_cuts_off_says_nothing(start):
+    with job(2, AT_THE_END.replace("START", start)) as (first, second):
+        assert line(first) == "ready"
+        assert rest(second) == ""
+        assert second.returncode == 0
+        assert first.communicate(timeout=60)[0] == ""
+
+
+def test_work_cannot_be_started_as_the_interpreter_ends():
+    body = """
+import atexit
+comm = fc.init()
+atexit.register(lambda: outcome(lambda: comm.allreduce(np.ones(3), async_op=True)))
+comm.allreduce(np.ones(3), async_op=True).wait()
+"""
+    with job(1, body) as (process,):
+        assert "CommunicatorError None" in (told := rest(process)), told
+        assert "leave async_op out" in told

@@ -99,7 +99,17 @@ def is_own_fault(error: BaseException) -> bool:
 
 def what_it_raised(error: BaseException) -> str:
     """How a rank ended that raised an exception, as its peers are told."""
-    return f"it raised {type(error).__name__}: {text_of(error)[:500]}"
+    if isinstance(error, SystemExit):
+        code = error.code or 0
+        return (
+            f"it exited with code {code}" if isinstance(code, int) else f"it exited: {text_of(error)[:500]}"
+        )
+    return f"it raised {type(error).__name__}: {text_of(error)[:500]}".removesuffix(": ")
+
+
+def reason_of(error: BaseException) -> str:
+    """Why a rank gave up in a call that raised an exception, as its peers are told."""
+    return text_of(error) if isinstance(error, FlagcxError) else what_it_raised(error)
 
 
 class LaunchError(FlagcxError):

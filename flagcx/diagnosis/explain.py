@@ -122,6 +122,10 @@ def _reached(rank: int, targets: Mapping[int, tuple[int, ...]]) -> set[int]:
 def _circle_in_words(
     circle: Sequence[int], waiting: Mapping[int, Progress], targets: Mapping[int, tuple[int, ...]]
 ) -> str:
+    if len(circle) == 1:
+        (rank,) = circle
+        call = _call_in_words(waiting[rank])
+        return f"rank {rank} waits for itself in {call}. It must send before it receives."
     parts = [
         f"rank {rank} waits for {name_ranks(q for q in targets[rank] if q in circle)} in "
         f"{_call_in_words(waiting[rank])}"

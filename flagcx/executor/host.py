@@ -21,6 +21,7 @@ from flagcx.errors import (
     CommunicationError,
     CommunicatorError,
     is_own_fault,
+    reason_of,
     text_of,
 )
 from flagcx.executor.float_errors import FloatErrors, warn_of_mode
@@ -351,7 +352,7 @@ class Executor:
         if isinstance(error, CommunicationError):
             self.record(error)  # while the others still wait where they are
         self.end(f"this communicator cannot be used after {kind.__name__}: {text}; make a new one")
-        self.transport.abort(text or kind.__name__, getattr(error, "peer", None))
+        self.transport.abort(reason_of(error), getattr(error, "peer", None))
         if self.partner is not None:
             self.partner.broke(error)
 

@@ -263,7 +263,15 @@ class PointToPoint:
         messenger = self._messenger
         late = transfer.waited_s >= messenger.timeout_s
         for message in self._first(transfer):
-            messenger.examine(message, transfer.waited_s, late, caller=True)
+            to_itself = message.peer == self._owner.rank
+            messenger.examine(message, transfer.waited_s, late and not to_itself, caller=True)
+            if late and to_itself and not message.ready():
+                what, other = ("send", "receive") if message.sends else ("receive", "send")
+                raise PeerTimeoutError(
+                    f"rank {message.peer} waited {transfer.waited_s:.1f} s in a {what} of a message to "
+                    f"itself, and has made no {other} for it; make the {other} before, or call comm.sendrecv",
+                    peer=message.peer,
+                )
 
     def _first(self, transfer: Transfer | None) -> list[Message]:
         """The first message of each channel, or of one channel in which a transfer has messages."""

@@ -303,6 +303,8 @@ class Waits:
     def _chain(self, rank: int) -> str:
         """For which rank the one that is waited for waits, and so on from rank to rank."""
         seen, text, self.waiting, self.culprit = [self._me], "", set(), None
+        if rank == self._me:
+            return f"; {self._name(rank)} waits for itself"
         while rank not in seen:
             seen.append(rank)
             note = next((n for kind in _NOTES if (n := self._read(rank, kind)) is not None), None)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import flagcx as fc
+from flagcx.errors import reason_of
 from flagcx.transport.waits import Waits
 from tests.bootstrap.processes import line, rest
 from tests.communicator.jobs import job, outcome_of
@@ -96,6 +97,43 @@ def test_calls_of_long_ago_have_names():
         assert "allreduce of 5 float32" in disagree and "allreduce of 6 float32" in disagree
     assert "rank 0 sent 4 bytes of send and receive of int16" in told[1][1]
     assert "rank 1 expects 6 bytes of send and receive of int16" in told[1][1]
+
+
+def test_an_exit_in_the_middle_of_a_call_is_told_with_its_code():
+    body = """
+comm = fc.init(timeout_s=60)
+def leave(*_):
+    if comm._host.turn.locked():
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        sys.exit(7)
+if comm.rank == 0:
+    signal.signal(signal.SIGALRM, leave)
+    signal.setitimer(signal.ITIMER_REAL, 0.01, 0.01)
+else:
+    sys.stdin.readline()
+outcome(lambda: [comm.barrier() for _ in range(2)])  # rank 0 has come to the first
+"""
+    with job(2, body) as (first, second):
+        assert rest(first) == "" and first.returncode == 7
+        second.stdin.write("go on\n")
+        second.stdin.flush()
+        name, culprit, _, text = outcome_of(line(second))
+        assert (name, culprit) == ("AbortedError", 0)
+        assert text.startswith("rank 0 gave up: it exited with code 7"), text
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (SystemExit(), "it exited with code 0"),
+        (SystemExit("bye"), "it exited: bye"),
+        (KeyboardInterrupt(), "it raised KeyboardInterrupt"),
+        (ValueError("mine"), "it raised ValueError: mine"),
+        (fc.ResourceError("no room"), "no room"),
+    ],
+)
+def test_reasons_that_peers_are_told(error, reason):
+    assert reason_of(error) == reason
 
 
 _LIVES_ON = {

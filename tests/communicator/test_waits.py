@@ -35,6 +35,20 @@ def _told(case: str) -> tuple[list[str], str, int | None]:
     return warned, "" if error is None else f"{type(error).__name__}: {error}", error and error.peer
 
 
+def _waits_for_itself() -> tuple[list[str], str]:
+    """What a rank is warned of that receives from itself, and the error."""
+    comm = fc.init(timeout_s=0.5, explain_wait_s=0.1)
+    with pytest.MonkeyPatch.context() as patch:
+        warned: list[str] = []
+        patch.setattr(
+            logging.getLogger("flagcx"), "warning", lambda text, *given: warned.append(text % given)
+        )
+        with pytest.raises(fc.PeerTimeoutError) as caught:
+            comm.recv(np.ones(4), comm.rank)
+    assert caught.value.peer == comm.rank
+    return warned, str(caught.value)
+
+
 def _wait(case: str, comm, first, second) -> None:
     rank, x = comm.rank, np.ones(4)
     if case == "a receive without a send":
@@ -77,6 +91,12 @@ def test_a_receive_without_a_send():
         "for rank 1 in a receive of 32 bytes of communicator world; rank 1 itself waits for no rank"
     ), warning
     assert error.startswith("PeerTimeoutError: rank 1 did not take part") and peer == 1
+
+
+def test_a_receive_from_itself_for_which_there_is_no_send():
+    warned, error = run_ranks(_waits_for_itself, 2)[1]
+    assert [text.rpartition("; ")[2] for text in warned] == ["rank 1 waits for itself"]
+    assert "s in a receive of a message to itself, and has made no send for it" in error
 
 
 def test_a_receive_from_a_rank_that_waits_itself_blames_the_one_that_both_wait_for():

@@ -57,6 +57,14 @@ def test_a_chain_that_ends_at_a_rank_that_does_not_wait():
     assert "rank 2 (process 1002 on here) itself waits for no rank; it computes" in found.sentences[-1]
 
 
+def test_a_rank_that_waits_for_itself():
+    waits = Progress("world", (0, 1), False, 4, "barrier", "a receive of 8 bytes", 0, 9.0)
+    found = explain(2, [_rank(0, waits), _rank(1, Progress("world", (0, 1), False, 4, "barrier"))])
+    assert found.circles == [[0]]
+    call = "a receive of 8 bytes of communicator world"
+    assert f"rank 0 waits for itself in {call}. It must send before it receives." in found.sentences
+
+
 def test_ranks_that_are_gone_and_ranks_that_cannot_be_seen():
     waits = Progress("world", (0, 1, 2), False, 4, "barrier", "barrier", 1, 9.0)
     found = explain(3, [_rank(0, waits)], elsewhere=[2])

@@ -75,6 +75,7 @@ def test_a_launch_goes_on_where_its_programs_stdout_is_full():
 import os, sys
 import flagcx as fc
 sys.stderr.write(f"{fc.launch(lambda: print('words' * 10000) or 7, 2)} all")
+sys.stderr.flush()
 os._exit(0)  # Python would complain of its full stdout
 """
     with open("/dev/full", "w") as full:

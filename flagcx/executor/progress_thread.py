@@ -7,7 +7,8 @@ the peers that wait for it. So it asks for short slices, which are due sooner; i
 
 from __future__ import annotations
 
-import threading
+import weakref
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -34,8 +35,10 @@ class ProgressThread:
     """
 
     def __init__(self, broke: Callable[[BaseException], object]) -> None:
-        self._room = threading.Condition()
-        self._calls = self._nbytes = 0
+        # The future of each call and the bytes of its arrays. A future that ends keeps the result: the caller
+        # alone has it then. No lock: a signal's handler may close the communicator at any point of this.
+        self._under_way: deque[tuple[weakref.ref[Future], int]] = deque()
+        self._nbytes = 0
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="flagcx", initializer=ask_for_short_slices)
         try:
             Daemon(int, "flagcx-first").start()  # which does not wait without end where none can be started
@@ -45,14 +48,16 @@ class ProgressThread:
 
     def wait_for_room(self, nbytes: int, hurry: Callable[[], object]) -> None:
         """Waits until a call with arrays of ``nbytes`` bytes can be submitted; ``hurry`` is called before."""
-        with self._room:
-            if self._is_full(nbytes):
+        under_way = self._under_way
+        while under_way:
+            oldest = under_way[0][0]()
+            if oldest is not None and not oldest.done():
+                few = len(under_way) < FEW_CALLS or self._nbytes + nbytes <= MOST_NBYTES
+                if few and len(under_way) < MOST_CALLS:
+                    return
                 hurry()
-                self._room.wait_for(lambda: not self._is_full(nbytes))
-
-    def _is_full(self, nbytes: int) -> bool:
-        too_many = self._calls >= FEW_CALLS and self._nbytes + nbytes > MOST_NBYTES
-        return too_many or self._calls >= MOST_CALLS
+                oldest.exception()
+            self._nbytes -= under_way.popleft()[1]
 
     def submit(self, call: Callable[[], Any], nbytes: int) -> Future:
         """Makes a call after those that were submitted before.
@@ -60,24 +65,17 @@ class ProgressThread:
         Raises:
             CommunicatorError: The interpreter ends, and starts nothing any more.
         """
-        with self._room:
-            self._calls, self._nbytes = self._calls + 1, self._nbytes + nbytes
         try:
             future = self._pool.submit(call)
         except RuntimeError:
-            self._leave(nbytes)
             stay_if_process_ends()
             raise CommunicatorError(
                 "async_op=True starts no call any more, since the communicator is closed or the interpreter "
                 "ends; leave async_op out"
             ) from None
-        future.add_done_callback(lambda _: self._leave(nbytes))
+        self._under_way.append((weakref.ref(future), nbytes))
+        self._nbytes += nbytes
         return future
-
-    def _leave(self, nbytes: int) -> None:
-        with self._room:
-            self._calls, self._nbytes = self._calls - 1, self._nbytes - nbytes
-            self._room.notify_all()
 
     def close(self) -> None:
         """Makes the calls that are left, and ends the thread."""

@@ -5,6 +5,7 @@ The module ``store_server`` has a picture of it.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import socket
 import struct
@@ -75,7 +76,9 @@ def greet(
     server_nonce, client_nonce = opening[len(wire.MAGIC) :], secrets.token_bytes(wire.NONCE_NBYTES)
     message = wire.pack(dict(claim))
     shown = wire.proof(authkey, "client", server_nonce, client_nonce, message)
-    connection.send_bytes(client_nonce + shown + message)
+    # A server that has just closed the connection is told by the next message, which does not come.
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        connection.send_bytes(client_nonce + shown + message)
     proof, answer = _split(hear())
     if not wire.same_proof(proof, wire.proof(authkey, "server", server_nonce, client_nonce, answer)):
         raise BootstrapError(f"the store at {address} does not know this job's key", rank=rank)

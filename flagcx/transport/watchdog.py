@@ -26,6 +26,7 @@ from flagcx.daemon import Daemon
 from flagcx.errors import (
     AbortedError,
     CommunicationError,
+    CommunicatorError,
     FlagcxError,
     MismatchError,
     PeerDiedError,
@@ -120,8 +121,10 @@ class Watchdog:
                 error = self._died(death)
             except MismatchError as different:
                 error = different
-            except FlagcxError:
-                return  # The store is closed: the job is ending.
+            except CommunicatorError:
+                return  # This rank has closed its store: the job is ending.
+            except FlagcxError as silence:
+                error = self._unheard(silence)
             if error is not None:
                 self._give_up(error)
                 return
@@ -150,6 +153,16 @@ class Watchdog:
             self._look_for_closed()
         self._explain(since, waited_s)
         return None
+
+    def _unheard(self, silence: FlagcxError) -> CommunicationError | None:
+        """The error of a late operation of which the other ranks tell nothing: the store does not answer."""
+        if self._waited_s(self._order.pending_since()) <= self._timeout_s:
+            return None
+        return PeerTimeoutError(
+            f"rank {self._store.rank}: {self._order.what} is not done after {self._timeout_s:g} s, and what "
+            f"the other ranks do is not known: {silence}",
+            peer=silence.peer if isinstance(silence, CommunicationError) else None,
+        )
 
     def _waited_s(self, since: float | None) -> float:
         """For how long an operation has been under way, less the time in which this process was stopped."""

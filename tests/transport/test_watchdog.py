@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+import signal
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
 
+from flagcx.bootstrap import remote_store
 from flagcx.bootstrap.rank_page import RankPage, read_page
 from flagcx.bootstrap.remote_store import RemoteStore
 from flagcx.bootstrap.store_server import StoreServer
@@ -166,6 +170,36 @@ def test_a_closed_store_ends_the_watch(stores):
     stores[0].close()
     dog._thread.join(5)
     assert not dog._thread.is_alive()
+
+
+def test_an_operation_has_its_time_out_though_the_store_is_silent(monkeypatch):
+    """Rank 0, which runs the store, is stopped, so that nothing is heard of any rank."""
+    monkeypatch.setattr(remote_store, "_MARGIN_S", 0.2)
+    with subprocess.Popen(
+        [sys.executable, "-c", _SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as server:
+        assert server.stdout is not None
+        address = server.stdout.readline().strip()
+        store = RemoteStore(address, b"key", 1, 2)
+        server.send_signal(signal.SIGSTOP)
+        waiting = calling("allreduce of 10 float32", waits=True)
+        (dog,) = watch([store], waiting)
+        assert waiting.failed.wait(30)
+        server.kill()
+        assert isinstance(waiting.error, PeerTimeoutError) and waiting.error.peer == 0
+        said = str(waiting.error)
+        assert "allreduce of 10 float32 is not done after 0.4 s" in said and "is that process stopped?" in said
+        assert waiting.aborted.wait(5)
+        dog.close()
+        store.close()
+
+
+_SERVER = """
+from flagcx.bootstrap.store_server import StoreServer
+with StoreServer(2, authkey=b"key", host="rank 0", host_rank=0) as server:
+    print(server.address, flush=True)
+    input()
+"""
 
 
 def test_a_wait_that_was_given_up_on_the_gpu_ends_the_communicator(stores):

@@ -56,7 +56,8 @@ class Config:
 
     Attributes:
         timeout_s: How long an operation waits for a peer, in seconds.
-        init_timeout_s: How long ``init`` waits for all ranks, in seconds.
+        init_timeout_s: How long ``init`` waits for all ranks, in seconds. Where lost ranks are started again
+            it waits as long as ``timeout_s``, if that is longer, for ranks that are in the middle of a step.
         slot_nbytes: Size of one piece of a message on its way through shared memory, in bytes.
         cross_memory: Whether large messages may go straight from one process's memory to another's.
         peer_memory: Whether GPUs of one host may access each other's memory directly, without NCCL.

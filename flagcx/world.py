@@ -10,13 +10,11 @@ import sys
 import threading
 import time
 import warnings
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
-from flagcx.arguments import check_integer, check_rank
 from flagcx.bootstrap.mpi_process import MPI_PROCESS
 from flagcx.bootstrap.serving import SERVING
 from flagcx.bootstrap.thread_rank import thread_rank
@@ -31,6 +29,7 @@ from flagcx.errors import (
     PeerTimeoutError,
     ResourceError,
     text_of,
+    what_it_raised,
 )
 from flagcx.forks import abandon_in_children
 
@@ -44,7 +43,7 @@ logger = logging.getLogger("flagcx")
 
 
 class _World:
-    """The communicator that ``init`` made: state of the process, which is one rank of its job."""
+    """The communicator that ``init`` made, or what ``shrink`` has made of it: state of the rank."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -52,27 +51,20 @@ class _World:
         self.store: Store | None = None
         self.page: OwnPage | None = None
 
-    def current(self) -> Communicator | None:
-        """The communicator that ``init`` made, or what ``shrink`` has made of it."""
-        while self.comm is not None and self.comm.successor is not None:
-            self.comm = self.comm.successor
-        return self.comm
-
     def abandon(self) -> None:
         """Frees the lock in a forked child: the thread that may hold it is not there."""
         self.lock = threading.Lock()
 
     def close(self) -> None:
         """Closes the communicator, if ``init`` made one."""
-        comm = self.current()
-        if comm is not None:
-            comm.close()
+        if self.comm is not None:
+            self.comm.close()
 
     def close_at_exit(self) -> None:
         """Closes the communicator as the process ends; after an error the exit code is 1."""
         if self.page is not None:
             self.page.record_uncaught()
-        comm = self.current()
+        comm = self.comm
         kinds = {PeerDiedError: ""} if comm is None else comm.broken_by()  # None: fc.init() has failed
         lost = hasattr(sys, "last_value") or PeerDiedError in kinds
         try:
@@ -158,12 +150,13 @@ def init(
     environ = environment()
     if (rank, size, address, key) != (None, None, "", ""):
         from flagcx.bootstrap.environment import place_given
+        from flagcx.given_place import check_place
 
-        rank, size = _check_place(rank, size, address, key)
+        rank, size = check_place(rank, size, address, key)
         environ = place_given(environ, rank, size, address, key)
     world = _world()
     with world.lock:
-        comm = world.current()
+        comm = world.comm
         _refuse_in_child(comm)
         if comm is None or comm.is_lost():
             config = Config.from_environment(environ, **settings)
@@ -176,6 +169,7 @@ def init(
                 abandon_in_children(world)
                 sys.excepthook = partial(_tell_of_uncaught, sys.excepthook)
             world.comm = comm = _join(config, environ)
+            comm.on_shrink = partial(setattr, world, "comm")
         else:
             if rank is not None and (rank, size) != (comm.rank, comm.size):
                 raise ArgumentError(
@@ -192,29 +186,6 @@ def _close_lost(comm: Communicator) -> None:
         comm.close()
     except CommunicationError as error:
         logger.warning("the communicator before ended with an error that no call had told of: %s", error)
-
-
-def _check_place(rank: Any, size: Any, address: Any, key: Any) -> tuple[int, int]:
-    """Checks a place that is given to a rank; returns rank and size."""
-    from flagcx.bootstrap.key import read_key
-
-    if rank is None or size is None:
-        raise ArgumentError(f"init(rank={rank}, size={size}): give both, and address where size is above 1")
-    size = check_integer(size, "size", 1)
-    rank = check_rank(rank, size, "rank")
-    host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
-    if (size > 1 or address) and not (host and port.isdecimal() and 0 < int(port) < 65536):
-        raise ArgumentError(
-            f"address={address!r} is not where rank 0 can be met; expected host:port, such as 127.0.0.1:29400"
-        )
-    if not isinstance(key, str):
-        raise ArgumentError(f"key must be a str of hexadecimal digits, got {type(key).__name__}")
-    if key:
-        try:
-            read_key(key)
-        except ValueError as error:
-            raise ArgumentError(f"key= {error}") from None
-    return rank, size
 
 
 def _refuse_in_child(comm: Communicator | None) -> None:
@@ -234,7 +205,7 @@ def _tell_of_uncaught(before: Callable[..., object], kind: type, error: BaseExce
     the communicator only then. The launcher is told so.
     """
     before(kind, error, trace)
-    comm = _WORLD.current()
+    comm = _WORLD.comm
     if comm is not None and not comm.closed and _is_waited_for():
         comm.abort(f"{kind.__name__}: {text_of(error)}")
         if _WORLD.store is not None:
@@ -287,7 +258,7 @@ def get_topology() -> Topology:
         >>> fc.get_topology()["nvlink_peers"][0]            # doctest: +SKIP
         [1, 2, 3]
     """
-    comm = _world().current()
+    comm = _world().comm
     if comm is not None and not comm.config.topology_detection:
         raise CommunicatorError(
             "topology detection is switched off; close the communicator and use "
@@ -357,9 +328,18 @@ def _meet(config: Config, environ: Mapping[str, str]) -> tuple[Store, Identity]:
         MPI_PROCESS.launched = launched_by_mpi(identity, environ)
         store = _WORLD.store = connect(identity, config, environ)
     if not identity.local_size:
-        told = store.scoped("located/").exchange("hosts", identity.host.encode(), config.init_timeout_s)
+        told = store.scoped("located/").exchange("fc.init()", identity.host.encode(), config.init_timeout_s)
         identity = located(identity, [host.decode() for host in told])
     return store, identity
+
+
+def _generation(store: Store, config: Config) -> list[int]:
+    """The ranks with which an elastic job goes on.
+
+    A rank that was started again waits for those that live as long as calls wait: they may be in the middle
+    of a step, and learn of the loss at its end.
+    """
+    return list(store.agree("fc.init()", b"", max(config.init_timeout_s, config.timeout_s)))
 
 
 def _join_once(config: Config, environ: Mapping[str, str]) -> Communicator:
@@ -374,9 +354,9 @@ def _join_once(config: Config, environ: Mapping[str, str]) -> Communicator:
     page = _world().page = OwnPage(store, identity, config)
     try:
         bind_local_device(identity.local_rank, config.share_gpu)
-        members = list(store.agree("generation", b"", limit_s)) if store.elastic else None
+        members = _generation(store, config) if store.elastic else None
         scope = store.scoped("world/", members)
-        hosts = page.join(scope.exchange("hosts", page.card(), limit_s), scope.in_job()[1])
+        hosts = page.join(scope.exchange("fc.init()", page.card(), limit_s), scope.in_job()[1])
         store.stand_by(limit_s)
 
         def exchange(value: bytes) -> list[bytes]:
@@ -384,7 +364,7 @@ def _join_once(config: Config, environ: Mapping[str, str]) -> Communicator:
 
         comm = Communicator(scope.rank, scope.size, exchange, hosts, config, scope)
     except BaseException as error:
-        store.abort(f"init failed: {error}")
+        store.abort(f"its fc.init() failed: {what_it_raised(error)}", returns=True)
         page.close()
         late = isinstance(error, PeerTimeoutError)
         if store.elastic and isinstance(error, CommunicationError) and not late:
@@ -394,6 +374,6 @@ def _join_once(config: Config, environ: Mapping[str, str]) -> Communicator:
     if thread is None:
         comm.at_close(lambda: leave(store))
     if thread is None or thread.own_process:
-        opened = weakref.ref(comm)
-        store.blames = lambda: "" if (found := opened()) is None else found.blames
+        world = _world()
+        store.blames = lambda: "" if world.comm is None else world.comm.blames
     return comm

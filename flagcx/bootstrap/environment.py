@@ -81,7 +81,7 @@ def _alike(launcher: str, prefix: str) -> _Names:
 
 
 _FLAGCX = _alike("flagcx", "FLAGCX_")
-_GIVEN = "given"
+GIVEN = "given"
 _TORCHRUN = _Names("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _OPENMPI = _alike("openmpi", "OMPI_COMM_WORLD_")
 _MVAPICH = _alike("mvapich", "MV2_COMM_WORLD_")
@@ -181,10 +181,10 @@ def place_given(environ: Mapping[str, str], rank: int, size: int, address: str, 
 
 def _given(rank: int, size: int, environ: Mapping[str, str]) -> Identity:
     address = environ.get(_ADDRESS, "")
-    job = environ.get("FLAGCX_JOB", f"{_GIVEN}-{address}")
+    job = environ.get("FLAGCX_JOB", f"{GIVEN}-{address}")
     on_one_host = size == 1 or is_loopback(address)
     local = (rank, size) if on_one_host else (-1, 0)
-    return Identity(rank, size, *local, host_name(), job, _GIVEN)
+    return Identity(rank, size, *local, host_name(), job, GIVEN)
 
 
 def launched_by_mpi(identity: Identity, environ: Mapping[str, str]) -> bool:

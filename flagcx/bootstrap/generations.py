@@ -60,6 +60,11 @@ class Generations(Membership):
                 answers += state.withdraw(rank)
         return self._formed(answers)
 
+    def fail(self, rank: int, how: str) -> Answers:
+        """A connected rank could not join, lives on and may try again: in the generation that forms."""
+        self.end_stay(rank)
+        return self.lose(rank, how)
+
     def finish(self, rank: int) -> Answers:
         """A rank's process ended well, so it will not come again once its connection has ended."""
         return self._formed(super().finish(rank))

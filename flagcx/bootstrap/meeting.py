@@ -97,7 +97,7 @@ class MetRank(ThreadRank):
     def fail(self, reason: str) -> None:
         """Ends the rank after an error, of which the others learn."""
         if self._begin_to_end():
-            comm = None if self.world is None else self.world.current()
+            comm = None if self.world is None else self.world.comm
             if comm is not None and not comm.closed:
                 comm.abort(reason)  # so that the others get the reason, and not only that this rank has left
             super().fail(reason)
@@ -110,7 +110,7 @@ class MetRank(ThreadRank):
     def _leave(self, failed: bool = False) -> None:
         """Serves the others on, where this rank runs the store or has taken it over."""
         atexit.unregister(self._end_at_exit)
-        comm = None if self.world is None else self.world.current()
+        comm = None if self.world is None else self.world.comm
         server = self._server or getattr(self.store, "server", None)
         if comm is None:  # so the others are in no calls
             SERVING.go_on(server, 0.0, True)

@@ -1,8 +1,9 @@
 """Which ranks of a job are connected, have left or are lost: the store server's rules, without a socket.
 
 A rank may leave and come back (``init``, ``close``, ``init``): its n-th stay meets the others' n-th stays, in
-a ``StoreState`` of their own, so that a rank that has come back never meets one that has yet to leave. A lost
-rank cannot come back.
+a ``StoreState`` of their own, so that a rank that has come back never meets one that has yet to leave. Where
+a rank's ``init`` fails and its process lives on, that stay is over for all: the ranks in it are told, and who
+comes next, late or again, begins with the stay after it. A lost rank cannot come back.
 """
 
 from __future__ import annotations
@@ -30,11 +31,16 @@ class Membership:
         self._finished: set[int] = set()
         self._stays = [0] * size
         self._states: dict[int, StoreState] = {}
+        self._first = 0  # stay that a rank may still join
 
     @property
     def complete(self) -> bool:
         """Whether all ranks are connected, each for as many times as the others."""
         return len(self.connected) == self.size and len(set(self._stays)) == 1
+
+    def has_left(self, rank: int) -> bool:
+        """Whether a rank was connected before, and is not."""
+        return self._stays[rank] > 0 and rank not in self.connected
 
     def refusal(self, rank: int, size: int) -> str:
         """Why a process that knows the key may not join as this rank; "" if it may."""
@@ -60,7 +66,7 @@ class Membership:
 
     def join(self, rank: int, pid: int) -> None:
         """A rank has connected."""
-        stay = self._stays[rank]
+        stay = self._stays[rank] = max(self._stays[rank], self._first)
         if stay not in self._states:
             state = self._states[stay] = StoreState(self.size)
             for other, how in self.lost.items():
@@ -91,7 +97,28 @@ class Membership:
         answers = self._states[stay].leave(rank, why)
         if len(self._states[stay].left) == self.size:
             del self._states[stay]
+        self._forget()
         return answers + (self._leave_for_good(rank) if rank in self._finished else [])
+
+    def fail(self, rank: int, how: str) -> Answers:
+        """A connected rank could not join, lives on and may try again; the ranks of its stay are told.
+
+        Args:
+            rank: The rank.
+            how: What happened.
+        """
+        stay = self._stays[rank]
+        self.end_stay(rank)
+        self._first = max(self._first, stay + 1)
+        answers = self._states[stay].lose(rank, how, "failed")
+        self._forget()
+        return answers
+
+    def _forget(self) -> None:
+        """Forgets stays that no rank is in and none may join any more."""
+        peopled = {self._stays[rank] for rank in self.connected}
+        for stay in [stay for stay in self._states if stay < self._first and stay not in peopled]:
+            del self._states[stay]
 
     def lose(self, rank: int, how: str, returns: bool = False) -> Answers:
         """A rank died, in its stay or between two; the ranks of every stay are told.

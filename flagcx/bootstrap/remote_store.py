@@ -62,6 +62,7 @@ class RemoteStore(Store):
         self._broken: Exception | None = None
         self._silent = False
         self._dead: dict[int, str] = {}
+        self._failed: set[int] = set()
         self._host: dict[str, Any] = {}
         self._standby: Standby | None = None
         self._connect(address, timeout_s)
@@ -159,16 +160,18 @@ class RemoteStore(Store):
     def silent(self) -> int | None:
         return self._host["host_rank"] if self._silent else None
 
-    def check(self) -> None:
-        super().check()
+    def has_failed(self, rank: int) -> bool:
+        return rank in self._failed
+
+    def check_open(self) -> None:
         if self._broken is not None:
             raise self._broken
 
     def close(self) -> None:
         self._close_with({"kind": "leave", "detail": self.blames()})
 
-    def abort(self, reason: str, lives_on: bool = False) -> None:
-        self._close_with({"kind": "abort", "detail": reason, "lives_on": lives_on})
+    def abort(self, reason: str, lives_on: bool = False, returns: bool = False) -> None:
+        self._close_with({"kind": "abort", "detail": reason, "lives_on": lives_on, "returns": returns})
 
     def _close_with(self, message: dict[str, Any]) -> None:
         with self._lock:
@@ -225,8 +228,10 @@ class RemoteStore(Store):
         except (EOFError, OSError, wire.MalformedError):
             self._broken = self._loss()
             raise self._broken from None
-        if header.get("notice") == "died":
+        if header.get("notice") in ("died", "failed"):
             self._dead.setdefault(header["rank"], header["detail"])
+            if header["notice"] == "failed":
+                self._failed.add(header["rank"])
         elif header.get("notice") == "expelled":
             self._broken = AbortedError(f"the other ranks go on without rank {self.rank}: {header['detail']}")
             raise self._broken
@@ -259,7 +264,8 @@ class RemoteStore(Store):
         claim = {"rank": self.rank, "size": self.size, "pid": os.getpid()}
         header, _ = greet(self.address, authkey, claim, self._connection, lambda: self._hear(deadline))
         if "error" in header:
-            raise RefusedError(f"the store turned rank {self.rank} away: {header['error']}", rank=self.rank)
+            kind = BootstrapError if header.get("again") else RefusedError
+            raise kind(f"the store turned rank {self.rank} away: {header['error']}", rank=self.rank)
         self._host = header
         self.elastic = bool(header.get("elastic"))
 

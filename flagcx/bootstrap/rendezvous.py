@@ -46,7 +46,7 @@ from flagcx.bootstrap.announcement import (
     unusable,
     write_file,
 )
-from flagcx.bootstrap.environment import Identity, of_the_job
+from flagcx.bootstrap.environment import GIVEN, Identity, of_the_job
 from flagcx.bootstrap.key import read_key
 from flagcx.bootstrap.mpi_process import broadcast
 from flagcx.bootstrap.other_directory import OtherDirectory
@@ -60,6 +60,8 @@ from flagcx.errors import BootstrapError, what_it_raised
 _ADDRESS = "FLAGCX_STORE_ADDRESS"
 _KEY = "FLAGCX_STORE_KEY"
 _PORTS_TRIED = 16
+_FREED_S = 5.0
+"""How long rank 0 waits for an address that another process has just served at, in seconds."""
 
 
 def connect(identity: Identity, config: Config, environ: Mapping[str, str]) -> Store:
@@ -218,23 +220,32 @@ def _key(environ: Mapping[str, str]) -> bytes:
 
 def _host(identity: Identity, environ: Mapping[str, str], job: _Job, deadline: float) -> _Search:
     """Rank 0's part where it runs the store: starts it, unless it runs, and lets the other ranks find it."""
-    if job.server is None or job.server.ended:
-        job.server = _start(identity, environ)
-    server = job.server
-    if _meets_by_file(identity, environ):
-        _show_by_file(server, _file(identity, environ))
-    elif _ADDRESS not in environ and identity.launcher != "torchrun":
-        told = {"addresses": told_addresses(server.address), "key": server.authkey.hex()}
-        broadcast(identity, told, deadline - time.monotonic())
-    own = server.address.replace("tcp:0.0.0.0:", "tcp:127.0.0.1:")
-    return _fixed(Place(own, server.authkey))
+
+    def own() -> list[Place]:
+        if job.server is None or job.server.ended:
+            job.server = _start(identity, environ)
+            show(job.server)
+        address = job.server.address.replace("tcp:0.0.0.0:", "tcp:127.0.0.1:")
+        return [Place(address, job.server.authkey)]
+
+    def show(server: StoreServer) -> None:
+        if _meets_by_file(identity, environ):
+            _show_by_file(server, _file(identity, environ))
+        elif _ADDRESS not in environ and identity.launcher != "torchrun":
+            told = {"addresses": told_addresses(server.address), "key": server.authkey.hex()}
+            broadcast(identity, told, deadline - time.monotonic())
+
+    if job.server is not None and not job.server.ended:
+        show(job.server)
+    return _Search(own)
 
 
 def _start(identity: Identity, environ: Mapping[str, str]) -> StoreServer:
-    if _meets_by_file(identity, environ):
-        return _serve(identity, environ.get(_ADDRESS), None)
     if _ADDRESS in environ:
-        return _serve(identity, environ[_ADDRESS], _key(environ))
+        key = None if _meets_by_file(identity, environ) else _key(environ)
+        return _serve_at(identity, environ[_ADDRESS], key)
+    if _meets_by_file(identity, environ):
+        return _serve(identity, None, None)
     if identity.launcher == "torchrun":
         return _serve_at_master(identity, environ)
     return _serve(identity, "0.0.0.0:0", secrets.token_bytes(32))
@@ -267,7 +278,20 @@ def _meets_by_file(identity: Identity, environ: Mapping[str, str]) -> bool:
 
 
 def _serve(identity: Identity, address: str | None, authkey: bytes | None) -> StoreServer:
-    return StoreServer(identity.size, address, authkey, host="rank 0", host_rank=0).start()
+    moves = identity.launcher == GIVEN
+    return StoreServer(identity.size, address, authkey, host="rank 0", host_rank=0, moves=moves).start()
+
+
+def _serve_at(identity: Identity, address: str, authkey: bytes | None) -> StoreServer:
+    """Listens at an address; one at which the rank 0 of before still serves others is waited for."""
+    end = time.monotonic() + _FREED_S
+    while True:
+        try:
+            return _serve(identity, address, authkey)
+        except BootstrapError:
+            if identity.launcher != GIVEN or time.monotonic() >= end:
+                raise
+            time.sleep(_FREED_S / 100)
 
 
 def leave(store: Store, lives_on: bool = False) -> None:

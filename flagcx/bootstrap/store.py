@@ -94,7 +94,8 @@ class Store:
         """Gives every rank every rank's value, in one round trip.
 
         Args:
-            name: What the exchange is called, the same on all ranks. It may be used again afterwards.
+            name: What the exchange is called, the same on all ranks; by a call's name, such as "fc.init()",
+                messages mean the call. It may be used again afterwards.
             value: This rank's contribution.
             timeout_s: How long to wait for the others, in seconds.
 
@@ -144,8 +145,12 @@ class Store:
         self._ask(StoreRequest("expel", _text(why), amount=self.in_job()[1][rank]))
 
     def lost(self) -> dict[int, str]:
-        """The ranks that are known to have died, and how. Costs about a microsecond."""
+        """The ranks that are known to have died or to have failed, and how. Costs about a microsecond."""
         return {}
+
+    def has_failed(self, rank: int) -> bool:
+        """Whether a rank that is ``lost`` lives: it could not join, and may try again."""
+        return False
 
     def silent(self) -> int | None:
         """The rank that serves the store, if the last request to it had no answer; else None."""
@@ -156,9 +161,16 @@ class Store:
 
         Raises:
             PeerDiedError: A rank died.
+            AbortedError: A rank could not join.
         """
         for rank, how in self.lost().items():
+            if self.has_failed(rank):
+                raise AbortedError(f"{self._name(rank)} gave up: {how}", peer=rank)
             raise PeerDiedError(f"{self._name(rank)} died ({how})", peer=rank)
+        self.check_open()
+
+    def check_open(self) -> None:
+        """Raises if what runs the store is gone, or this rank was expelled."""
 
     def scoped(self, prefix: str, ranks: Sequence[int] | None = None) -> Store:
         """A view whose keys begin with ``prefix``, shared by some of the ranks.
@@ -197,12 +209,13 @@ class Store:
     def close(self) -> None:
         """Leaves the store in good order."""
 
-    def abort(self, reason: str, lives_on: bool = False) -> None:
+    def abort(self, reason: str, lives_on: bool = False, returns: bool = False) -> None:
         """Leaves the store because this rank failed: the others are told, as if it had died.
 
         Args:
             reason: What happened, such as "it raised ValueError: no such file".
             lives_on: Whether the process lives on without its main thread, so that its launcher must end it.
+            returns: Whether this rank only could not join, and may try again, as all may that are told.
         """
         self.close()
 
@@ -230,7 +243,7 @@ class Store:
 
     def _fail(self, request: StoreRequest, answer: StoreAnswer) -> NoReturn:
         kind = {"exchange": "exchange or barrier", "agree": "agreement"}.get(request.kind, request.kind)
-        what = f"{kind} {request.key!r}"
+        what = request.key if request.key.endswith("()") else f"{kind} {request.key!r}"
         names = ", ".join(self._name(rank) for rank in answer.ranks)
         peer = answer.ranks[0] if answer.ranks else None
         if answer.fault == "died":
@@ -238,6 +251,10 @@ class Store:
                 f"{names} died ({answer.detail}), so {what} on {self._name(self.rank)} cannot go on; look "
                 f"for the first error in that rank's output",
                 peer=peer,
+            )
+        if answer.fault == "failed":
+            raise AbortedError(
+                f"{names} gave up: {answer.detail}; all ranks may call fc.init() again", peer=peer
             )
         if answer.fault == "left" and answer.detail:
             raise AbortedError(
@@ -303,14 +320,16 @@ class _View(Store):
         lost = self._parent.lost()
         return {self._ranks.index(rank): how for rank, how in lost.items() if rank in self._ranks}
 
+    def has_failed(self, rank: int) -> bool:
+        return self._parent.has_failed(self._ranks[rank])
+
     def silent(self) -> int | None:
         host = self._parent.silent()
         return self._ranks.index(host) if host in self._ranks else None
 
-    def check(self) -> None:
+    def check_open(self) -> None:
         with contextlib.suppress(PeerDiedError):  # it may be of another part
-            self._parent.check()
-        super().check()
+            self._parent.check_open()
 
     def recover(self, timeout_s: float) -> None:
         self._parent.recover(timeout_s)

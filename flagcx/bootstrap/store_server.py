@@ -60,11 +60,14 @@ class StoreServer:
         host_rank: The rank whose process runs this server, or None if no rank's does.
         handshake_s: How long a stranger has to show the key, in seconds.
         elastic: Whether the launcher may start lost ranks again; see ``Generations``.
+        moves: Whether another process may be ``host_rank`` next time, and listen at the same address: once
+            that rank has left, the server ends as soon as no rank is connected.
 
     Attributes:
         address: Where it listens, as ``RemoteStore`` takes it.
         authkey: The key.
         blaming: The ranks that left because a peer had failed.
+        ended: Whether it serves no more.
         on_failure: Called, from the server's thread, with a rank that has failed and whose process lives on.
 
     Raises:
@@ -81,11 +84,12 @@ class StoreServer:
         host_rank: int | None = None,
         handshake_s: float = 5.0,
         elastic: bool = False,
+        moves: bool = False,
     ) -> None:
         self.size = size
         self.authkey = secrets.token_bytes(32) if authkey is None else authkey
-        self._host = {"host": host, "host_rank": host_rank, "elastic": elastic}
-        self._handshake_s = handshake_s
+        self._host: dict[str, Any] = {"host": host, "host_rank": host_rank, "elastic": elastic}
+        self._handshake_s, self._moves = handshake_s, moves
         self._on_complete: Callable[[], None] | None = None
         self._listener = listen(address)
         self.address = format_address(self._listener)
@@ -97,7 +101,7 @@ class StoreServer:
         self._members = Generations(size) if elastic else Membership(size)
         self.blaming: set[int] = set()
         self.on_failure: Callable[[int], object] = lambda rank: None
-        self._ended = False
+        self.ended = False
         self._ends_when_idle = False
         self._owner = os.getpid()
         self._thread: threading.Thread | None = None
@@ -105,7 +109,7 @@ class StoreServer:
 
     def start(self) -> StoreServer:
         """Starts the thread. (Connections made before this wait in the listening socket's queue.)"""
-        if self._thread is None and not self._ended:
+        if self._thread is None and not self.ended:
             self._listener.setblocking(False)
             self._woken.setblocking(False)
             self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
@@ -133,11 +137,6 @@ class StoreServer:
     def rank_restarts(self, rank: int, how: str) -> None:
         """Tells the store that a rank's process ended, and that its launcher is about to start it again."""
         self._call(partial(self._part_with, rank, how))  # a process that it forked may hold the connection
-
-    @property
-    def ended(self) -> bool:
-        """Whether it serves no more."""
-        return self._ended
 
     def connected(self) -> list[int]:
         """The ranks that are connected now."""
@@ -167,9 +166,9 @@ class StoreServer:
 
     def close(self) -> None:
         """Tells all connected ranks that the store is closed, and ends."""
-        if self._ended or os.getpid() != self._owner:
+        if self.ended or os.getpid() != self._owner:
             return
-        self._ended = True
+        self.ended = True
         if self._thread is None:
             self._release()
             return
@@ -179,7 +178,7 @@ class StoreServer:
 
     def abandon(self) -> None:
         """Closes all sockets: a child's copies would keep connections open after the server has ended."""
-        self._ended = True
+        self.ended = True
         self._release()
 
     def __enter__(self) -> StoreServer:
@@ -189,7 +188,7 @@ class StoreServer:
         self.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self._ended else f"{len(self.connected())} of {self.size} ranks connected"
+        state = "closed" if self.ended else f"{len(self.connected())} of {self.size} ranks connected"
         return f"<StoreServer at {self.address}, {state}>"
 
     def _call(self, function: Callable[[], object]) -> None:
@@ -205,7 +204,7 @@ class StoreServer:
 
     def _serve(self) -> None:
         try:
-            while not self._ended:
+            while not self.ended:
                 for key, events in self._selector.select(self._patience_s()):
                     key.data(events)
                 while self._calls:
@@ -215,12 +214,16 @@ class StoreServer:
                 for stranger in self._strangers():
                     if stranger.deadline <= now:
                         self._drop(stranger)
-                if self._ends_when_idle and not self._members.connected:
+                if (self._ends_when_idle or self._has_moved) and not self._members.connected:
                     break
         finally:
-            self._ended = True
+            self.ended = True
             self._notify({"notice": "closed"}, [peer for peer in self._peers if peer.joined])
             self._release()
+
+    @property
+    def _has_moved(self) -> bool:
+        return self._moves and self._members.has_left(self._host["host_rank"])
 
     def _patience_s(self) -> float | None:
         deadlines = [*self._members.deadlines(), *(peer.deadline for peer in self._strangers())]
@@ -250,10 +253,9 @@ class StoreServer:
             connection.close()
             return
         self._drop_strangers(keep=_MAX_STRANGERS - 1)
-        peer = Peer(connection, self._clock.now() + self._handshake_s)
+        peer = Peer(connection, self._clock.now() + self._handshake_s, self._selector, self._attend)
         self._peers[peer] = None
-        self._selector.register(connection, selectors.EVENT_READ, lambda events: self._attend(peer, events))
-        self._send(peer, wire.MAGIC + peer.nonce)
+        peer.send(wire.MAGIC + peer.nonce)
 
     def _drop_strangers(self, keep: int) -> None:
         for peer in self._strangers()[::-1][keep:]:
@@ -261,7 +263,7 @@ class StoreServer:
 
     def _attend(self, peer: Peer, events: int) -> None:
         if events & selectors.EVENT_WRITE:
-            self._flush(peer)
+            peer.flush()
         if not events & selectors.EVENT_READ or peer not in self._peers:
             return
         try:
@@ -296,19 +298,22 @@ class StoreServer:
             return
         if header.get(OBSERVER) is True:
             answer = wire.pack({"ok": True}, json.dumps(self._members.observed(NOTES)).encode())
-            self._send(peer, wire.proof(self.authkey, "server", peer.nonce, client_nonce, answer) + answer)
+            peer.send(wire.proof(self.authkey, "server", peer.nonce, client_nonce, answer) + answer)
             return
-        if all(wire.is_integer(header.get(name)) for name in ("rank", "size", "pid")):
-            error = self._members.refusal(header["rank"], header["size"])
-        else:
+        closing = False
+        if not all(wire.is_integer(header.get(name)) for name in ("rank", "size", "pid")):
             error = "the greeting has no rank, size and pid"
+        elif closing := self._has_moved and header["rank"] != self._host["host_rank"]:
+            error = "it serves the ranks of before until they have left"
+        else:
+            error = self._members.refusal(header["rank"], header["size"])
         if not error:
             peer.rank, peer.joined = header["rank"], True
             peer.reader.limit = wire.MAX_MESSAGE_NBYTES
             self._members.join(peer.rank, header["pid"])
             self.blaming.discard(peer.rank)
-        answer = wire.pack({"error": error} if error else {"ok": True, **self._host})
-        self._send(peer, wire.proof(self.authkey, "server", peer.nonce, client_nonce, answer) + answer)
+        answer = wire.pack({"error": error, "again": closing} if error else {"ok": True, **self._host})
+        peer.send(wire.proof(self.authkey, "server", peer.nonce, client_nonce, answer) + answer)
         if error:
             self._drop(peer)
         elif self._members.complete and self._on_complete is not None:
@@ -327,6 +332,10 @@ class StoreServer:
             self._deliver(self._members.leave(peer.rank, end.detail))
         elif header.get("kind") == "abort":
             end = wire.read_end(header)
+            if end.returns:
+                peer.joined = False
+                self._deliver(self._members.fail(peer.rank, end.detail))
+                self._tell_of(peer.rank, end.detail, "failed")
             self._drop(peer, end.detail)
             if end.lives_on:
                 self.on_failure(peer.rank)
@@ -354,14 +363,17 @@ class StoreServer:
             self._lose(peer.rank, how or "its process ended or was killed")
         if peer in self._peers:
             del self._peers[peer]
-            self._selector.unregister(peer.socket)
-            peer.socket.close()
+            peer.close()
 
     def _lose(self, rank: int, how: str, returns: bool = True) -> None:
         if rank not in self._members.lost:
             self._deliver(self._members.lose(rank, how, returns))
-            told = [p for p in self._peers if p.joined and self._members.misses(p.rank, rank)]
-            self._notify({"notice": "died", "rank": rank, "detail": how}, told)
+            self._tell_of(rank, how, "died")
+
+    def _tell_of(self, rank: int, how: str, notice: str) -> None:
+        """Tells the ranks that miss a rank what happened to it."""
+        told = [p for p in self._peers if p.joined and self._members.misses(p.rank, rank)]
+        self._notify({"notice": notice, "rank": rank, "detail": how}, told)
 
     def _deliver(self, answers: Answers) -> None:
         """Sends answers, that of the rank whose process this is last.
@@ -372,25 +384,12 @@ class StoreServer:
         host = self._host["host_rank"]
         for (peer, number), answer in sorted(answers, key=lambda pair: pair[0][0].rank == host):
             if peer in self._peers:
-                self._send(peer, wire.write_answer(number, answer))
+                peer.send(wire.write_answer(number, answer))
 
     def _notify(self, header: dict[str, Any], peers: list[Peer]) -> None:
         message = wire.pack(header)
         for peer in peers:
-            self._send(peer, message)
-
-    def _send(self, peer: Peer, payload: bytes) -> None:
-        peer.outbox += wire.frame(payload)
-        self._flush(peer)
-
-    def _flush(self, peer: Peer) -> None:
-        """Sends as much as the socket takes now; the rest when it takes more."""
-        peer.flush()
-        if peer in self._peers:
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.outbox else 0)
-            key = self._selector.get_key(peer.socket)
-            if key.events != events:
-                self._selector.modify(peer.socket, events, key.data)
+            peer.send(message)
 
     def _release(self) -> None:
         for peer in self._peers:

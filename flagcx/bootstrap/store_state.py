@@ -47,7 +47,7 @@ class StoreAnswer:
     Attributes:
         values: The value of "get", or the contributions to an exchange or agreement, in its group's order.
         number: The sum after "add"; 1 if "delete" found the key.
-        fault: "" if it went well, else the reason: "died", "left", "timeout", "full" or "twice".
+        fault: "" if it went well, else the reason: "died", "failed", "left", "timeout", "full" or "twice".
         ranks: The ranks at fault, if any; after "agree", those of its group that are gone.
         detail: More about the fault, in words; of a rank that has left, the failure of a peer that made it.
     """
@@ -96,7 +96,7 @@ class StoreState:
         self.size = size
         self.present: set[int] = set()
         self.left: dict[int, str] = {}
-        self._dead: dict[int, str] = {}
+        self._dead: dict[int, StoreAnswer] = {}
         self._ended: dict[int, None] = {}  # ranks that left or died, the first of them first
         self._values: dict[str, bytes] = {}
         self._stored_nbytes = 0
@@ -123,20 +123,22 @@ class StoreState:
                 del self._agreements[place]
         return self._end_agreements()
 
-    def lose(self, rank: int, detail: str) -> Answers:
-        """A rank died: every waiting rank of its groups is told, and later requests of them are refused."""
+    def lose(self, rank: int, detail: str, fault: str = "died") -> Answers:
+        """A rank died: every waiting rank of its groups is told, and later requests of them are refused.
+
+        With "failed" as the fault it lives, and could not join: the others of this stay cannot go on either.
+        """
         if rank in self._dead:
             return []
         self.present.discard(rank)
-        self._dead[rank] = detail
+        answer = self._dead[rank] = StoreAnswer(fault=fault, ranks=(rank,), detail=detail)
         self._ended.setdefault(rank)
-        answer = StoreAnswer(fault="died", ranks=(rank,), detail=detail)
         answers = self._end_exchanges(lambda it: rank in it.group, answer)
         answers += self._answer_gets(lambda get: rank in self._group(get.request), lambda _: answer)
         return answers + self.withdraw(rank)
 
     def is_dead(self, rank: int) -> bool:
-        """Whether a rank died."""
+        """Whether a rank died, or could not join."""
         return rank in self._dead
 
     def submit(self, rank: int, request: StoreRequest, ticket: Ticket, now: float) -> Answers:
@@ -150,8 +152,7 @@ class StoreState:
         group = self._group(request)
         for ended in self._ended:  # what the first did may be why others gave up
             if ended in group and ended in self._dead:
-                answer = StoreAnswer(fault="died", ranks=(ended,), detail=self._dead[ended])
-                return [(ticket, answer)]
+                return [(ticket, self._dead[ended])]
             if ended in group and request.kind == "exchange" and not self._has_joined(ended, request):
                 return [(ticket, StoreAnswer(fault="left", ranks=(ended,), detail=self.left[ended]))]
         if request.kind == "set":

@@ -189,10 +189,12 @@ class End(NamedTuple):
     Attributes:
         detail: Why it aborts; of a rank that leaves, the failure of a peer because of which it does, if any.
         lives_on: Whether its process lives on after the exception that ended its main thread.
+        returns: Whether it only could not join, and may try again.
     """
 
     detail: str
     lives_on: bool
+    returns: bool
 
 
 def read_end(header: dict[str, Any]) -> End:
@@ -201,8 +203,8 @@ def read_end(header: dict[str, Any]) -> End:
     Raises:
         MalformedError: It is no such message.
     """
-    end = End(header.get("detail", ""), header.get("lives_on", False))
-    if [*map(type, end)] != [str, bool]:
+    end = End(header.get("detail", ""), header.get("lives_on", False), header.get("returns", False))
+    if [*map(type, end)] != [str, bool, bool]:
         raise MalformedError("an end whose reason is no text")
     return end._replace(detail=end.detail[:_LONGEST_DETAIL])
 

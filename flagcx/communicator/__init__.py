@@ -100,7 +100,7 @@ class Communicator(Caller, ForeignNames):
         config: Settings.
         profiler: The records of what the ranks did together; see ``flagcx.profiler.Profiler``.
         lost: The ranks that the communicator of which ``shrink`` made this one had lost.
-        successor: The communicator that ``shrink`` made of this one, or None.
+        on_shrink: Called with the communicator that ``shrink`` makes of this one.
     """
 
     allreduce = reductions.allreduce
@@ -167,7 +167,7 @@ class Communicator(Caller, ForeignNames):
         self._lineage = None if store is None else Lineage(store, self.hosts, name, tuple(range(size)))
         self.lost: tuple[int, ...] = ()
         self._shut, self._closing = False, threading.RLock()
-        self.successor: Communicator | None = None
+        self.on_shrink: Callable[[Communicator], object] = lambda made: None
 
     @overload
     def empty(self, shape: tuple[int, ...] | int) -> NDArray[np.float32]: ...

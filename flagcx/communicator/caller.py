@@ -108,7 +108,7 @@ class Caller:
     _name: str
     _shut: bool
     lost: tuple[int, ...]
-    successor: Any
+    on_shrink: Callable[[Any], object]
 
     def _give_back(self) -> None:
         raise NotImplementedError

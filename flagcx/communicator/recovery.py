@@ -42,6 +42,7 @@ logger = logging.getLogger("flagcx")
 _LEAVE_S = 0.5
 """How long ``abort`` waits until another thread has left its call, before it gives memory back."""
 _AGAIN = "again"
+_SHRUNK = "comm.shrink() was called on this communicator; go on with the one that it returned"
 
 
 def abort(self: Caller, reason: str = "") -> None:
@@ -130,6 +131,8 @@ def shrink(self: Caller, patience_s: float | None = None) -> Caller:
     check_seconds(patience_s, "patience_s")
     _refuse_in_child(self)
     lineage = self._lineage
+    if self._host.over == _SHRUNK:
+        raise CommunicatorError(_SHRUNK)
     if lineage is None or self._shut:
         why = "it was made without a store" if lineage is None else "it was closed"
         raise CommunicatorError(f"comm.shrink() cannot go on from this communicator: {why}; use fc.init()")
@@ -139,9 +142,13 @@ def shrink(self: Caller, patience_s: float | None = None) -> Caller:
     if self._device is not None:
         self._device.transport.end_enqueued()
     made = _go_on(self, lineage, patience_s)
-    self._shut, self.successor = True, made
+    self._shut = True
+    for executor in self.executors():
+        executor.over = _SHRUNK
     made._children |= self._children
     made._at_close, self._at_close = self._at_close, []
+    made.on_shrink = self.on_shrink
+    made.on_shrink(made)
     return made
 
 
@@ -177,7 +184,7 @@ def _gather(lineage: Lineage, limit_s: float) -> dict[int, bytes]:
     """The ranks that are left, and the generation of each; none if what ran the store is gone meanwhile."""
     lineage.store.recover(limit_s)
     try:
-        return lineage.store.agree("shrink", str(lineage.generation).encode(), limit_s)
+        return lineage.store.agree("comm.shrink()", str(lineage.generation).encode(), limit_s)
     except (PeerDiedError, BootstrapError):
         return {}
 

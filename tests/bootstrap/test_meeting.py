@@ -20,9 +20,11 @@ def _meet(comm, ranks, one_host=True, fails=False):
     rank = len(ranks) - 1 - ranks.index(comm.rank)
     with met(MetRank(meeting, rank, 30.0, found[1])) as here:
         inside = here.call(fc.init)
-        if fails and rank == 1:
-            raise KeyError("no such batch")
         assert inside is here.call(fc.init) and inside is not comm
+        if fails:
+            comm.barrier()
+            if rank == 1:
+                raise KeyError("no such batch")
         return inside.rank, float(inside.allreduce(np.full(1, 10.0**comm.rank))[0])
 
 

@@ -67,3 +67,29 @@ def test_a_process_that_ended_well_is_not_waited_for_once_its_connection_has_end
     members.leave(0)
     members.join(0, 100)
     assert exchange(members, 0) == [(0, StoreAnswer(fault="left", ranks=(1,)))]
+
+
+def test_a_rank_that_could_not_join_ends_that_stay_for_all_and_meets_them_in_the_next(members):
+    assert exchange(members, 1) == []
+    gave_up = StoreAnswer(fault="failed", ranks=(0,), detail="why")
+    assert members.fail(0, "why") == [(1, gave_up)]
+    assert exchange(members, 1) == [(1, gave_up)], "of which it may not have heard"
+    members.join(0, 100)
+    assert exchange(members, 0) == []
+    members.fail(1, "rank 0 gave up")
+    members.join(1, 101)
+    assert dict(exchange(members, 1)) == dict.fromkeys((0, 1), StoreAnswer(values=(b"", b"")))
+    assert members.complete
+
+
+def test_a_late_rank_comes_into_the_stay_in_which_the_others_are_by_then():
+    members = Membership(2)
+    for _ in range(3):
+        members.join(0, 100)
+        exchange(members, 0)
+        members.fail(0, "rank 1 did not come")
+    members.join(0, 100)
+    members.join(1, 101)
+    exchange(members, 0)
+    assert dict(exchange(members, 1)) == dict.fromkeys((0, 1), StoreAnswer(values=(b"", b"")))
+    assert len(members._states) == 1, "no stay is kept that none can be in"

@@ -45,6 +45,36 @@ def test_a_pool_of_processes_is_a_job_again_and_again(everywhere):
             ]
 
 
+def _take_places(tasks, done):
+    for place in iter(tasks.get, None):
+        done.put((_sum_in_pool(place), os.getpid()))
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_processes_that_change_places_may_use_one_address(everywhere):
+    """Who is rank 0 next time listens where another process has just done."""
+    address = f"{'0.0.0.0' if everywhere else '127.0.0.1'}:{_free_port()}"
+    key = {"key": secrets.token_hex(16)} if everywhere else {}
+    context = multiprocessing.get_context("spawn")
+    tasks, done = [context.Queue() for _ in range(2)], context.Queue()
+    processes = [context.Process(target=_take_places, args=(each, done)) for each in tasks]
+    for process in processes:
+        process.start()
+    hosts = []
+    for order in ([0, 1], [0, 1], [1, 0], [1, 0], [0, 1]):
+        for rank, each in zip(order, tasks, strict=True):
+            each.put({"rank": rank, "size": 2, "address": address, **key})
+        told = sorted(done.get(timeout=60) for _ in range(2))
+        assert [result for result, _ in told] == [(3.0, rank, 2) for rank in range(2)]
+        hosts.append(told[0][1])
+    assert len(set(hosts)) == 2
+    for each in tasks:
+        each.put(None)
+    for process in processes:
+        process.join(30)
+        assert process.exitcode == 0
+
+
 def test_rank_and_size_by_hand():
     program = "import flagcx as fc, numpy as np; print(fc.init().allreduce(np.ones(1))[0])"
     address = f"127.0.0.1:{_free_port()}"

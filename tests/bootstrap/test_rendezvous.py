@@ -139,7 +139,9 @@ for turn in range(12):
     kept.append((len(os.listdir("/proc/self/fd")), threading.active_count()))
     store.close()
 store = start()
-tell(max(kept[:3]) == max(kept[-3:]), kept)  # others may have left already
+descriptors, threads = zip(*kept)
+# The server has up to two connections more while others have not left, or are back already.
+tell(max(descriptors) - min(descriptors) <= 2 and len(set(threads)) == 1, kept)
 store.exchange("end", b"", 20)
 store.close()
 """

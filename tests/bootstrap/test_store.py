@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from flagcx.bootstrap import wire
+from flagcx.bootstrap.peer import Peer
 from flagcx.bootstrap.remote_store import RefusedError, RemoteStore
 from flagcx.bootstrap.sockets import parse_address
 from flagcx.bootstrap.store import LocalStore, StoreServer
@@ -95,8 +96,8 @@ def test_the_rank_that_runs_the_store_is_answered_last(monkeypatch):
         stores = [
             stack.enter_context(RemoteStore(server.address, server.authkey, rank, 3)) for rank in range(3)
         ]
-        send = server._send
-        monkeypatch.setattr(server, "_send", lambda peer, _: answered.append(peer.rank) or send(peer, _))
+        send = Peer.send
+        monkeypatch.setattr(Peer, "send", lambda peer, _: answered.append(peer.rank) or send(peer, _))
         together(*(lambda store=store: store.exchange("all", b"", 10) for store in stores))
     assert sorted(answered[:3]) == [0, 1, 2] and answered[2] == 1
 

@@ -101,7 +101,7 @@ def test_a_request_with_one_wrong_field_is_refused(field, value):
         wire.read_request(GOOD | {field: value}, b"v", 2, 4)
 
 
-@pytest.mark.parametrize("field", ["detail", "lives_on"])
+@pytest.mark.parametrize("field", ["detail", "lives_on", "returns"])
 @pytest.mark.parametrize("value", [[], 1, None, {"a": 1}])
 def test_an_end_with_a_wrong_field_is_refused(field, value):
     with pytest.raises(wire.MalformedError):
@@ -109,8 +109,9 @@ def test_an_end_with_a_wrong_field_is_refused(field, value):
 
 
 def test_an_end_is_read():
-    assert wire.read_end({"kind": "abort", "detail": "x" * 20_000}) == ("x" * 10_000, False)
-    assert wire.read_end({"kind": "abort", "lives_on": True}) == ("", True)
+    assert wire.read_end({"kind": "abort", "detail": "x" * 20_000}) == ("x" * 10_000, False, False)
+    assert wire.read_end({"kind": "abort", "lives_on": True}) == ("", True, False)
+    assert wire.read_end({"kind": "abort", "returns": True}) == ("", False, True)
 
 
 def test_a_header_beyond_the_limit_is_refused_before_it_is_read():

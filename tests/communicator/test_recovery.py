@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -89,39 +88,6 @@ tell(works(comm))
     for told in (first, *others):
         assert outcome_of(told[-2])[0] == "CommunicatorError"
         assert told[-1] == "True"
-
-
-def test_after_an_abort_all_join_anew_those_too_whom_no_call_has_told(tmp_path):
-    body = """
-from pathlib import Path
-place = Path(os.environ["PLACE"])
-(place / str(me)).touch()
-if me == 1:
-    while len([*place.iterdir()]) < comm.size:  # so that nobody is in a call, nor in init
-        time.sleep(0.01)
-    comm.abort("enough")
-while not comm.is_lost():
-    time.sleep(0.01)
-new = fc.init()
-tell(new is not comm and works(new))
-"""
-    assert [one[-1] for one in _told(body, 3, PLACE=str(tmp_path))] == ["True"] * 3
-
-
-def test_after_an_abort_ranks_that_are_threads_join_anew():
-    outside = threading.Barrier(3)
-
-    def rank() -> tuple[bool, float]:
-        comm = fc.init()
-        outside.wait(30)
-        if comm.rank == 1:
-            comm.abort("enough")
-        while not comm.is_lost():
-            time.sleep(0.01)
-        new = fc.init()
-        return new is not comm, float(new.allreduce(np.full(3, new.rank + 1.0))[0])
-
-    assert set(fc.launch(rank, 3, threads=True)) == {(True, 6.0)}
 
 
 def test_an_abort_ends_splits_and_gives_everything_back():

@@ -188,7 +188,9 @@ def test_an_operation_has_its_time_out_though_the_store_is_silent(monkeypatch):
         server.kill()
         assert isinstance(waiting.error, PeerTimeoutError) and waiting.error.peer == 0
         said = str(waiting.error)
-        assert "allreduce of 10 float32 is not done after 0.4 s" in said and "is that process stopped?" in said
+        assert (
+            "allreduce of 10 float32 is not done after 0.4 s" in said and "is that process stopped?" in said
+        )
         assert waiting.aborted.wait(5)
         dog.close()
         store.close()

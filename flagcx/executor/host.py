@@ -266,7 +266,7 @@ class Executor:
         if self.turn.locked():
             raise CommunicatorError(TWO_THREADS)
         worker = self._worker = self._worker or ProgressThread(self.broke)
-        nbytes = nbytes_of([sendbuf] if recvbuf is sendbuf else [sendbuf, recvbuf])
+        nbytes = nbytes_of(sendbuf) + (0 if recvbuf is sendbuf else nbytes_of(recvbuf))
         worker.wait_for_room(nbytes, self.hurry)
         now_ns = perf_counter_ns()
         run = partial(plan.run_queued, queued_at_ns=now_ns) if isinstance(plan, RecordedPlan) else plan.run

@@ -7,11 +7,13 @@ the peers that wait for it. So it asks for short slices, which are due sooner; i
 
 from __future__ import annotations
 
-import weakref
+import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
+
+import numpy as np
 
 from flagcx.daemon import Daemon, stay_if_process_ends
 from flagcx.errors import CommunicatorError, ResourceError
@@ -35,10 +37,11 @@ class ProgressThread:
     """
 
     def __init__(self, broke: Callable[[BaseException], object]) -> None:
-        # The future of each call and the bytes of its arrays. A future that ends keeps the result: the caller
-        # alone has it then. No lock: a signal's handler may close the communicator at any point of this.
-        self._under_way: deque[tuple[weakref.ref[Future], int]] = deque()
-        self._nbytes = 0
+        # The bytes of each call that has not ended. No lock: a signal's handler may close the communicator at
+        # any point of this. The thread alone takes away, callers alone add, and count by themselves.
+        self._left: deque[int] = deque()
+        self._started_nbytes = self._ended_nbytes = 0
+        self._one_has_ended: threading.Event | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="flagcx", initializer=ask_for_short_slices)
         try:
             Daemon(int, "flagcx-first").start()  # which does not wait without end where none can be started
@@ -48,16 +51,18 @@ class ProgressThread:
 
     def wait_for_room(self, nbytes: int, hurry: Callable[[], object]) -> None:
         """Waits until a call with arrays of ``nbytes`` bytes can be submitted; ``hurry`` is called before."""
-        under_way = self._under_way
-        while under_way:
-            oldest = under_way[0][0]()
-            if oldest is not None and not oldest.done():
-                few = len(under_way) < FEW_CALLS or self._nbytes + nbytes <= MOST_NBYTES
-                if few and len(under_way) < MOST_CALLS:
-                    return
-                hurry()
-                oldest.exception()
-            self._nbytes -= under_way.popleft()[1]
+        while self._is_full(nbytes):
+            hurry()
+            self._one_has_ended = one_has_ended = threading.Event()
+            if self._is_full(nbytes):  # still, after the thread can see for what this one waits
+                one_has_ended.wait()
+            self._one_has_ended = None
+
+    def _is_full(self, nbytes: int) -> bool:
+        calls = len(self._left)
+        return calls >= FEW_CALLS and (
+            calls >= MOST_CALLS or self._started_nbytes - self._ended_nbytes + nbytes > MOST_NBYTES
+        )
 
     def submit(self, call: Callable[[], Any], nbytes: int) -> Future:
         """Makes a call after those that were submitted before.
@@ -65,17 +70,24 @@ class ProgressThread:
         Raises:
             CommunicatorError: The interpreter ends, and starts nothing any more.
         """
+        self._left.append(nbytes)
+        self._started_nbytes += nbytes
         try:
-            future = self._pool.submit(call)
+            return self._pool.submit(self._make, call)
         except RuntimeError:
             stay_if_process_ends()
             raise CommunicatorError(
                 "async_op=True starts no call any more, since the communicator is closed or the interpreter "
                 "ends; leave async_op out"
             ) from None
-        self._under_way.append((weakref.ref(future), nbytes))
-        self._nbytes += nbytes
-        return future
+
+    def _make(self, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        finally:
+            self._ended_nbytes += self._left.popleft()
+            if (one_has_ended := self._one_has_ended) is not None:
+                one_has_ended.set()
 
     def close(self) -> None:
         """Makes the calls that are left, and ends the thread."""
@@ -84,6 +96,8 @@ class ProgressThread:
 
 def nbytes_of(arrays: Any) -> int:
     """Bytes of an array, or of all arrays of a list; 0 where there is none."""
+    if arrays.__class__ is np.ndarray:
+        return int(arrays.nbytes)
     if isinstance(arrays, (list, tuple)):
         return sum(map(nbytes_of, arrays))
     return getattr(arrays, "nbytes", 0)

@@ -149,8 +149,8 @@ def init(
     settings = {"topology_detection": enable_topology_detection, **settings}
     environ = environment()
     if (rank, size, address, key) != (None, None, "", ""):
+        from flagcx.arguments import check_place
         from flagcx.bootstrap.environment import place_given
-        from flagcx.given_place import check_place
 
         rank, size = check_place(rank, size, address, key)
         environ = place_given(environ, rank, size, address, key)

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,10 @@ from flagcx.kernels.cuda import RELAXED, capture_mode
 Task = Callable[[], object]
 _MOST_CALLBACKS = 64
 _NOTHING = nullcontext()
+
+
+class PlainCall(partial):
+    """A task that is one call of the communicator, and uses no operation of torch."""
 
 
 class HostQueue:
@@ -134,13 +139,17 @@ class DeviceQueue:
         side, stream = self._side, self._as_cupys(self._side.cuda_stream)
         self._before.record(self._as_cupys(_raw_stream(self.device)))
         stream.wait_event(self._before)
-        current = torch.cuda.current_stream(self.device)
-        torch.cuda.set_stream(side)  # for a task that copies tensors
-        try:
+        if isinstance(task, PlainCall):
             with stream:
                 task()
-        finally:
-            torch.cuda.set_stream(current)
+        else:  # it may copy tensors, which torch does on its current stream
+            current = torch.cuda.current_stream(self.device)
+            torch.cuda.set_stream(side)
+            try:
+                with stream:
+                    task()
+            finally:
+                torch.cuda.set_stream(current)
         for tensor in tensors:
             tensor.record_stream(side)
         end = self._cupy.cuda.Event(disable_timing=True)

@@ -8,20 +8,19 @@ send bytes, so that they serve every dtype.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 
 from flagcx.dtypes import Op
-from flagcx.interop.call_queue import CallQueue, HostQueue, Task
+from flagcx.interop.call_queue import CallQueue, HostQueue, PlainCall, Task
 from flagcx.interop.tensors import are_adjacent, is_plain, plain
 
 
 def allreduce(queue: CallQueue, tensor: Any, op: Op) -> Task:
     """Combines the tensors of all ranks, in place."""
     if is_plain(tensor):
-        return partial(queue.comm.allreduce, queue.views.elements(tensor), op)
+        return PlainCall(queue.comm.allreduce, queue.views.elements(tensor), op)
 
     def task() -> None:
         copy = plain(tensor)

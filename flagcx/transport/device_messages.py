@@ -27,9 +27,15 @@ class Message(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """The messages of one call, which ``str()`` describes: nobody makes the words until they are needed."""
+    """The messages of one call, which ``str()`` describes: nobody makes the words until they are needed.
 
-    messages: Sequence[Message]
+    Attributes:
+        messages: All of them.
+        own: Those of this rank to or from itself.
+    """
+
+    messages: tuple[Message, ...]
+    own: tuple[Message, ...]
 
     def __str__(self) -> str:
         return f"send and receive of {sum(m.nbytes for m in self.messages)} bytes"

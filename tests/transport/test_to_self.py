@@ -68,4 +68,6 @@ def test_what_was_not_sent_is_refused_at_once(to_self):
 
 
 def test_a_call_describes_itself():
-    assert str(Transfer([Message(True, 0, 3, 1), Message(False, 0, 4, 1)])) == "send and receive of 7 bytes"
+    assert (
+        str(Transfer((Message(True, 0, 3, 1), Message(False, 0, 4, 1)), ())) == "send and receive of 7 bytes"
+    )

@@ -38,10 +38,13 @@ class DeviceMessages:
 
     def transfer(self, sends: Sequence[tuple[Any, int]], receives: Sequence[tuple[Any, int]]) -> None:
         """Sends arrays to ranks and receives arrays from ranks, all at once, in the order of the calls."""
-        order = self._order
-        messages = self._described(sends, receives)
-        self._to_self.check(own := [message for message in messages if message.peer == order.rank])
-        stream = order.enter(Transfer(messages))
+        self.carry(self.described(sends, receives))
+
+    def carry(self, transfer: Transfer) -> None:
+        """Sends and receives, all at once, in the order of the calls."""
+        order, (messages, own) = self._order, transfer
+        self._to_self.check(own)
+        stream = order.enter(transfer)
         if self._pairs is not None:
             self._pairs.meet(messages, stream)
         others = self._to_self.settle(messages, stream) if own else messages
@@ -55,18 +58,19 @@ class DeviceMessages:
         """Starts what ``transfer`` does, each message on the stream of its pair; returns their events."""
         assert self._pairs is not None
         order = self._order
-        messages = self._described(sends, receives)
-        self._to_self.check([message for message in messages if message.peer == order.rank], started=True)
+        messages, own = self.described(sends, receives)
+        self._to_self.check(own, started=True)
         ready = order.current().record(order.event())
         arrays = [array for array, _ in (*sends, *receives)]
         return [self._pairs.start(*each, ready) for each in zip(messages, arrays, strict=True)]
 
-    def _described(
-        self, sends: Sequence[tuple[Any, int]], receives: Sequence[tuple[Any, int]]
-    ) -> list[Message]:
+    def described(self, sends: Sequence[tuple[Any, int]], receives: Sequence[tuple[Any, int]]) -> Transfer:
+        """The messages that carry arrays to ranks, and from ranks to arrays."""
         order = self._order
         messages = [Message(True, address(a, order), a.nbytes, peer) for a, peer in sends]
-        return messages + [Message(False, address(a, order), a.nbytes, peer) for a, peer in receives]
+        messages += [Message(False, address(a, order), a.nbytes, peer) for a, peer in receives]
+        own = (message for message in messages if message.peer == order.rank)
+        return Transfer(tuple(messages), tuple(own))
 
     def finish(self) -> None:
         """Launches what was started and waits for peers that are not ready."""

@@ -15,7 +15,7 @@ def remedy(error: OSError) -> str:
     if error.errno == errno.EFBIG:
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
         return (
-            f"this process may make files of {limit:,} bytes at most, and shared memory is one; raise the "
+            f"the process may make files of {limit:,} bytes at most, and shared memory is one; raise the "
             f"limit before the job starts: ulimit -f unlimited"
         )
     if error.errno == errno.ENFILE:
@@ -25,7 +25,7 @@ def remedy(error: OSError) -> str:
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     more = f"ulimit -n {most}" if limit < most else f"ulimit -n, as root, since {most:,} is the hard limit"
     return (
-        f"this process may have {limit:,} descriptors open at once; close files and communicators, or allow "
+        f"the process may have {limit:,} descriptors open at once; close files and communicators, or allow "
         f"more before the job starts: {more}"
     )
 

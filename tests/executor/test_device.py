@@ -197,7 +197,7 @@ def test_an_error_ends_the_communicator_and_tells_the_others(executor):
     executor.transport.error = ValueError("broken")
     with pytest.raises(ValueError, match="broken"):
         executor.run(plan, "x", "x")
-    assert executor.transport.aborted == ["broken"]
+    assert executor.transport.aborted == ["it raised ValueError: broken"]
     with pytest.raises(CommunicatorError, match="cannot be used after ValueError: broken"):
         executor.run(plan, "x", "x")
 
@@ -224,6 +224,6 @@ def test_an_error_ends_the_calls_with_both_kinds_of_array(executor):
     plan = other.find("allreduce", 10, dtype_of("float32"), OPS["sum"])
     with pytest.raises(ValueError, match="no such kernel"):
         other.run(plan, "x", "x")
-    assert executor.transport.aborted == other.transport.aborted == ["no such kernel"]
+    assert executor.transport.aborted == other.transport.aborted == ["it raised ValueError: no such kernel"]
     with pytest.raises(CommunicatorError, match="no such kernel"):
         executor.find("allreduce", 10, dtype_of("float32"), OPS["sum"])

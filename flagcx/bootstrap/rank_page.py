@@ -14,7 +14,7 @@ computing. A rank writes it when a communicator is made or closed and when a wai
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import json
 import mmap
 import os
@@ -34,6 +34,8 @@ STACKS_AT = _HEADER_NBYTES + 2 * _COPY_NBYTES
 _STACKS_NBYTES = 256 << 10
 _MOST_NBYTES = _COPY_NBYTES - 4
 _END_S = 5.0
+_OUT_OF_USE = errno.EFBIG, errno.EBADF
+"""The program may write no such files any more (ulimit -f), or has closed the descriptor."""
 _TURN, _LENGTH = struct.Struct("<Q"), struct.Struct("<I")
 
 Fields = dict[str, Any]
@@ -155,9 +157,12 @@ class RankPage:
             text = json.dumps(content).encode()
         self._turn += 1
         at = _HEADER_NBYTES + _COPY_NBYTES * (self._turn & 1)
-        with contextlib.suppress(OSError):  # The program has closed it, or may make no such files any more.
+        try:
             os.pwrite(self.descriptor, _LENGTH.pack(len(text)) + text, at)
             os.pwrite(self.descriptor, _TURN.pack(self._turn), 0)
+        except OSError as error:
+            if error.errno not in _OUT_OF_USE:
+                raise
 
 
 class CommunicatorEntry:

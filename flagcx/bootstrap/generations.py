@@ -52,6 +52,7 @@ class Generations(Membership):
         """A rank died: generations that have formed go without it, the one that forms waits if it returns."""
         if not returns:
             self.lost[rank] = how
+            self._gone.setdefault(rank)
         answers: Answers = []
         for generation, state in list(self._states.items()):
             if generation < self._forming or not returns:

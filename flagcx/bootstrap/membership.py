@@ -29,6 +29,7 @@ class Membership:
         self.connected: dict[int, int] = {}
         self.lost: dict[int, str] = {}
         self._finished: set[int] = set()
+        self._gone: dict[int, None] = {}  # ranks that are lost or have finished, the first of them first
         self._stays = [0] * size
         self._states: dict[int, StoreState] = {}
         self._first = 0  # stay that a rank may still join
@@ -69,10 +70,11 @@ class Membership:
         stay = self._stays[rank] = max(self._stays[rank], self._first)
         if stay not in self._states:
             state = self._states[stay] = StoreState(self.size)
-            for other, how in self.lost.items():
-                state.lose(other, how)
-            for other in self._finished - self.connected.keys():
-                state.leave(other)
+            for other in self._gone:  # what the first did may be why others gave up
+                if other in self.lost:
+                    state.lose(other, self.lost[other])
+                elif other not in self.connected:
+                    state.leave(other)
         self._states[stay].present.add(rank)
         self.connected[rank] = pid
 
@@ -129,6 +131,7 @@ class Membership:
             returns: Whether its launcher may start it again, where one does.
         """
         self.lost[rank] = how
+        self._gone.setdefault(rank)
         return [answer for state in self._states.values() for answer in state.lose(rank, how)]
 
     def misses(self, rank: int, lost: int) -> bool:
@@ -138,6 +141,7 @@ class Membership:
     def finish(self, rank: int) -> Answers:
         """A rank's process ended well, so it will not come again once its connection has ended."""
         self._finished.add(rank)
+        self._gone.setdefault(rank)
         return [] if rank in self.connected else self._leave_for_good(rank)
 
     def expire(self, now: float) -> Answers:

@@ -93,3 +93,14 @@ def test_a_late_rank_comes_into_the_stay_in_which_the_others_are_by_then():
     exchange(members, 0)
     assert dict(exchange(members, 1)) == dict.fromkeys((0, 1), StoreAnswer(values=(b"", b"")))
     assert len(members._states) == 1, "no stay is kept that none can be in"
+
+
+def test_who_comes_after_the_others_gave_up_is_told_of_the_rank_that_was_the_reason():
+    members = Membership(3)
+    members.join(0, 100)
+    exchange(members, 0)
+    members.finish(1)  # without having joined, so that rank 0 gives up
+    members.fail(0, "rank 1 has left")
+    members.lose(0, "exit code 1")
+    members.join(2, 102)
+    assert exchange(members, 2) == [(2, StoreAnswer(fault="left", ranks=(1,)))]

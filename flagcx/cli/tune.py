@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -58,8 +59,9 @@ def tune(
 
     The table is kept for this machine, number of ranks and versions in the user's cache directory, and loaded
     by fc.init(), or with --gpu by the first call with an array on a GPU. With --gpu a time is what the GPUs
-    need for a call, without what the host needs to enqueue it. Under mpirun, srun or flagcx run the ranks
-    that there are do the measuring.
+    need for a call, without what the host needs to enqueue it. Under mpirun, srun, torchrun or flagcx run the
+    ranks that there are do the measuring. A table of several hosts lies on the host of rank 0, and holds for
+    the same ranks on each host, where messages between hosts take about as long as they did.
     """
     from flagcx.selection.table import read_table
     from flagcx.selection.tuning import unsteady
@@ -104,8 +106,9 @@ def _tune(
     for name in task.collectives:
         if name not in TUNED:
             raise ArgumentError(f"--collective {name} cannot be tuned; use some of {', '.join(TUNED)}")
-    if identify(environment()).size > 1:
-        with progress_bar() as report:
+    identity = identify(environment())
+    if identity.size > 1:
+        with nullcontext(_say_nothing) if identity.rank else progress_bar() as report:
             return measure(task, report)
     count = count_ranks(ranks, task.gpu, share_gpu)
     if task.total_s < math.inf:
@@ -115,6 +118,10 @@ def _tune(
         )
     with progress_bar() as report:
         return launch_reporting(ranked, count, task, report, share_gpu)
+
+
+def _say_nothing(done: int, total: int, what: str) -> None:
+    """The report of ranks but the first."""
 
 
 def sizes(quick: bool) -> list[int]:
@@ -143,7 +150,7 @@ def measure(task: Task, report: Report) -> Path | None:
 
     with flagcx.init(tuning=False) as comm:
         bench, fit = _gpu_bench(comm) if task.gpu else _host_bench(comm)
-        tell: Report = report if comm.rank == 0 else lambda done, total, what: None
+        tell = _say_nothing if comm.rank else report
         pace = replace(QUICK if task.quick else TimeBudget(), total_s=task.total_s)
         table: Table = measure_all(bench, fit, task.collectives, sizes(task.quick), pace, tell)
         if comm.rank:
@@ -154,11 +161,20 @@ def measure(task: Task, report: Report) -> Path | None:
 
 
 def _host_bench(comm: Communicator) -> tuple[Bench, Fit]:
+    from flagcx.executor.open import exchange_of
+    from flagcx.selection.host_links import describe_hosts, measure_host_links
     from flagcx.selection.table import fit_here
     from flagcx.selection.tuning import HostBench
+    from flagcx.transport.base import groups_of
 
-    transport = comm._host.transport
-    return HostBench(transport), fit_here(comm.size, transport.name, transport.settings(comm.config))
+    transport, groups, hosts = comm._host.transport, groups_of(comm.hosts), {}
+    if len(groups) == 1:
+        groups = ()
+    else:
+        exchange = exchange_of(comm._context)
+        hosts = describe_hosts(groups, measure_host_links(transport, groups, exchange), exchange)
+    fit = fit_here(comm.size, transport.name, transport.settings(comm.config), hosts)
+    return HostBench(transport, groups), fit
 
 
 def _gpu_bench(comm: Communicator) -> tuple[Bench, Fit]:

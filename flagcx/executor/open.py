@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from flagcx.executor.float_errors import SAME_MODE
 from flagcx.executor.host import Executor
 from flagcx.profiler import RecordBuffer
 from flagcx.selection.rules import HostRules, MultiHostRules, Rules
-from flagcx.selection.selector import PiggybackExchange, Selector, TuningInfo, look_for_table
+from flagcx.selection.selector import PiggybackExchange, Selector, TuningInfo, fitting, look_for_table
 from flagcx.selection.table import fit_here
 from flagcx.transport.base import DEVICE, HOST, Transport, TransportContext, groups_of
 from flagcx.transport.compared import comparing
@@ -47,13 +48,17 @@ def open_host_executor(context: TransportContext, ring: RecordBuffer | None) -> 
     transport: Any = entry.open(replace(context, exchange=exchange))
     if exchange.told is None:  # a transport that exchanged nothing
         exchange(b"")
+    found = exchange.told
+    assert found is not None
     _compare_modes(exchange.flushes)
     rules: Rules = HostRules(transport, context.hosts[context.rank])
     shares = transport.shares_memory
     transport = comparing(throttled(transport, context.config.throttle), context)
     if len(groups) > 1:
-        rules = MultiHostRules(groups, _links(transport, groups, context), shares)
-    selector = Selector(rules, exchange.told, groups if len(groups) > 1 else None)
+        links = _links(transport, groups, context)
+        rules = MultiHostRules(groups, links, shares)
+        found = _fitting(found, groups, links, context)
+    selector = Selector(rules, found, groups if len(groups) > 1 else None)
     executor = Executor(context.rank, context.size, transport, selector, ring)
     return recorded(executor, context)
 
@@ -64,14 +69,28 @@ def _links(transport: Transport, groups: Groups, context: TransportContext) -> H
         return None
     from flagcx.selection.host_links import measure_host_links
 
+    return measure_host_links(transport, groups, exchange_of(context))
+
+
+def exchange_of(context: TransportContext) -> Callable[[str, bytes], list[bytes]]:
+    """What ranks tell each other of their hosts goes through this, by a name.
+
+    In a split the context's own exchange is one of all ranks, of which some are in parts of one host.
+    """
     store, limit_s = context.store, context.config.init_timeout_s
     assert store is not None
+    return lambda what, mine: store.exchange(f"hosts' {what}", mine, limit_s)
 
-    # In a split the context's exchange is one of all ranks, of which some are in parts that measure nothing.
-    def exchange(what: str, mine: bytes) -> list[bytes]:
-        return store.exchange(f"hosts' {what}", mine, limit_s)
 
-    return measure_host_links(transport, groups, exchange)
+def _fitting(
+    found: TuningInfo, groups: Groups, links: HostLinks | None, context: TransportContext
+) -> TuningInfo:
+    """What rank 0 found, without a table that was measured on other hosts or links."""
+    if found.table is None or links is None:
+        return found
+    from flagcx.selection.host_links import describe_hosts
+
+    return fitting(found, describe_hosts(groups, links, exchange_of(context)), context.rank == 0)
 
 
 def recorded(executor: Executor, context: TransportContext) -> Any:
@@ -82,11 +101,12 @@ def recorded(executor: Executor, context: TransportContext) -> Any:
 
 
 def _told_by_rank_0(context: TransportContext, entry: TransportEntry, groups: Groups) -> TuningInfo:
-    """Measured times on one host; over the network rings and chains pass each host once."""
-    if len(groups) == 1:
-        return _look_for_table(context, entry)
-    along_hosts = tuple(rank for group in groups for rank in group)
-    return TuningInfo(None, "times by the model of the hosts' links", order=along_hosts)
+    """Measured times; between hosts rings and chains pass each host once."""
+    config = context.config
+    hosts = {"groups": [[*group] for group in groups]} if len(groups) > 1 else {}
+    fit = fit_here(context.size, entry.name, entry.load().settings(config), hosts)
+    found = look_for_table(config, fit, environment())
+    return replace(found, order=tuple(rank for group in groups for rank in group)) if hosts else found
 
 
 def _compare_modes(flushes: list[bool]) -> None:
@@ -98,11 +118,6 @@ def _compare_modes(flushes: list[bool]) -> None:
             RuntimeWarning,
             stacklevel=2,
         )
-
-
-def _look_for_table(context: TransportContext, entry: TransportEntry) -> TuningInfo:
-    settings = entry.load().settings(context.config)
-    return look_for_table(context.config, fit_here(context.size, entry.name, settings), environment())
 
 
 def open_device_executor(context: TransportContext, ring: RecordBuffer | None) -> DeviceExecutor:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from flagcx.algorithms.candidate import Candidate, Groups
 from flagcx.cost.hosts import HostLinks, Times, predict_over_hosts
 from flagcx.cost.shared_memory import count_cores
 from flagcx.dtypes import OPS, dtype_of
+from flagcx.selection.table import machine_here
 from flagcx.transport.base import Call, Transport
 
 _NBYTES = (1 << 10, 8 << 10, 64 << 10, 512 << 10, 2 << 20)
@@ -53,6 +55,26 @@ def measure_host_links(
     told = [json.loads(raw) for raw in exchange("calls", json.dumps(mine).encode())]
     steps, *signals = np.max(told, axis=0).tolist()
     return replace(links, step_us=steps, signal_us=signals[0] if signals else links.signal_us)
+
+
+def describe_hosts(
+    groups: Groups, links: HostLinks, exchange: Callable[[str, bytes], Sequence[bytes]]
+) -> dict[str, Any]:
+    """What a table of measured times must fit on these hosts; see ``Fit.hosts``. All ranks call it together.
+
+    Args:
+        groups: The ranks of each host.
+        links: What messages take.
+        exchange: As for ``measure_host_links``.
+    """
+    told = exchange("machines", json.dumps(machine_here()).encode())
+    latency_us, bandwidth = links.between[0][1], links.law(links.between, links.between[-1][0])[1]
+    return {
+        "groups": [[*group] for group in groups],
+        "machines": [json.loads(told[group[0]]) for group in groups],
+        "latency_us": latency_us,
+        "bandwidth_gb_per_s": bandwidth,
+    }
 
 
 def _beyond_us(algorithm: str, transport: Transport, groups: Groups, links: HostLinks) -> float:

@@ -155,6 +155,8 @@ class MultiHostRules(Rules):
         shared: Whether the ranks of each host share memory.
     """
 
+    source = "measured on these hosts"
+
     def __init__(self, groups: Groups, links: HostLinks | None = None, shared: bool = True) -> None:
         self._groups, self._links, self._shared = groups, links, shared
         self._order = tuple(rank for group in groups for rank in group)
@@ -174,19 +176,13 @@ class MultiHostRules(Rules):
     def _by_model(self, collective: str, nbytes: int, size: int) -> Candidate | None:
         request = Request(collective, nbytes, size)
         choice = choose_across_hosts(request, self._groups, self._shared)
-        rivals = [one for one in self._serving(request) if not one.reason]
+        rivals = [one for one in serving_over_hosts(request) if not one.reason]
         times = {one: self._time_us(one, request) for one in [choice, *rivals]}
         best = min(rivals, key=times.__getitem__, default=choice)
         if times[best] > CLEARLY * times[choice]:
             return None
         reason = f"by the links' measured times about {times[best]:.3g} us, beside {times[choice]:.3g}"
         return replace(best, reason=f"{reason} by {choice.name}")
-
-    def _serving(self, request: Request) -> list[Candidate]:
-        found = schedules(request, PIECE_NBYTES)
-        if any(one.grouped and one.trusted for one in entries(request.collective)):
-            found.append(Candidate(Algorithm.HIERARCHICAL))
-        return found
 
     def _time_us(self, candidate: Candidate, request: Request) -> float:
         found = self.predict(candidate.along(self._order, self._groups), request)
@@ -206,7 +202,7 @@ class MultiHostRules(Rules):
 
     def candidates(self, request: Request) -> Iterable[Candidate]:
         """All that could serve a request, settled for its size."""
-        return (one.at(request.nbytes) for one in self._serving(request))
+        return (one.at(request.nbytes) for one in serving_over_hosts(request))
 
     def obstacle(self, candidate: Candidate, request: Request) -> str:
         """Why a candidate cannot serve a request; empty where it can."""
@@ -276,6 +272,14 @@ def _broadcast_on_host(nbytes: int, size: int) -> Candidate:
         return Candidate(Algorithm.BINOMIAL, reason="small: fewest steps")
     reason = "large: pieces flow down a chain, every copy busy at once"
     return Candidate(Algorithm.CHAIN, _pieces(nbytes), reason=reason)
+
+
+def serving_over_hosts(request: Request) -> list[Candidate]:
+    """All that could serve a request between hosts, with the pieces that differ at its size."""
+    found = schedules(request, PIECE_NBYTES)
+    if any(one.grouped and one.trusted for one in entries(request.collective)):
+        found.append(Candidate(Algorithm.HIERARCHICAL))
+    return found
 
 
 def choose_across_hosts(request: Request, groups: Groups, shared: bool = True) -> Candidate:

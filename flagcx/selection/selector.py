@@ -37,6 +37,7 @@ WORTH_A_TRIAL = 1.5
 """Candidates within this factor of the fastest are worth another trial while a job runs."""
 MOST_ALTERNATIVES = 3
 _MOST_CHOICES = 4096
+_MEASURED = "measured, "
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,22 +188,52 @@ def look_for_table(
                 None, f"{path} was measured with {table.fit.transport}, this is {here.transport}"
             )
         if difference := table.fit.difference(here):
-            return _ignored(path, difference, command)
+            return ignored(str(path), difference, command)
     except FileNotFoundError:
         if config.tuning_file:
-            return _ignored(path, "there is no such file", command)
+            return ignored(str(path), "there is no such file", command)
+        if here.hosts:
+            return TuningInfo(
+                None, f"not measured on these hosts; {command} would, where it is started as these ranks are"
+            )
         return TuningInfo(None, f"not measured on this machine; {command} -n {here.ranks} would")
     except ArgumentError as error:
-        return _ignored(path, str(error), command)
-    live = config.live_tuning and config.profile
+        return ignored(str(path), str(error), command)
+    # Trials compare the clocks of all ranks, which are not one clock on several hosts.
+    live = config.live_tuning and config.profile and not here.hosts
     # A file that the user names is the user's own; that in the cache is ours to keep up to date.
-    return TuningInfo(table, f"measured, {path}", live, str(path) if live and not config.tuning_file else "")
+    return TuningInfo(table, f"{_MEASURED}{path}", live, str(path) if live and not config.tuning_file else "")
 
 
-def _ignored(path: Path, why: str, command: str) -> TuningInfo:
+def ignored(path: str, why: str, command: str = "flagcx tune", warns: bool = True) -> TuningInfo:
+    """What is left of a table that is of no use here: the reason.
+
+    Args:
+        path: Its file.
+        why: The reason.
+        command: What makes such a table.
+        warns: Whether this rank warns the user.
+    """
     note = f"the tuning table {path} is ignored: {why}; make a new one with {command}"
-    warnings.warn(note, RuntimeWarning, stacklevel=2)
+    if warns:
+        warnings.warn(note, RuntimeWarning, stacklevel=2)
     return TuningInfo(None, note)
+
+
+def fitting(found: TuningInfo, hosts: Mapping[str, object], warns: bool) -> TuningInfo:
+    """What rank 0 told, without its table where the hosts, or the links between them, are others.
+
+    Args:
+        found: What rank 0 told.
+        hosts: The hosts; see ``Fit.hosts``.
+        warns: Whether this rank warns the user.
+    """
+    assert found.table is not None
+    fit = found.table.fit
+    why = fit.difference(replace(fit, hosts=hosts))
+    if not why:
+        return found
+    return replace(ignored(found.note.removeprefix(_MEASURED), why, warns=warns), order=found.order)
 
 
 class PiggybackExchange:

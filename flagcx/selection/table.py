@@ -1,7 +1,7 @@
 """Measured times of candidates on one machine: the table, its file, and what it must fit.
 
-A file is one JSON object: ``format``, ``fits`` (machine, ranks, transport, versions, settings) and
-``measured``, which has a list of sizes for each collective, each with the times of the candidates.
+A file is one JSON object: ``format``, ``fits`` (machine, ranks, transport, versions, settings, hosts)
+and ``measured``, which has a list of sizes for each collective, each with the times of the candidates.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import platform
 import zlib
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ WIDEST_TIE = 0.3
 """So are those that differ by less than rounds lay apart, up to this part."""
 _WORST = 2.0
 """A candidate counts as so many times slower than the fastest where it was not measured, and at most."""
+_LINKS = {"latency_us": 8.0, "bandwidth_gb_per_s": 4.0}
+"""What messages take between hosts, and by what factors that may differ on the same links, on busy hosts."""
 _REACH = 4
 """How far beyond the measured sizes the table still speaks, as a factor."""
 
@@ -48,6 +50,8 @@ class Fit:
         transport: Name of the transport.
         versions: Of flagcx, NumPy and Python.
         settings: Those of the transport that change its speed.
+        hosts: Of several hosts their ``groups`` of ranks, and once the links are measured their ``machines``
+            and what messages take, as ``latency_us`` and ``bandwidth_gb_per_s``. Empty on one host.
     """
 
     machine: Mapping[str, Any]
@@ -55,6 +59,7 @@ class Fit:
     transport: str
     versions: Mapping[str, str]
     settings: Mapping[str, Any]
+    hosts: Mapping[str, Any] = field(default_factory=dict)
 
     def difference(self, other: Fit) -> str:
         """Says in what ``other`` differs; empty if in nothing."""
@@ -62,17 +67,44 @@ class Fit:
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
                 return f"it was measured with {name} {mine}, here it is {theirs}"
-        return ""
+        return _difference_of_hosts(self.hosts, other.hosts)
 
 
-def fit_here(ranks: int, transport: str, settings: Mapping[str, Any]) -> Fit:
-    """What a table must fit in this process."""
-    machine = {
+def _difference_of_hosts(measured: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """In what hosts differ from those of a table, as far as it is known of them; empty if in nothing."""
+    if measured.get("groups") != here.get("groups"):
+        groups, others = (found.get("groups", "one host") for found in (measured, here))
+        return f"it was measured with these ranks on each host: {groups}, here they are: {others}"
+    if measured.get("machines") != here.get("machines", measured.get("machines")):
+        return f"it was measured with hosts {measured.get('machines')}, here they are {here['machines']}"
+    for name, factor in _LINKS.items():
+        mine, theirs = (max(found.get(name, 0.0), 1e-9) for found in (measured, here))
+        if name in here and not 1 / factor <= mine / theirs <= factor:
+            return f"it was measured with {mine:g} as {name} between hosts, here it is {theirs:g}"
+    return ""
+
+
+def fit_here(
+    ranks: int, transport: str, settings: Mapping[str, Any], hosts: Mapping[str, Any] | None = None
+) -> Fit:
+    """What a table must fit in this process.
+
+    Args:
+        ranks: Number of ranks.
+        transport: Name of the transport.
+        settings: Those of the transport that change its speed.
+        hosts: What is known of the hosts, where there are several; see ``Fit.hosts``.
+    """
+    return Fit(machine_here(), ranks, transport, versions_here(), dict(settings), hosts or {})
+
+
+def machine_here() -> dict[str, Any]:
+    """The processor of this host, and how many cores this process may use."""
+    return {
         "architecture": platform.machine(),
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
     }
-    return Fit(machine, ranks, transport, versions_here(), dict(settings))
 
 
 def _processor() -> str:
@@ -235,7 +267,8 @@ class Table:
             raise ArgumentError(f"its format is {data.get('format')!r}, expected {FORMAT}")
         fits, measured = _take(data, "fits", dict), _take(data, "measured", dict)
         kinds = {"machine": dict, "ranks": int, "transport": str, "versions": dict, "settings": dict}
-        fit = Fit(*(_take(fits, name, kind, least=1) for name, kind in kinds.items()))
+        values = {name: _take(fits, name, kind, least=1) for name, kind in kinds.items()}
+        fit = Fit(**values, hosts=_read_hosts(fits))
         known: dict[Candidate, Candidate] = {}
         return cls(fit, {name: _read_points(name, points, known) for name, points in measured.items()})
 
@@ -255,6 +288,16 @@ def _check(value: Any, kind: Any, what: str, least: float = 0) -> Any:
 
 def _take(source: Mapping[str, Any], name: str, kind: Any, of: str = "", least: float = 0) -> Any:
     return _check(source.get(name), kind, f"{name} of {of}" if of else name, least)
+
+
+def _read_hosts(fits: Mapping[str, Any]) -> dict[str, Any]:
+    """``Fit.hosts``, which a table of one host need not have."""
+    found = _check(fits.get("hosts", {}), dict, "hosts")
+    for name in {"groups", "machines"} & found.keys():
+        _take(found, name, list, "hosts")
+    for name in _LINKS.keys() & found.keys():
+        _take(found, name, float, "hosts")
+    return found
 
 
 def _read_points(collective: str, value: Any, known: dict[Candidate, Candidate]) -> tuple[Point, ...]:
@@ -297,9 +340,14 @@ def _short(value: Any) -> str:
 
 
 def table_path(fit: Fit, environ: Mapping[str, str]) -> Path:
-    """Where the table of a machine, transport and number of ranks lies in the user's cache directory."""
+    """Where the table of a machine, transport and number of ranks lies in the user's cache directory.
+
+    Of several hosts the ranks on each count too.
+    """
     machine = zlib.crc32(json.dumps(dict(fit.machine), sort_keys=True).encode())
-    return cache_directory(environ) / "tuning" / f"{machine:08x}-{fit.transport}-{fit.ranks}.json"
+    groups = fit.hosts.get("groups", ())
+    over = f"-{len(groups)}-hosts-{zlib.crc32(json.dumps(groups).encode()):08x}" if groups else ""
+    return cache_directory(environ) / "tuning" / f"{machine:08x}-{fit.transport}-{fit.ranks}{over}.json"
 
 
 def save_table(table: Table, path: Path) -> None:

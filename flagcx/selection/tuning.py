@@ -19,12 +19,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from flagcx.algorithms import build, entries
-from flagcx.algorithms.candidate import Candidate
+from flagcx.algorithms.candidate import Candidate, Groups
 from flagcx.dtypes import dtype_of, resolve_op
 from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.schedule.model import Schedule
 from flagcx.selection.candidates import Request, schedules
-from flagcx.selection.rules import PIECE_NBYTES
+from flagcx.selection.rules import PIECE_NBYTES, serving_over_hosts
 from flagcx.selection.table import Fit, Point, Table
 from flagcx.transport.base import Call, Plan, Transport
 
@@ -190,11 +190,17 @@ def _calls(pace: TimeBudget, seconds: float) -> int:
 
 
 class HostMeasurement(Measurement):
-    """Measures NumPy arrays between processes of one host."""
+    """Measures NumPy arrays between processes of one host, or of several, which have ``groups`` of ranks."""
 
-    def __init__(self, transport: Transport, collective: str, nbytes: int) -> None:
+    def __init__(self, transport: Transport, collective: str, nbytes: int, groups: Groups = ()) -> None:
         super().__init__(transport, collective, nbytes, lambda count: np.full(count, 0, DTYPE))
-        self._clock = Clock(transport)
+        self._clock, self._groups = Clock(transport), groups
+
+    def plan(self, choice: Candidate) -> Plan:
+        """Compiles a choice for this size, along the hosts where there are several."""
+        if self._groups:
+            choice = choice.along(tuple(rank for group in self._groups for rank in group), self._groups)
+        return super().plan(choice)
 
     def seconds(self, plan: Plan, calls: int, warm_up: int) -> float:
         """The time of a call in seconds, over a batch, of the slowest rank."""
@@ -209,23 +215,31 @@ class HostMeasurement(Measurement):
 
 
 class HostBench:
-    """NumPy arrays between processes of one host, as the tuner measures them; see ``Bench``."""
+    """NumPy arrays between processes, as the tuner measures them; see ``Bench``.
 
-    def __init__(self, transport: Transport) -> None:
+    Args:
+        transport: What carries them.
+        groups: The ranks of each host, where there are several.
+    """
+
+    def __init__(self, transport: Transport, groups: Groups = ()) -> None:
         self._transport, self.size, self._clock = transport, transport.size, Clock(transport)
+        self._groups = groups
 
     def candidates(self, collective: str, nbytes: int) -> list[Candidate]:
         """The schedules that come with flagcx, with every protocol, and those of the user's own."""
         own = [known for known in entries(collective) if not known.trusted and known.allows(self.size)]
+        request = Request(collective, nbytes, self.size)
+        found = serving_over_hosts(request) if self._groups else schedules(request, PIECE_NBYTES)
         return [
             replace(one, protocol=protocol)
-            for one in schedules(Request(collective, nbytes, self.size), PIECE_NBYTES)
+            for one in found
             for protocol in self._transport.protocols(collective, one.algorithm, nbytes) or ("",)
         ] + [Candidate(known.algorithm) for known in own]
 
     def measurement(self, collective: str, nbytes: int) -> HostMeasurement:
         """Arrays and plans for one collective at one size."""
-        return HostMeasurement(self._transport, collective, nbytes)
+        return HostMeasurement(self._transport, collective, nbytes, self._groups)
 
     def slowest(self, seconds: float) -> float:
         """The longest of the ranks' times."""
@@ -301,13 +315,18 @@ def hopeless(point: Point) -> list[Candidate]:
 
 def unaffordable(point: Point, nbytes: int, limit_s: float) -> list[Candidate]:
     """The candidates, the slowest at a size, that there is no time to try at a larger one of ``nbytes``."""
-    spent_s, found = 0.0, []
+    spent_s, found, per_us = 0.0, [], _spent_s(point, nbytes)
     in_order = sorted(point.times_us.items(), key=lambda item: (item[1], item[0]))
     for number, (candidate, time_us) in enumerate(in_order):
-        spent_s += 2e-6 * time_us * nbytes / point.nbytes
+        spent_s += per_us * time_us
         if number >= _LEAST_TRIED and spent_s > limit_s:
             found.append(candidate)
     return found
+
+
+def _spent_s(point: Point, nbytes: int) -> float:
+    """Seconds that it takes to try a candidate at a larger size, for each us that it takes at a point."""
+    return 2e-6 * nbytes / point.nbytes  # a call that warms up, and one that is timed
 
 
 def tune(
@@ -324,7 +343,8 @@ def tune(
         bench: What is measured.
         fit: Where the table will hold.
         collectives: Names of collectives.
-        sizes: Bytes of whole messages: all blocks together, where a collective has blocks.
+        sizes: Bytes of whole messages: all blocks together, where a collective has blocks. Left out are those
+            at which the fastest candidate takes longer than there is time.
         pace: How much is measured.
         report: ``report(done, total, what)`` is called before each point, and at the end.
 
@@ -341,6 +361,8 @@ def tune(
             report(done, total, f"{collective} of {sizes[j]:,} bytes")
             limit_s = (pace.total_s - bench.slowest(perf_counter() - start)) / (total - done)
             if points:
+                if _spent_s(points[-1], nbytes) * min(points[-1].times_us.values()) > limit_s:
+                    break  # on a slow link nothing can be measured in time, nor at the sizes that follow
                 skip |= {*unaffordable(points[-1], nbytes, limit_s)}
             point = measure_point(bench, collective, nbytes, replace(pace, total_s=limit_s), skip)
             # At the next size alone, if there is time: what is slow here may win further on.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,8 @@ import pytest
 import flagcx as fc
 from flagcx.cli.tune import sizes
 from flagcx.selection.candidates import Request
-from flagcx.selection.table import Table
+from flagcx.selection.table import Table, read_table, save_table
+from tests.hosts import run_by_torchrun
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -80,3 +82,27 @@ def test_a_wrong_call_is_told_in_a_line(tmp_path):
 def test_the_sizes():
     assert sizes(quick=True)[0] == 256 and sizes(quick=True)[-1] == 16 << 20
     assert sizes(quick=False) == [256 * 4**k for k in range(11)]
+
+
+@pytest.mark.slow
+def test_what_several_hosts_measure_is_used_by_them_alone(test_hosts, tmp_path):
+    pytest.importorskip("ucxx", reason="the extra 'ucx' is not installed")
+    settings = {"XDG_CACHE_HOME": str(tmp_path), "UCX_TLS": "tcp,self", "FLAGCX_TUNING": "1"}
+
+    def told(job: str) -> str:
+        codes, printed = run_by_torchrun(
+            test_hosts[:2], [1, 1], "tests.cli.tuning_jobs", job, settings=settings
+        )
+        assert codes == [0, 0], printed
+        return "".join(printed)
+
+    assert "measured; the table is" in told("tune")
+    (path,) = (tmp_path / "flagcx" / "tuning").iterdir()
+    assert "-ucx-2-2-hosts-" in path.name
+    assert told("choose").count(f"measured, {path}: measured on these hosts: about") == 2
+    table = read_table(path)
+    slower = {**table.fit.hosts, "bandwidth_gb_per_s": 1e-9}
+    save_table(replace(table, fit=replace(table.fit, hosts=slower)), path)
+    refused = told("choose")
+    assert refused.count("json is ignored: it was measured with") == 3, "two notes and a warning"
+    assert refused.count("RuntimeWarning") == 1

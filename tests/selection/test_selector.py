@@ -21,7 +21,7 @@ from flagcx.dtypes import dtype_of, resolve_op
 from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.selection.candidates import Request
 from flagcx.selection.rules import HostRules, choose_on_host
-from flagcx.selection.selector import PiggybackExchange, Selector, TuningInfo, look_for_table
+from flagcx.selection.selector import PiggybackExchange, Selector, TuningInfo, fitting, look_for_table
 from flagcx.selection.table import Fit, Point, Table, fit_here, save_table, table_path
 from flagcx.selection.tuning import (
     QUICK,
@@ -149,6 +149,27 @@ def test_a_table_is_found_in_the_cache_directory(tmp_path):
             assert told.table is None and not told.live
         for still in (Config(live_tuning=False), Config(profile=False)):
             assert look_for_table(still, here, environ) == replace(found, live=False, path="")
+
+
+def test_a_table_of_several_hosts_is_used_on_links_like_those_alone(tmp_path):
+    environ = {"XDG_CACHE_HOME": str(tmp_path)}
+    here = fit_here(2, "ucx", {}, {"groups": [[0], [1]]})
+    told = look_for_table(Config(), here, environ)
+    assert (
+        told.note == "not measured on these hosts; flagcx tune would, where it is started as these ranks are"
+    )
+    hosts = {**here.hosts, "machines": [1, 2], "latency_us": 50.0, "bandwidth_gb_per_s": 0.1}
+    save_table(Table(replace(here, hosts=hosts), {}), table_path(here, environ))
+    found = replace(look_for_table(Config(), here, environ), order=(0, 1))
+    assert found.table is not None and not found.live and not found.path, "clocks of hosts differ"
+    assert fitting(found, hosts, warns=True) is found
+    slower = {**hosts, "bandwidth_gb_per_s": 0.01}
+    with pytest.warns(RuntimeWarning, match=r"-2-hosts-\w+.json is ignored: it was measured with 0.1 "):
+        other = fitting(found, slower, warns=True)
+    assert other.table is None and "is ignored" in other.note and other.order == (0, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert fitting(found, slower, warns=False) == other, "all ranks decide alike, one tells the user"
 
 
 @pytest.mark.parametrize(
@@ -326,6 +347,47 @@ def test_sizes_of_blocks_and_hopeless_candidates():
     assert hopeless(Point(1 << 20, {slow: 39.0, fast: 10.0})) == []
     assert hopeless(Point(1024, {slow: 41.0, fast: 10.0})) == []
     assert QUICK.rounds < TimeBudget().rounds
+
+
+class _SlowBench:
+    """Two ranks that need 2 s for each MiB."""
+
+    size = 2
+
+    def candidates(self, collective, nbytes):
+        return [Candidate("ring"), Candidate("tree")]
+
+    def measurement(self, collective, nbytes):
+        return SimpleNamespace(time_all=lambda choices, pace: [[nbytes / (1 << 19)]] * len(choices))
+
+    def slowest(self, seconds):
+        return 0.0
+
+
+def test_sizes_that_there_is_no_time_for_are_left_out():
+    sizes, told = [1 << shift for shift in (18, 20, 22, 24)], []
+    pace = replace(QUICK, total_s=20.0)
+    table = tune(_SlowBench(), FIT, ("allreduce", "reduce"), sizes, pace, lambda *p: told.append(p[0]))
+    # 20 s for 8 points, then for 7, 6: 2.5, 2.9, 3.3 s; two calls take 1, 4, 16 s.
+    assert [p.nbytes for p in table.measured["allreduce"]] == sizes[:1]
+    assert [p.nbytes for p in table.measured["reduce"]] == sizes[:2]
+    assert told == [0, 1, 4, 5, 6, 8]
+
+
+def test_candidates_between_hosts_are_measured_along_them():
+    compiled = []
+    transport = SimpleNamespace(rank=0, size=4, protocols=lambda *_: ())
+    transport.compile = lambda call: compiled.append(call.schedule)
+    bench = HostBench(transport, ((0, 2), (1, 3)))
+    found = {one.algorithm: one for one in bench.candidates("allreduce", 1024)}
+    assert found["hierarchical"] == Candidate("hierarchical") and "ring" in found
+    measurement = bench.measurement("allreduce", 1024)
+    for name in ("ring", "hierarchical"):
+        measurement.plan(found[name])
+    ring, hierarchical = compiled[-2:]
+    peers = {t.peer for step in ring.program(0).steps for t in step.transfers}
+    assert peers == {2, 3}, "its host's other rank, and the last of the other host"
+    assert hierarchical == Candidate("hierarchical", groups=((0, 2), (1, 3))).build("allreduce", 4)
 
 
 def test_candidates_that_there_is_no_time_for():

@@ -125,6 +125,42 @@ def test_in_what_a_table_does_not_fit(change, message):
     assert not FIT.difference(FIT)
 
 
+GROUPS = {"groups": [[0], [1]]}
+HOSTS = {**GROUPS, "machines": [{"cores": 2}] * 2, "latency_us": 50.0, "bandwidth_gb_per_s": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("here", "message"),
+    [
+        ({}, "these ranks on each host: [[0], [1]], here they are: one host"),
+        ({"groups": [[1], [0]]}, "these ranks on each host: [[0], [1]], here they are: [[1], [0]]"),
+        (HOSTS | {"machines": [{"cores": 2}, {"cores": 4}]}, "hosts [{'cores': 2}, {'cores': 2}], here they"),
+        (HOSTS | {"latency_us": 410.0}, "50 as latency_us between hosts, here it is 410"),
+        (HOSTS | {"latency_us": 6.0}, "50 as latency_us between hosts, here it is 6"),
+        (HOSTS | {"bandwidth_gb_per_s": 0.41}, "0.1 as bandwidth_gb_per_s between hosts, here it is 0.41"),
+        (HOSTS | {"bandwidth_gb_per_s": 0.02}, "0.1 as bandwidth_gb_per_s between hosts, here it is 0.02"),
+        (GROUPS, ""),
+        (HOSTS | {"latency_us": 390.0, "bandwidth_gb_per_s": 0.03}, ""),
+    ],
+    ids=str,
+)
+def test_a_table_of_several_hosts_holds_for_them_alone(here, message):
+    fit = replace(FIT, hosts=HOSTS)
+    found = fit.difference(replace(FIT, hosts=here))
+    assert message in found and bool(message) == bool(found)
+    if "groups" in here:
+        assert FIT.difference(replace(FIT, hosts=here)), "a table of one host"
+        assert replace(FIT, hosts=GROUPS).difference(fit), "a table that does not know its links"
+    assert Table.from_json(Table(fit, {}).to_json()).fit == fit
+
+
+@pytest.mark.parametrize("wrong", [[], {"groups": 3}, {"latency_us": "5"}, {"machines": {}}], ids=str)
+def test_hosts_of_a_file_are_not_trusted(wrong):
+    text = Table(replace(FIT, hosts=wrong), {}).to_json()
+    with pytest.raises(ArgumentError, match=r"hosts is .*, expected"):
+        Table.from_json(text)
+
+
 def test_where_tables_lie(tmp_path):
     here = fit_here(4, "shared_memory", {})
     path = table_path(here, {"XDG_CACHE_HOME": str(tmp_path)})
@@ -135,6 +171,9 @@ def test_where_tables_lie(tmp_path):
     assert relative.parts[:4] == ("/", "home", "me", ".cache"), "the specification says to ignore it"
     other = replace(here, machine={"processor": "another"})
     assert table_path(other, {"HOME": "/"}).name != path.name
+    over = [replace(here, hosts={"groups": groups}) for groups in ([[0, 1], [2, 3]], [[0, 2], [1, 3]])]
+    names = {table_path(fit, {"HOME": "/"}).name for fit in over}
+    assert len(names) == 2 and all("-shared_memory-4-2-hosts-" in name for name in names)
 
 
 def _ranked(points, nbytes, serving=lambda candidate: True):

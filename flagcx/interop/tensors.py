@@ -36,15 +36,15 @@ NUMPY_DTYPES: dict[Any, np.dtype] = {
 """NumPy's dtype for each of torch's that flagcx can reduce."""
 
 _KINDS = ReduceOp.RedOpType
-_NAMES = {
-    _KINDS.SUM: "sum",
-    _KINDS.AVG: "avg",
-    _KINDS.PRODUCT: "prod",
-    _KINDS.MIN: "min",
-    _KINDS.MAX: "max",
-    _KINDS.BAND: "band",
-    _KINDS.BOR: "bor",
-    _KINDS.BXOR: "bxor",
+_NAMES = {  # by number: torch takes a microsecond and a half to find one of its kinds in a dictionary
+    int(_KINDS.SUM): "sum",
+    int(_KINDS.AVG): "avg",
+    int(_KINDS.PRODUCT): "prod",
+    int(_KINDS.MIN): "min",
+    int(_KINDS.MAX): "max",
+    int(_KINDS.BAND): "band",
+    int(_KINDS.BOR): "bor",
+    int(_KINDS.BXOR): "bxor",
 }
 
 
@@ -56,7 +56,7 @@ def operation_of(op: Any, dtype: Any) -> str | Operation | None:
         dtype: The tensors' dtype.
     """
     kind = getattr(op, "op", op)
-    found: str | Operation | None = _NAMES.get(kind)
+    found: str | Operation | None = _NAMES.get(int(kind))
     if found is None and kind == _KINDS.PREMUL_SUM:
         factor = op.__getstate__()[1]
         found = scaled_sum(factor) if isinstance(factor, float) else None

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from flagcx.arguments import check_integer, check_seconds
 from flagcx.config import environment
 from flagcx.errors import ArgumentError
+from flagcx.limits import explained
 
 T = TypeVar("T")
 
@@ -48,6 +49,7 @@ def launch(
         LaunchError: A rank raised, was killed or was too late. It has the number and the traceback of the
             first such rank, whose exception is its ``__cause__`` where that can be pickled.
         ArgumentError: The call is wrong, or the function cannot be pickled.
+        ResourceError: This process may open no more descriptors.
 
     Example:
         >>> def total():
@@ -64,14 +66,16 @@ def launch(
         raise ArgumentError(f"args must be the arguments of one call, such as args=(10,), got {args!r:.80}")
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise ArgumentError(f"kwargs must be a dict of names and values, got {kwargs!r:.80}")
-    if threads:
-        if share_gpu:
-            raise ArgumentError("share_gpu=True is for ranks that are processes; leave threads=True out")
-        from flagcx._launch.thread_ranks import call_in_threads
+    if threads and share_gpu:
+        raise ArgumentError("share_gpu=True is for ranks that are processes; leave threads=True out")
+    call = function, tuple(args), dict(kwargs or {})
+    with explained(f"{ranks} ranks cannot be started"):
+        if threads:
+            from flagcx._launch.thread_ranks import call_in_threads
 
-        return call_in_threads(function, ranks, tuple(args), dict(kwargs or {}), timeout_s)
-    from flagcx._launch.remote_call import call_on_ranks  # not on import, which must be quick
-    from flagcx._launch.share_gpu import sharing
+            return call_in_threads(function, ranks, call[1], call[2], timeout_s)
+        from flagcx._launch.remote_call import call_on_ranks  # not on import, which must be quick
+        from flagcx._launch.share_gpu import sharing
 
-    with sharing(environment(), share_gpu) as environ:
-        return call_on_ranks(function, tuple(args), dict(kwargs or {}), ranks, environ, timeout_s)
+        with sharing(environment(), share_gpu) as environ:
+            return call_on_ranks(*call, ranks, environ, timeout_s)

@@ -19,7 +19,6 @@ from flagcx._launch.rank_main import PickledCall, Success, read_file, write_file
 from flagcx._launch.ranks import Command, Ranks
 from flagcx.descriptors import occupy_standard_streams
 from flagcx.errors import ArgumentError, LaunchError
-from flagcx.limits import explained
 
 logger = logging.getLogger("flagcx")
 
@@ -39,7 +38,7 @@ def call_on_ranks(
         LaunchError: A rank failed.
     """
     content = _pickle_call(function, args, kwargs)
-    with explained(f"{size} ranks cannot be started"), contextlib.ExitStack() as resources:
+    with contextlib.ExitStack() as resources:
         call_file = _memory_file(resources)
         write_file(call_file, content)
         result_files = [_memory_file(resources) for _ in range(size)]

@@ -109,7 +109,7 @@ def machine_here() -> dict[str, Any]:
 
 def _processor() -> str:
     try:
-        with open("/proc/cpuinfo") as lines:
+        with explained("the processor's name cannot be read"), open("/proc/cpuinfo") as lines:
             for line in lines:
                 if line.startswith("model name"):
                     return line.partition(":")[2].strip()

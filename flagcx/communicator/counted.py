@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -11,6 +11,9 @@ from flagcx.dtypes import dtype_of
 from flagcx.errors import ArgumentError, ArrayError
 from flagcx.fusion.group import Pending
 from flagcx.transport.base import Plan
+
+if TYPE_CHECKING:
+    from flagcx.executor.device import DeviceExecutor
 
 _COUNT = np.dtype(np.int64)
 
@@ -26,14 +29,11 @@ def counted_alltoall(
     """
     device = comm.device_executor()
     key = "counted", getattr(x, "dtype", None), algorithm
-    arrays = x, out, sent, taken
     plan = None if async_op else device.quick.get(key)
-    if plan is not None and all(a.__class__ is device.array_class for a in arrays):
-        sized = all(counts.dtype == _COUNT and counts.size == comm.size for counts in (sent, taken))
-        plain = sized and all(map(device.is_contiguous, (x, sent, taken)))
-        if plain and out.dtype == x.dtype and device.is_apart(out, x):
-            device.run(plan, (x, sent), (out, taken))
-            return out
+    plain = plan is not None and _are_plain(device, comm.size, x, sent, taken)
+    if plain and device.is_apart(out, x) and out.dtype == x.dtype:
+        device.run(plan, (x, sent), (out, taken))
+        return out
     if out is None:
         raise ArgumentError("alltoallv with counts on the GPU needs out=: the host does not know its size")
     x, out = device.take(x, "x", False), device.take(out, "out", True)
@@ -58,6 +58,22 @@ def counted_alltoall(
         return comm.put_off(Pending(lambda: device.run(plan, (x, sent), (out, taken))), False, out)
     device.remember(key, plan)
     return comm.run(device, plan, (x, sent), (out, taken), out, async_op, "alltoallv")
+
+
+def _are_plain(device: DeviceExecutor, size: int, x: Any, sent: Any, taken: Any) -> bool:
+    """Whether arrays need no closer look: all on the GPU, in order, and the counts of the kernel's dtype."""
+    kind, contiguous = device.array_class, device.is_contiguous
+    return (
+        x.__class__ is kind
+        and sent.__class__ is kind
+        and taken.__class__ is kind
+        and sent.dtype == _COUNT
+        and taken.dtype == _COUNT
+        and sent.size == taken.size == size
+        and contiguous(x)
+        and contiguous(sent)
+        and contiguous(taken)
+    )
 
 
 def _counts(comm: Caller, counts: Any, name: str) -> Any:

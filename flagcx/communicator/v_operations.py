@@ -245,7 +245,8 @@ def alltoallv(
     """
     if more or foreign:
         refuse(alltoallv, more, foreign)
-    if on_device(send_counts):
+    device = comm._device
+    if (device is not None and send_counts.__class__ is device.array_class) or on_device(send_counts):
         if stream is not None:
 
             def again(x: Any, sent: Any, received: Any, out: Any) -> Any:

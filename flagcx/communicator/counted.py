@@ -30,8 +30,7 @@ def counted_alltoall(
     device = comm.device_executor()
     key = "counted", getattr(x, "dtype", None), algorithm
     plan = None if async_op else device.quick.get(key)
-    plain = plan is not None and _are_plain(device, comm.size, x, sent, taken)
-    if plain and device.is_apart(out, x) and out.dtype == x.dtype:
+    if plan is not None and _are_plain(device, comm.size, x, out, sent, taken):
         device.run(plan, (x, sent), (out, taken))
         return out
     if out is None:
@@ -60,8 +59,8 @@ def counted_alltoall(
     return comm.run(device, plan, (x, sent), (out, taken), out, async_op, "alltoallv")
 
 
-def _are_plain(device: DeviceExecutor, size: int, x: Any, sent: Any, taken: Any) -> bool:
-    """Whether arrays need no closer look: all on the GPU, in order, and the counts of the kernel's dtype."""
+def _are_plain(device: DeviceExecutor, size: int, x: Any, out: Any, sent: Any, taken: Any) -> bool:
+    """Whether arrays need no closer look: on the GPU, in order, apart, and of the dtypes that they need."""
     kind, contiguous = device.array_class, device.is_contiguous
     return (
         x.__class__ is kind
@@ -73,6 +72,8 @@ def _are_plain(device: DeviceExecutor, size: int, x: Any, sent: Any, taken: Any)
         and contiguous(x)
         and contiguous(sent)
         and contiguous(taken)
+        and device.is_apart(out, x)
+        and bool(out.dtype == x.dtype)
     )
 
 

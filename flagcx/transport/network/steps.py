@@ -26,11 +26,13 @@ class _Exchange:
         sends: What this rank sends, and where it lies.
         receives: What comes, and where it goes.
         late: What is added when all of it has come and gone: the target, and where it waits meanwhile.
+        swaps: Whether this rank sends one short message and receives one.
     """
 
     sends: tuple[tuple[Message, Part], ...]
     receives: tuple[tuple[Message, Part], ...]
     late: tuple[tuple[Part, Part], ...]
+    swaps: bool
 
 
 class NetworkSteps(Steps):
@@ -69,7 +71,8 @@ class NetworkSteps(Steps):
                     receives[i] = self._message(waiting, message.peer), waiting
                     late.append((part, waiting))
                     at += message.count
-        return _Exchange(tuple(sends), tuple(receives), tuple(late))
+        swaps = len(sends) == len(receives) == 1 and not self._is_long(step)
+        return _Exchange(tuple(sends), tuple(receives), tuple(late), swaps)
 
     def _is_long(self, step: StepParts) -> bool:
         parts = [*(part for part, _ in step.sends), *(part for part, _, _ in step.receives)]
@@ -84,7 +87,18 @@ class NetworkSteps(Steps):
         self._watch.calls += 1
 
     def _exchange(self, messages: _Exchange, arrays: Sequence[np.ndarray]) -> None:
-        self._end(messages, self._begin(messages, arrays), arrays)
+        if messages.swaps:
+            ((sent, (x, a, b)),), ((received, (y, c, d)),) = messages.sends, messages.receives
+            self._wire.swap(
+                (sent, arrays[x][a:b]),
+                (received, arrays[y][c:d]),
+                COLLECTIVE_TAG,
+                self._words,
+                self._watch.calls,
+                self._ufunc,
+            )
+        else:
+            self._end(messages, self._begin(messages, arrays), arrays)
 
     def _begin(self, messages: _Exchange, arrays: Sequence[np.ndarray]) -> Flight:
         return self._wire.begin(

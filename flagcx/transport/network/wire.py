@@ -186,6 +186,53 @@ class Wire:
         self.sending += reversed(flight.sent)  # so that the same call gets the same memory
         self.landing += reversed(flight.landed)
 
+    def swap(
+        self,
+        given: tuple[Message, np.ndarray],
+        wanted: tuple[Message, np.ndarray],
+        tag: int,
+        what: str,
+        number: int,
+        ufunc: Any,
+    ) -> None:
+        """Sends one short message of a collective and receives one, as ``exchange`` does, in less Python.
+
+        Right after system calls a line of Python takes several times as long as in a loop, so that what
+        ``begin`` and ``end`` do for any number of messages took longer than one message.
+
+        Args:
+            given: The message that this rank sends, and its data.
+            wanted: The message to this rank, and where it goes.
+            tag, what, number: As ``begin`` takes them.
+            ufunc: Adds what comes to what is there.
+        """
+        (message, data), (awaited, array) = given, wanted
+        stamp, requests = stamp_of(number), list[Any]()
+        try:
+            landed, sent = self.landing.pop(), self.sending.pop()  # which another thread may do too
+        except IndexError:
+            landed, sent = Slot(self._engine.memory), Slot(self._engine.memory)
+        try:
+            if sent.message is not message:
+                sent.prepare(message)
+            sent.stamp[:] = stamp
+            sent.data[...] = data
+            requests.append(self._send(sent.piece, message.peer, tag))  # for which the peer waits
+            requests.insert(0, self._receive(landed.whole, awaited.peer, tag))
+            all_done = self._all_done
+            if not (all_done(requests) or all_done(requests) or all_done(requests)):
+                flight = Flight((given,), (wanted,), tag, what, stamp)
+                flight.requests, flight.landed, flight.sent = requests, [landed], [sent]
+                self._wait(flight)
+            if landed.head.tobytes() != stamp + awaited.kind:
+                awaited.check(self.rank, stamp, landed)
+            put(awaited, array, landed, ufunc)
+        except BaseException as error:
+            self.abandon(requests, (landed, sent))
+            self.fail(error, what)
+        self.sending.append(sent)
+        self.landing.append(landed)
+
     def fail(self, error: BaseException, what: str) -> NoReturn:
         """Leaves all that was begun to the engine, and raises what ``error`` means.
 

@@ -93,7 +93,8 @@ class UcxEngine(Engine):
     def send(self, memory: Any, peer: int, tag: int) -> Request:  # type: ignore[override]
         """Begins to send; see ``Engine.send``."""
         endpoint = self._endpoints.get(peer) or self._connect(peer)
-        return Request(memory, peer, endpoint.tag_send(memory, self._tag(tag, self.rank)))
+        ucx_tag = self._tags.get((tag, self.rank)) or self._tag(tag, self.rank)
+        return Request(memory, peer, endpoint.tag_send(memory, ucx_tag))
 
     def receive(self, memory: Any, peer: int, tag: int) -> Request:  # type: ignore[override]
         """Begins to receive; see ``Engine.receive``."""

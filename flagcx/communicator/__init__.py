@@ -75,7 +75,7 @@ class Communicator(Caller, ForeignNames):
     * ``algorithm``: a member of ``fc.Algorithm`` or its name, or two at once on parts of the message, such as
       "ring|double_binary_tree" or "ring 3/4|two_shot"; chosen by size where it is not given.
     * ``async_op``: True returns a ``Work`` at once; its ``wait`` returns what the call would. A program that
-      never waits for them is held up: where 1,024 collectives are under way, or 16 with 64 MiB of NumPy
+      never waits for them is held up: where 1,024 collectives are under way, or 16 with a GiB of NumPy
       arrays, one more first waits for the oldest to end. (Sends and receives do not.)
     * ``stream``: for arrays on a GPU, the CuPy stream to enqueue on; the current one by default.
 

@@ -19,7 +19,7 @@ from flagcx.daemon import Daemon, stay_if_process_ends
 from flagcx.errors import CommunicatorError, ResourceError
 from flagcx.transport.slices import ask_for_short_slices
 
-MOST_CALLS, FEW_CALLS, MOST_NBYTES = 1024, 16, 64 << 20
+MOST_CALLS, FEW_CALLS, MOST_NBYTES = 1024, 16, 1 << 30
 """How many calls may be under way, and how many bytes of arrays where there are more than a few."""
 
 

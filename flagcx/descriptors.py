@@ -1,14 +1,20 @@
-"""Keeps the library's descriptors away from the numbers 0, 1 and 2, to which programs print.
+"""Keeps the library's descriptors apart from the program's, whatever the program closes.
 
 A program may close its standard streams, or be started without them. The system then gives their numbers to
 the next files, and what is printed goes into shared memory, or into the connection of another rank. So every
 function that makes a descriptor calls ``occupy_standard_streams`` before.
+
+A program may also close all descriptors, as one that becomes a daemon does, and then has files of its own
+under the library's numbers. So what the library keeps is written and closed only while ``is_own`` holds.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 
+Identity = tuple[int, int]
+"""Device and inode, by which an open file is known again."""
 _STREAMS = 0, 1, 2
 
 
@@ -30,3 +36,24 @@ def occupy_standard_streams(path: str = "/", flags: int = os.O_PATH | os.O_CLOEX
             taken = os.open(path, flags)  # It gets the lowest free number, which is this one,
             if taken not in _STREAMS:  # unless another thread was quicker.
                 os.close(taken)
+
+
+def identity_of(descriptor: int) -> Identity:
+    """The identity of an open file."""
+    file = os.fstat(descriptor)
+    return file.st_dev, file.st_ino
+
+
+def is_own(descriptor: int, identity: Identity) -> bool:
+    """Whether a descriptor is still that of the library's file, which the program has not closed."""
+    try:
+        return identity_of(descriptor) == identity
+    except OSError:
+        return False
+
+
+def close_own(descriptor: int, identity: Identity) -> None:
+    """Closes a descriptor of the library's, unless the program has done so."""
+    if is_own(descriptor, identity):
+        with contextlib.suppress(OSError):
+            os.close(descriptor)

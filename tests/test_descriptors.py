@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import time
 from importlib.util import find_spec
 
 import numpy as np
@@ -107,3 +108,29 @@ def test_what_is_printed_to_a_closed_stream_reaches_no_file_of_the_library(trans
         pytest.skip("the extra 'ucx' is not installed")
     shown = run_ranks(_without_streams, 2, transport, before, fresh=True, timeout_s=60)
     assert shown == [["/"] * 3] * 2
+
+
+def _takes_all_numbers() -> tuple[list[float], list[int]]:
+    """On rank 1: puts files of the program's own under all numbers of the library's descriptors."""
+    comm = fc.init(timeout_s=20)
+    files: list[int] = []
+    sums = []
+    if comm.rank == 1:
+        paths = [f"/proc/self/fd/{number}" for number in range(3, 40)]
+        open_ones = [path for path in paths if os.path.lexists(path)]
+        for path in open_ones:
+            if "flagcx-launch" not in os.readlink(path):  # where the result goes
+                files.append(os.memfd_create("the program's"))
+                os.dup2(files[-1], int(path.rpartition("/")[2]))
+    for call in (comm, comm.split(0)):
+        if comm.rank == 0:
+            time.sleep(0.1)  # so that rank 1 looks whether rank 0 lives
+        sums.append(float(call.allreduce(np.ones(3))[0]))
+    comm.close()
+    return sums, [os.fstat(file).st_size for file in files]
+
+
+def test_numbers_that_the_program_has_taken_for_files_of_its_own_are_let_be():
+    """Nothing is written to its files, and no rank is taken for dead."""
+    for sums, sizes in run_ranks(_takes_all_numbers, 2, fresh=True, timeout_s=60):
+        assert sums == [2, 2] and not any(sizes)

@@ -6,6 +6,7 @@ The module ``store_server`` has a picture of it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import secrets
 import socket
 import struct
@@ -15,10 +16,47 @@ from typing import Any
 
 from flagcx.bootstrap import wire
 from flagcx.bootstrap.sockets import is_own_user, parse_address, tune
-from flagcx.descriptors import occupy_standard_streams
+from flagcx.descriptors import close_own, identity_of, is_own, occupy_standard_streams
 from flagcx.errors import BootstrapError
 
 _LONGEST_SILENCE_S = 5
+
+
+class StoreLink(Connection):
+    """A connection to a store, which the program may close at its descriptor.
+
+    Args:
+        handle: The socket's descriptor.
+    """
+
+    def __init__(self, handle: int) -> None:
+        super().__init__(handle)
+        self._identity = identity_of(handle)
+
+    def send_bytes(self, *message: Any) -> None:
+        """Sends a message; see ``Connection``.
+
+        Raises:
+            OSError: The connection has ended, or the program has closed its descriptor.
+        """
+        self._check()
+        super().send_bytes(*message)
+
+    def recv_bytes(self, maxlength: int | None = None) -> bytes:
+        """Receives a message; see ``Connection``.
+
+        Raises:
+            OSError: The connection has ended, or the program has closed its descriptor.
+        """
+        self._check()
+        return super().recv_bytes(maxlength)
+
+    def _check(self) -> None:
+        if not is_own(self.fileno(), self._identity):
+            raise OSError(errno.EBADF, "the program has closed the connection to the store")
+
+    def _close(self) -> None:
+        close_own(self.fileno(), self._identity)
 
 
 def open_connection(address: str, timeout_s: float, rank: int) -> Connection:
@@ -44,7 +82,7 @@ def open_connection(address: str, timeout_s: float, rank: int) -> Connection:
         raise BootstrapError(
             f"rank {rank} cannot reach the store at {address}: {error}", rank=rank
         ) from error
-    return Connection(link.detach())
+    return StoreLink(link.detach())
 
 
 def greet(

@@ -26,7 +26,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from flagcx.descriptors import occupy_standard_streams
+from flagcx.descriptors import close_own, identity_of, is_own, occupy_standard_streams
 
 NAME = "flagcx-rank"
 _HEADER_NBYTES, _COPY_NBYTES = 4096, 1 << 20
@@ -34,8 +34,6 @@ STACKS_AT = _HEADER_NBYTES + 2 * _COPY_NBYTES
 _STACKS_NBYTES = 256 << 10
 _MOST_NBYTES = _COPY_NBYTES - 4
 _END_S = 5.0
-_OUT_OF_USE = errno.EFBIG, errno.EBADF
-"""The program may write no such files any more (ulimit -f), or has closed the descriptor."""
 _TURN, _LENGTH = struct.Struct("<Q"), struct.Struct("<I")
 
 Fields = dict[str, Any]
@@ -61,11 +59,13 @@ class RankPage:
         self._entries: list[weakref.ref[CommunicatorEntry]] = []
         self.neighbours: dict[int, tuple[int, int]] = {}
         self.record: Callable[[BaseException], str] = lambda error: ""
+        self._identity = -1, -1
         occupy_standard_streams()
         try:
             self.descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC)
             os.ftruncate(self.descriptor, STACKS_AT + _STACKS_NBYTES)
             os.lseek(self.descriptor, STACKS_AT, os.SEEK_SET)  # where faulthandler writes
+            self._identity = identity_of(self.descriptor)
         except OSError:
             self.descriptor = -1
         self.set()
@@ -138,7 +138,7 @@ class RankPage:
         """Shows nothing any more."""
         with self._lock:
             if self.descriptor >= 0 and os.getpid() == self._owner:
-                os.close(self.descriptor)
+                close_own(self.descriptor, self._identity)
             self.descriptor = -1
             self._entries.clear()
 
@@ -147,7 +147,7 @@ class RankPage:
 
     def _write(self) -> None:
         """Writes the copy that does not hold, and lets it hold. (A process may be stopped in between.)"""
-        if self.descriptor < 0 or os.getpid() != self._owner:
+        if os.getpid() != self._owner or not is_own(self.descriptor, self._identity):
             return
         self._entries = [ref for ref in self._entries if (entry := ref()) is not None and entry.open]
         content = self._content()
@@ -161,7 +161,7 @@ class RankPage:
             os.pwrite(self.descriptor, _LENGTH.pack(len(text)) + text, at)
             os.pwrite(self.descriptor, _TURN.pack(self._turn), 0)
         except OSError as error:
-            if error.errno not in _OUT_OF_USE:
+            if error.errno != errno.EFBIG:  # The program may write no such files any more (ulimit -f).
                 raise
 
 

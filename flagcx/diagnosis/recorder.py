@@ -28,7 +28,7 @@ from flagcx.bootstrap.observe import observe
 from flagcx.bootstrap.rank_page import CommunicatorEntry, PeerStacks, RankPage, read_page
 from flagcx.config import Config
 from flagcx.daemon import Daemon
-from flagcx.descriptors import occupy_standard_streams
+from flagcx.descriptors import close_own, identity_of, is_own, occupy_standard_streams
 from flagcx.diagnosis import flight_record
 from flagcx.diagnosis.processes import doing
 from flagcx.diagnosis.stacks import stacks
@@ -62,6 +62,7 @@ class FlightRecorder:
         self._page, self._config, self._directory = page, config, directory
         occupy_standard_streams()
         self._reading, self._writing = os.pipe()
+        self._identity = identity_of(self._writing)  # of both ends
         os.set_blocking(self._writing, False)
         self._lock = threading.RLock()  # a handler of a signal may come to it again
         self._recorded_at = -_CONSEQUENCE_S
@@ -130,8 +131,9 @@ class FlightRecorder:
         thread, self._thread = self._thread, None
         if thread is not None:
             self._release_signals()
-            with contextlib.suppress(OSError):
-                os.write(self._writing, _QUIT)
+            if is_own(self._writing, self._identity):
+                with contextlib.suppress(OSError):
+                    os.write(self._writing, _QUIT)
             if thread is not threading.current_thread():
                 thread.join(timeout=_END_S)
         if self._neighbour is not None:
@@ -156,9 +158,7 @@ class FlightRecorder:
 
     def _close_pipe(self) -> None:
         for descriptor in (self._reading, self._writing):
-            if descriptor >= 0:
-                with contextlib.suppress(OSError):  # the program has closed it
-                    os.close(descriptor)
+            close_own(descriptor, self._identity)
         self._reading = self._writing = -1
 
     # -- the thread -------------------------------------------------------------------------------
@@ -167,9 +167,9 @@ class FlightRecorder:
         """Waits until a rank or ``flagcx status`` asks, or until faulthandler tells of SIGUSR2."""
         poll = select.poll()
         poll.register(self._reading, select.POLLIN)
-        while self._thread is not None:
+        while self._may_read():
             told = os.read(self._reading, 1 << 16)
-            while self._thread is not None and poll.poll(_GATHER_MS):
+            while poll.poll(_GATHER_MS) and self._may_read():
                 told += os.read(self._reading, 1 << 16)
             if REFRESH in told:
                 self._page.refresh()
@@ -177,6 +177,9 @@ class FlightRecorder:
             if signalled or _ASK in told:
                 with self._lock:
                     self._answer(signalled)
+
+    def _may_read(self) -> bool:
+        return self._thread is not None and is_own(self._reading, self._identity)
 
     def _answer(self, signalled: bool) -> None:
         if time.monotonic() - self._recorded_at < _AGAIN_S:

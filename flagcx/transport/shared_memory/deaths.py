@@ -8,7 +8,7 @@ import threading
 import weakref
 from pathlib import Path
 
-from flagcx.descriptors import occupy_standard_streams
+from flagcx.descriptors import Identity, close_own, identity_of, is_own, occupy_standard_streams
 
 _PROCESSES = Path("/proc")
 _GONE = frozenset("ZXx")
@@ -20,7 +20,7 @@ class Deaths:
 
     def __init__(self) -> None:
         self._poll, self._polling = select.poll(), threading.Lock()
-        self._descriptors: dict[int, int] = {}
+        self._descriptors: dict[int, tuple[int, int, Identity]] = {}  # peer, process, and what is open
         self._let_go = weakref.finalize(self, _close_all, self._descriptors)
         self._let_go.atexit = False
         self._births: dict[int, tuple[int, str]] = {}  # for each peer its process, and when that began
@@ -36,7 +36,7 @@ class Deaths:
                 return state is None or state[0] not in _GONE
         except ProcessLookupError:
             return False
-        self._descriptors[descriptor] = peer
+        self._descriptors[descriptor] = peer, pid, identity_of(descriptor)
         self._poll.register(descriptor, select.POLLIN)
         return True
 
@@ -52,8 +52,12 @@ class Deaths:
 
     def peers(self) -> list[int]:
         """The peers whose processes have ended."""
+        ended = []
         with self._polling:  # which two threads may not do at once
-            ended = [self._descriptors[d] for d, _ in self._poll.poll(0)] if self._descriptors else []
+            for descriptor, _ in self._poll.poll(0) if self._descriptors else ():
+                peer, pid, identity = self._descriptors[descriptor]
+                if is_own(descriptor, identity) or not self._watch_again(descriptor, peer, pid):
+                    ended.append(peer)
         for peer, (pid, birth) in self._births.items():
             try:
                 state = _state_of(pid)
@@ -63,15 +67,22 @@ class Deaths:
                 ended.append(peer)
         return ended
 
+    def _watch_again(self, descriptor: int, peer: int, pid: int) -> bool:
+        """Watches a process whose descriptor the program has closed."""
+        self._poll.unregister(descriptor)
+        del self._descriptors[descriptor]
+        return self.watch(peer, pid)
+
     def close(self) -> None:
         """Watches no more."""
         self._let_go()
         self._births.clear()
 
 
-def _close_all(descriptors: dict[int, int]) -> None:
+def _close_all(descriptors: dict[int, tuple[int, int, Identity]]) -> None:
     while descriptors:
-        os.close(descriptors.popitem()[0])
+        descriptor, (_, _, identity) = descriptors.popitem()
+        close_own(descriptor, identity)
 
 
 def _state_of(pid: int) -> tuple[str, str] | None:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flagcx.descriptors import occupy_standard_streams
+from flagcx.descriptors import close_own, occupy_standard_streams
 from flagcx.errors import ResourceError
 from flagcx.limits import remedy
 
@@ -68,7 +68,8 @@ class Segment:
         self.handle = handle
         self._let_go: Callable[[], object] = lambda: None
         if owned is not None:  # the descriptor of one that is dropped goes with it, as its mapping does
-            self._let_go = finalizer = weakref.finalize(self, os.close, owned)
+            identity = handle.device, handle.inode
+            self._let_go = finalizer = weakref.finalize(self, close_own, owned, identity)
             finalizer.atexit = False
 
     @classmethod

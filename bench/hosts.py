@@ -7,7 +7,8 @@
                          (bridge)                       delay packets (netem), a thread carries them instead.
 
 The hosts share one kernel: its boot id, /dev/shm and processes, so that what tells hosts apart must be the
-host name. Needs root, and the programs ip and tc. Nothing of the hosts is left behind.
+host name. Needs root, and the programs ip and tc. Nothing of the hosts is left behind: what a killed process
+could not remove, the next that makes hosts does.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ exec ip netns exec "$host" unshare --uts sh -c 'hostname "$0"; exec sh -c "$1"' 
 """
 _TUN_SET, _TUN, _NO_HEAD = 0x400454CA, 0x0001, 0x1000
 _LARGEST_PACKET_NBYTES = 60_000
+_OWNED = re.compile(r"fx(\d+)([a-z]|-switch)")
+"""The name of a host, or a switch, with its maker's process."""
 _UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
@@ -72,6 +75,7 @@ def hosts(count: int, rate: str = "", delay: str = "") -> Iterator[tuple[str, ..
     names = tuple(f"fx{os.getpid()}{chr(ord('a') + number)}" for number in range(count))
     switch = f"fx{os.getpid()}-switch"
     etc = [Path("/etc/netns") / name for name in names]
+    remove_orphans()
     with contextlib.ExitStack() as stack:
         for name, folder in zip(names, etc, strict=True):
             stack.callback(_remove, name, folder)
@@ -91,6 +95,15 @@ def hosts(count: int, rate: str = "", delay: str = "") -> Iterator[tuple[str, ..
             _do(f"ip -n {name} link set lo up")
             _limit(name, f"{name}v", rate)
         yield names
+
+
+def remove_orphans() -> None:
+    """Removes the hosts, and switches, of processes that have ended without doing so."""
+    for place in (Path("/run/netns"), Path("/etc/netns")):
+        for path in place.glob("fx*") if place.is_dir() else ():
+            owner = _OWNED.fullmatch(path.name)
+            if owner and not Path("/proc", owner[1]).exists():
+                _remove(path.name, Path("/etc/netns") / path.name)
 
 
 def _seconds(delay: str) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -75,3 +76,22 @@ def test_ranks_land_where_they_are_sent(counts, test_hosts):
     assert code == 0 and sorted(printed.split("\n")[:-1]) == want, printed
     codes, each = run_by_torchrun(names, counts, "tests.bench.host_of_rank")
     assert not any(codes) and "".join(each).splitlines() == want, each
+
+
+@needs_root
+def test_hosts_of_a_process_that_was_killed_are_removed():
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    left, own = f"fx{ended.pid}a", f"fx{os.getpid()}z"
+    folder = Path("/etc/netns", left)
+    folder.mkdir(parents=True)
+    (folder / "hosts").write_text("127.0.0.1 localhost\n")
+    try:
+        for name in (left, f"fx{ended.pid}-switch", own):
+            subprocess.run(["ip", "netns", "add", name], check=True)
+        hosts.remove_orphans()
+        there = {path.name for path in Path("/run/netns").iterdir()}
+        assert own in there and not {name for name in there if name.startswith(f"fx{ended.pid}")}
+        assert not folder.exists()
+    finally:
+        subprocess.run(["ip", "netns", "del", own], check=True)

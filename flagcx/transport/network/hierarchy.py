@@ -43,11 +43,12 @@ from flagcx.transport.network import pieces
 from flagcx.transport.network.coded import STEPS as CODED_STEPS
 from flagcx.transport.network.coded import CodedCrossing
 from flagcx.transport.network.crossing import CROSSED, Crossing, Groups, order_of, steps_between
+from flagcx.transport.network.flight import Flight
 from flagcx.transport.network.host_memory import ARRIVED, HALF_NBYTES, REDUCED, HostMemory
 from flagcx.transport.network.message import kind_of, stamp_of
 from flagcx.transport.network.pieces import Piece, Slot
 from flagcx.transport.network.watch import Wait, Watch
-from flagcx.transport.network.wire import Flight, Wire
+from flagcx.transport.network.wire import Wire
 from flagcx.transport.scratch import Scratch
 from flagcx.transport.shared_memory.reduction import accumulator_dtype, combiner
 

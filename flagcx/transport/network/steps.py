@@ -9,9 +9,10 @@ import numpy as np
 
 from flagcx.schedule.model import Buffer
 from flagcx.transport.base import Call
+from flagcx.transport.network.flight import Flight
 from flagcx.transport.network.message import SHORT_NBYTES, Message, kind_of
 from flagcx.transport.network.watch import Watch
-from flagcx.transport.network.wire import COLLECTIVE_TAG, Flight, Wire
+from flagcx.transport.network.wire import COLLECTIVE_TAG, Wire
 from flagcx.transport.scratch import Scratch
 from flagcx.transport.steps import Part, StepParts, Steps
 

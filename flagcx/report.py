@@ -20,6 +20,22 @@ _WIDE = 80
 _PARTS = re.compile(r"[^ _,/]*[ _,/]|[^ _,/]+")
 
 
+def duration(time_us: float) -> str:
+    """A time in three digits and a unit that suits it.
+
+    Args:
+        time_us: The time, in us.
+
+    Example:
+        >>> duration(9.685), duration(9685.3)
+        ('9.69 us', '9.69 ms')
+    """
+    for unit, factor in (("s", 1e6), ("ms", 1e3)):
+        if time_us >= factor:
+            return f"{time_us / factor:.3g} {unit}"
+    return f"{time_us:.3g} us"
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Report:
     """A table with a title and notes.

@@ -22,7 +22,7 @@ from flagcx.compression.powersgd import PowerSGD
 from flagcx.errors import ArgumentError
 from flagcx.gradients.machine import Machine, TimeUs, gpus, hosts
 from flagcx.gradients.overlap import DEVICE_CALL_US, HOST_CALL_US, SIZE_TOLERANCE, best_bucket_nbytes, step_us
-from flagcx.report import Report, Reported
+from flagcx.report import Report, Reported, duration
 from flagcx.topology import Topology
 
 _GAIN = 0.97
@@ -94,8 +94,8 @@ class Advice(Reported):
                 str(one.buckets),
                 format_nbytes(one.bucket_nbytes),
                 f"{one.sent_share:.1%}",
-                _time(one.communication_us),
-                _time(one.step_us),
+                duration(one.communication_us),
+                duration(one.step_us),
                 "nothing" if one.lossless else "something",
                 "<- use this" if one == self.chosen else "",
             )
@@ -163,7 +163,7 @@ def advise(
     chosen = _choose(options, allowed)
     title = (
         f"gradients of {format_nbytes(model_bytes)}, {size} rank{'s' * (size > 1)} {machine.where}, "
-        f"{_time(compute_us)} of computation"
+        f"{duration(compute_us)} of computation"
     )
     reason = _reason(options, chosen, compute_us, size)
     for name in sorted(allowed - _steady().keys()) if lossy is not True else ():
@@ -322,14 +322,14 @@ def _reason(options: Sequence[Option], chosen: Option, compute_us: float, ranks:
     plain = _plain(options)
     hidden = chosen.step_us <= 1.05 * compute_us
     text = f"{chosen.name} in buckets of {format_nbytes(chosen.bucket_nbytes)}: "
-    text += f"a step takes {_time(chosen.step_us)}"
+    text += f"a step takes {duration(chosen.step_us)}"
     if hidden:
         text += ", nearly all of it computation: the all-reduces hide behind it"
     else:
-        rest, whole = _time(chosen.step_us - compute_us), _time(chosen.communication_us)
+        rest, whole = duration(chosen.step_us - compute_us), duration(chosen.communication_us)
         text += f"; {rest} of the {whole} of communication do not hide behind the computation"
     if chosen.compression:
-        text += f"; without compression it would take {_time(plain.step_us)}"
+        text += f"; without compression it would take {duration(plain.step_us)}"
     better = [one for one in options if one.step_us < _GAIN * chosen.step_us]
     return f"{text}. {_lossy(better)}." if better else f"{text}."
 
@@ -337,17 +337,10 @@ def _reason(options: Sequence[Option], chosen: Option, compute_us: float, ranks:
 def _lossy(better: Sequence[Option]) -> str:
     """The faster lossy choices: the fastest, and the least lossy of those as fast."""
     first, gentle = better[0], _least_lossy(better)
-    text = f"{first.name} would take {_time(first.step_us)}"
+    text = f"{first.name} would take {duration(first.step_us)}"
     if gentle == first:
         return f"{text}, but loses something; allow it by lossy=({first.compression!r},)"
     return (
-        f"{text}, and {gentle.name}, which takes less from the data, {_time(gentle.step_us)}, but they lose "
-        f"something; allow the latter by lossy=({gentle.compression!r},)"
+        f"{text}, and {gentle.name}, which takes less from the data, {duration(gentle.step_us)}, but they "
+        f"lose something; allow the latter by lossy=({gentle.compression!r},)"
     )
-
-
-def _time(time_us: float) -> str:
-    for unit, factor in (("s", 1e6), ("ms", 1e3)):
-        if time_us >= factor:
-            return f"{time_us / factor:.3g} {unit}"
-    return f"{time_us:.3g} us"

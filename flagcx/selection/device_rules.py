@@ -13,6 +13,7 @@ from flagcx.cost.model import Model, Prediction
 from flagcx.cost.peer_memory import NATIVE, NVLINK, GpuLinks
 from flagcx.errors import FlagcxError
 from flagcx.kernels.peer import PEER_MEMORY, PEER_PACKETS, may_be_bare
+from flagcx.report import duration
 from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.selection.candidates import Request, schedules, split_messages, why_not
 from flagcx.selection.placement import MOST_PLANNED, gpus_of
@@ -140,7 +141,7 @@ class DeviceRules(Rules):
         if not ranked:
             return by_rule
         best, time_us = ranked[0]
-        return best.at(request.nbytes, f"by the model of this machine: about {time_us:.3g} us")
+        return best.at(request.nbytes, f"by the model of this machine: about {duration(time_us)}")
 
     def choose_named(self, algorithm: str, request: Request) -> Candidate:
         """An algorithm that the caller names goes through the peers' memory where the transport can."""
@@ -215,7 +216,7 @@ def choose_on_device(request: Request, possible: Capabilities | None = None) -> 
     collective, nbytes, size, *_ = request
     if possible.peers:
         (time_us, best), *others = possible.fastest(request)
-        reason = f"{_WORDS[best.protocol]}; by the model of peer memory about {time_us:.3g} us"
+        reason = f"{_WORDS[best.protocol]}; by the model of peer memory about {duration(time_us)}"
         if others:
             reason += f", and the next {others[0][0] / time_us:.2f} times that"
         return best.at(nbytes, reason)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from flagcx.algorithms import Algorithm, entries, entry
 from flagcx.algorithms.candidate import MOST_PIECES, Candidate, Groups
+from flagcx.report import duration
 from flagcx.selection.candidates import Request, schedules, why_not
 from flagcx.transport.network.crossing import CROSSED
 from flagcx.transport.shared_memory import CROSS_MEMORY, SLOTS, STEP_NBYTES
@@ -181,7 +182,9 @@ class MultiHostRules(Rules):
         best = min(rivals, key=times.__getitem__, default=choice)
         if times[best] > CLEARLY * times[choice]:
             return None
-        reason = f"by the links' measured times about {times[best]:.3g} us, beside {times[choice]:.3g}"
+        reason = (
+            f"by the links' measured times about {duration(times[best])}, beside {duration(times[choice])}"
+        )
         return replace(best, reason=f"{reason} by {choice.name}")
 
     def _time_us(self, candidate: Candidate, request: Request) -> float:

@@ -20,6 +20,7 @@ from flagcx.algorithms.candidate import Candidate, Groups, Order
 from flagcx.config import Config
 from flagcx.dtypes import flushes_subnormals
 from flagcx.errors import ArgumentError, FlagcxError
+from flagcx.report import duration
 from flagcx.selection.candidates import Request
 from flagcx.selection.rules import Rules
 from flagcx.selection.table import WIDEST_TIE, Fit, Ranked, Table, read_table, table_path, versions_here
@@ -119,7 +120,7 @@ class Selector:
         return self._settled(*ranked[0], request) if ranked else self.rules.choose(request)
 
     def _settled(self, candidate: Candidate, time_us: float, request: Request) -> Candidate:
-        return candidate.at(request.nbytes, f"{self.rules.source}: about {time_us:.3g} us")
+        return candidate.at(request.nbytes, f"{self.rules.source}: about {duration(time_us)}")
 
     def choose_named(self, algorithm: str, request: Request) -> Candidate:
         """Chooses pieces and protocol for an algorithm that the caller names.

@@ -27,10 +27,14 @@ class Array:
 
 
 class Transport(FakeTransport):
-    """Takes arrays as they are."""
+    """Takes arrays as they are, and carries its own messages."""
 
     array_class = Array  # type: ignore[assignment]
     peers = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages, self.described_so_far = self, 0
 
     def take(self, array: Any, what: str, writable: bool) -> Any:
         return array
@@ -40,6 +44,13 @@ class Transport(FakeTransport):
 
     def transfer(self, sends: list, receives: list) -> None:
         self.runs.append((sends, receives))
+
+    def described(self, sends: list, receives: list) -> tuple[list, list]:
+        self.described_so_far += 1
+        return sends, receives
+
+    def carry(self, transfer: tuple[list, list]) -> None:
+        self.transfer(*transfer)
 
     def is_capturing(self) -> bool:
         return False
@@ -108,11 +119,15 @@ def test_what_is_not_plain_or_overlaps_takes_the_checked_way(comm):
 
 def test_messages_like_earlier_ones_go_straight_to_the_transport(comm):
     x, out = Array(40, 4096), Array(30, 1 << 20)
-    for _ in range(2):
+    for _ in range(3):
         assert comm.sendrecv(x, 2, out, 3) is out
         comm.send(x, 2)
         assert comm.recv(out, 3) is out
     both, sent, taken = ([(x, 2)], [(out, 3)]), ([(x, 2)], []), ([], [(out, 3)])
-    assert comm._device.transport.runs == [both, sent, taken] * 2
+    assert comm._device.transport.runs == [both, sent, taken] * 3
+    assert comm._device.transport.described_so_far == 3, "those of the second round, for the third too"
+    elsewhere = Array(40, 8192)
+    comm.send(elsewhere, 2)
+    assert comm._device.transport.runs[-1] == ([(elsewhere, 2)], [])
     keys = [key for key in comm._device.quick if key[0] == "sendrecv"]
     assert len(keys) == 3

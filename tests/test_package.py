@@ -134,7 +134,10 @@ HEAVY = {
 @pytest.mark.parametrize(
     ("start", "also"),
     [
-        ("import flagcx, numpy; flagcx.init().allreduce(numpy.ones(3))", set()),
+        (
+            "import flagcx, numpy; flagcx.init().allreduce(numpy.ones(3))",
+            {"flagcx.transport.network.crossing", "flagcx.transport.network.steps"},
+        ),
         ("import flagcx.cli.run_script", {"numpy", "shutil", "tempfile"}),
     ],
 )

@@ -20,7 +20,8 @@ from flagcx.cost.model import LinkLoad, Prediction, predict, rounds
 from flagcx.cost.network import Network
 from flagcx.cost.simulate import Costs, lay, message_nbytes
 from flagcx.schedule.collectives import COLLECTIVES
-from flagcx.transport.network.crossing import CROSSED, goes_straight
+from flagcx.transport.network import CROSSED
+from flagcx.transport.network.crossing import goes_straight
 from flagcx.transport.network.pieces import SHORT_NBYTES, stripe_nbytes
 
 _WAITS = 0.5

@@ -14,7 +14,7 @@ from flagcx.algorithms import Algorithm, entries, entry
 from flagcx.algorithms.candidate import MOST_PIECES, Candidate, Groups
 from flagcx.report import duration
 from flagcx.selection.candidates import Request, schedules, why_not
-from flagcx.transport.network.crossing import CROSSED
+from flagcx.transport.network import CROSSED
 from flagcx.transport.shared_memory import CROSS_MEMORY, SLOTS, STEP_NBYTES
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from flagcx.algorithms import build
 from flagcx.dtypes import OPS, dtype_of
 from flagcx.schedule.collectives import COLLECTIVES
 from flagcx.transport.base import Call
-from flagcx.transport.network import pieces
-from flagcx.transport.network.crossing import CROSSED
+from flagcx.transport.network import CROSSED, pieces
 from flagcx.transport.network.hierarchy import HierarchicalCollective
 from tests.transport.thread_hosts import GROUPS, thread_hosts
 

@@ -7,3 +7,7 @@ explained before it (``watch.py``).
 
 Inside a host hierarchical collectives go through memory that its ranks share (``hierarchy.py``).
 """
+
+CROSSED = ("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter")
+"""The collectives that have steps between hosts in ``crossing.py``. They stand here, since the rules that
+choose an algorithm need the names alone, also on one host, where no rank imports what makes the steps."""

@@ -51,9 +51,6 @@ _MOST_SWAPS = 8
 Groups = Sequence[Sequence[int]]
 """The ranks of each host."""
 
-CROSSED = ("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter")
-"""The collectives that have steps between hosts here."""
-
 
 def order_of(groups: Groups, lanes: int) -> list[int]:
     """The blocks in the order in which they lie in the image: by lane, then by host.

@@ -11,7 +11,7 @@
                       v v v v     each rank copies what is meant for it       4. gather
 
 The ranks of a host share an image of the message, where sums and the data of other hosts are. What is added
-to nothing is contributed straight to the image. All collectives of ``crossing.CROSSED`` are these phases;
+to nothing is contributed straight to the image. All collectives of ``CROSSED`` are these phases;
 they differ in what a rank contributes and gathers (its block, or all), and in the steps between hosts.
 
 A long message goes in pieces. While one is between hosts, others are inside them: the messages of a piece are
@@ -39,10 +39,10 @@ import numpy as np
 from flagcx.dtypes import OPS
 from flagcx.schedule.collectives import COLLECTIVES, Counts
 from flagcx.transport.base import Call
-from flagcx.transport.network import pieces
+from flagcx.transport.network import CROSSED, pieces
 from flagcx.transport.network.coded import STEPS as CODED_STEPS
 from flagcx.transport.network.coded import CodedCrossing
-from flagcx.transport.network.crossing import CROSSED, Crossing, Groups, order_of, steps_between
+from flagcx.transport.network.crossing import Crossing, Groups, order_of, steps_between
 from flagcx.transport.network.flight import Flight
 from flagcx.transport.network.host_memory import ARRIVED, HALF_NBYTES, REDUCED, HostMemory
 from flagcx.transport.network.message import kind_of, stamp_of

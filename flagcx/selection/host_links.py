@@ -25,6 +25,8 @@ from flagcx.transport.base import Call, Transport
 
 _NBYTES = (1 << 10, 8 << 10, 64 << 10, 512 << 10, 2 << 20)
 _LEAST, _ROUNDS, _COUNT = 2, 8, 1 << 18
+_SHORT_NBYTES, _SHORT_ROUNDS = 8 << 10, 40
+"""Short messages cost little, and on a busy host most of them wait for a core."""
 _ENOUGH_US, _LONG_US = 60_000.0, 30_000.0
 """No round begins after so long with messages of one length, and no longer ones follow any that take so long.
 
@@ -107,13 +109,14 @@ def _ping(transport: Transport, first: int, second: int) -> Times:
     peer, found = second if leads else first, list[tuple[int, float]]()
     for nbytes in (_NBYTES[0], *_NBYTES):  # the first messages connect the ranks
         x, least_us, spent_us, rounds, going = np.zeros(nbytes, np.uint8), np.inf, 0.0, 0, True
+        most = _SHORT_ROUNDS if nbytes <= _SHORT_NBYTES else _ROUNDS
         while going:
             start, rounds = perf_counter(), rounds + 1
             for sends in (leads, not leads):
                 transport.transfer([(x, peer)] if sends else [], [] if sends else [(x, peer)])
             took_us = (perf_counter() - start) * 1e6
             least_us, spent_us = min(least_us, took_us / 2), spent_us + took_us
-            going = _told(transport, leads, peer, rounds < _ROUNDS and spent_us < _ENOUGH_US)
+            going = _told(transport, leads, peer, rounds < most and spent_us < _ENOUGH_US)
         found.append((nbytes, round(least_us, 1)))
         if len(found) > _LEAST and not _told(transport, leads, peer, least_us < _LONG_US):
             break

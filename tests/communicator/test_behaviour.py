@@ -104,6 +104,38 @@ def test_started_work(size):
     assert run_ranks(_started, size) == [list(range(size))] * size
 
 
+def _barriers():
+    comm = fc.init()
+    for _ in range(3):  # from the second on a barrier goes straight to its plan
+        comm.barrier()
+    array = np.ones(3)
+    with comm.group():
+        comm.allreduce(array)
+        comm.barrier()
+    assert (array == comm.size).all()
+    work = comm.allreduce(np.ones(50_000), async_op=True)
+    comm.barrier()
+    assert work.done(), "a barrier comes after what was started before it"
+    assert (work.wait() == comm.size).all()
+    child = comm.split(0)
+    for _ in range(3):
+        child.barrier()
+    with pytest.raises(fc.CommunicationError, match=r"barrier.*allreduce|allreduce.*barrier"):
+        child.barrier() if comm.rank else child.allreduce(array)
+    with pytest.raises(fc.CommunicatorError, match="cannot be used after"):
+        child.barrier()
+    comm.barrier()
+    comm.close()
+    with pytest.raises(fc.CommunicatorError, match="this communicator is closed"):
+        comm.barrier()
+    return True
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_barriers_that_come_again(size):
+    assert all(run_ranks(_barriers, size))
+
+
 def _objects():
     comm = fc.init()
     value = {"rank": comm.rank, "text": "x" * 10_000 * comm.rank}

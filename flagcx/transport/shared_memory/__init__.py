@@ -63,6 +63,11 @@ MOST_SLOTS_NBYTES, MOST_CROWDED_NBYTES = 16 << 20, 2 << 20
 them."""
 SHARED_NBYTES = 8 << 10
 """From here on arrays that peers map are worked on where they lie."""
+SHARED_TAKE = (
+    "0.34 to 0.64 of the time, measured at 4 to 256 MiB with 2 and 4 ranks on 2 cores of an AMD EPYC"
+)
+"""What the all-reduce of an array of ``comm.empty`` takes beside that of a private array: the medians in
+``bench/results/host_allreduce_epyc_2_cores.jsonl``."""
 SLOTS, CROSS_MEMORY = "slots", "cross_memory"
 """The protocols: through slots of the shared memory, or by a system call between private memories."""
 _NEVER = 1 << 62
@@ -195,7 +200,7 @@ class SharedMemoryTransport(HostTransport):
             return []
         return [
             f"{calls:,} all-reduces were of private arrays of a MiB or more; in arrays of comm.empty(shape, "
-            f"dtype) they take 0.3 to 0.6 of the time"
+            f"dtype) they took {SHARED_TAKE}"
         ]
 
     def has_lost(self) -> bool:

@@ -64,7 +64,7 @@ them."""
 SHARED_NBYTES = 8 << 10
 """From here on arrays that peers map are worked on where they lie."""
 SHARED_TAKE = (
-    "0.34 to 0.64 of the time, measured at 4 to 256 MiB with 2 and 4 ranks on 2 cores of an AMD EPYC"
+    "0.28 to 0.64 of the time, measured at 4 to 256 MiB with 2 and 4 ranks on 2 cores of an AMD EPYC"
 )
 """What the all-reduce of an array of ``comm.empty`` takes beside that of a private array: the medians in
 ``bench/results/host_allreduce_epyc_2_cores.jsonl``."""

@@ -199,11 +199,14 @@ class Fused:
 
         Args:
             sendbufs: Arrays of the plan's shapes and dtype.
-            recvbufs: Likewise; the same list where it is in place.
+            recvbufs: Likewise, of any shapes with as many elements; the same list where it is in place.
         """
         for part in self._parts:
             mine = part.take(sendbufs)
-            results = mine if recvbufs is sendbufs else part.take(recvbufs)
+            results = mine
+            if recvbufs is not sendbufs:
+                both = zip(part.take(recvbufs), mine, strict=True)
+                results = [y if y.shape == x.shape else y.reshape(x.shape) for y, x in both]
             if part.packing is None:
                 part.plan.run(mine[0], results[0])
                 continue

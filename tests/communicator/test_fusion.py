@@ -86,6 +86,23 @@ def test_single_arrays_of_any_shape(size):
     run_ranks(_one_by_one, size)
 
 
+def _into_other_shapes() -> None:
+    comm = fc.init()
+    for shapes in (((3, 4), 12), ((2, 3, 2), (12,)), ((12,), (3, 4)), ((12,), (12, 1))):
+        for order in ("C", "F"):
+            for whole in (True, False):
+                arrays = [np.asarray(np.full(shapes[0], comm.rank + i), order=order) for i in range(4)]
+                outs = [np.zeros(shapes[1], int) if whole else np.zeros(24, int)[::2] for _ in arrays]
+                for _ in range(2):
+                    got = comm.allreduce(arrays, out=outs)
+                for i, (result, out) in enumerate(zip(got, outs, strict=True)):
+                    assert result is out and (out == comm.size * i + sum(range(comm.size))).all()
+
+
+def test_results_may_have_any_shape_with_as_many_elements():
+    run_ranks(_into_other_shapes, 2)
+
+
 def _messages(count: int) -> None:
     comm = fc.init()
     arrays = [np.full(1 + i % 300, i % 7, (np.float32, np.int64, np.float64)[i % 3]) for i in range(count)]
